@@ -1,0 +1,1 @@
+"""The protocol: the table of operations and the codecs both halves speak. Knows no sockets."""

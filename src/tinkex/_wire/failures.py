@@ -1,0 +1,152 @@
+"""Failures on the wire: exception ↔ status and body, and failed work ↔ its result body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+import orjson
+
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    ClientClosedError,
+    DecodeError,
+    HTTPRequest,
+    HTTPResponse,
+    InvalidInputError,
+    RequestErrorCategory,
+    RequestFailedError,
+    TinkerError,
+    status_error_class,
+)
+
+__all__ = [
+    "error_from_response",
+    "failure_body",
+    "failure_from_body",
+    "response_from_error",
+    "retry_after",
+]
+
+# Where an error that is not itself a status lands when a service has to answer with it. Subclasses
+# stand before their parents.
+_STATUS_OF: Final[tuple[tuple[type[TinkerError], int], ...]] = (
+    (DecodeError, 422),
+    (InvalidInputError, 400),
+    (APITimeoutError, 504),
+    (APIConnectionError, 503),
+    (APIResponseValidationError, 502),
+    (ClientClosedError, 503),
+)
+
+
+def retry_after(headers: Mapping[str, str], now: float) -> float | None:
+    """Seconds the service asks to wait: `retry-after-ms`, else `retry-after` in seconds or as a date."""
+    if (milliseconds := _float(headers.get("retry-after-ms"))) is not None:
+        return milliseconds / 1000
+    text = headers.get("retry-after")
+    if text is None or (seconds := _float(text)) is not None:
+        return seconds if text is not None else None
+    try:
+        return parsedate_to_datetime(text).timestamp() - now
+    except ValueError:
+        return None
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def error_from_response(
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    request: HTTPRequest,
+    *,
+    now: float,
+) -> APIStatusError:
+    """The exception for an error answer; `headers` have lower-case names."""
+    try:
+        content: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        content = body.decode("utf-8", "replace") or None
+    return status_error_class(status)(
+        _message(content) or f"The service answered {status} without saying why.",
+        HTTPResponse(status, dict(headers), request),
+        content,
+        retry_after=retry_after(headers, now),
+    )
+
+
+def _message(content: Any) -> str:
+    if isinstance(content, str):
+        return content[:2000]
+    if not isinstance(content, dict):
+        return ""
+    for key in ("detail", "message", "error"):
+        value = content.get(key)
+        if isinstance(value, dict):
+            value = value.get("message")
+        if isinstance(value, list):  # a validation report, one entry a field
+            value = "; ".join(map(_complaint, value))
+        if isinstance(value, str) and value:
+            return value[:2000]
+    return ""
+
+
+def _complaint(entry: Any) -> str:
+    if isinstance(entry, dict) and "msg" in entry:
+        return f"{'.'.join(map(str, entry.get('loc', ())))}: {entry['msg']}"
+    return str(entry)
+
+
+def response_from_error(error: TinkerError) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and body that tell a client of `error`."""
+    if isinstance(error, APIStatusError) and error.status_code:
+        status = error.status_code
+    else:
+        status = next((code for cls, code in _STATUS_OF if isinstance(error, cls)), 500)
+    body: dict[str, Any] = {"detail": error.message, "category": _category(error, status)}
+    if field := getattr(error, "field", None):
+        body["field"] = field
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after-ms"] = str(round(error.retry_after * 1000))
+    if error.request_id:
+        headers["x-request-id"] = error.request_id
+    return status, headers, body
+
+
+def _category(error: TinkerError, status: int) -> str:
+    if error.category is RequestErrorCategory.Unknown and not isinstance(error, APIStatusError):
+        return RequestErrorCategory.of_status(status).value
+    return error.category.value
+
+
+def failure_body(error: BaseException) -> dict[str, str]:
+    """The result body of work that failed: it was accepted, so the answer is a 200 with this in it."""
+    if isinstance(error, TinkerError):
+        category = RequestErrorCategory.User if error.user_error else error.category
+        return {"error": error.message, "category": category.value}
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "category": RequestErrorCategory.Server.value,
+    }
+
+
+def failure_from_body(body: Mapping[str, Any], request_id: str | None) -> RequestFailedError:
+    error = body.get("error")
+    if isinstance(error, dict):  # older services wrap it once more
+        body, error = error, error.get("error") or error.get("message")
+    return RequestFailedError(
+        str(error or "The service gave no reason."),
+        request_id,
+        RequestErrorCategory.parse(body.get("category")),
+    )

@@ -1,0 +1,228 @@
+"""Sampling: parameters, requests, and the sequences that come back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import Field
+
+from tinkex.errors import InvalidInputError
+
+from ._base import RequestModel, ResponseModel
+from .inputs import ModelInput
+from .tensors import Array, PromptAltTokens, TensorData, TopkLogprobs, packed
+
+__all__ = [
+    "CreateSamplingSessionRequest",
+    "CreateSamplingSessionResponse",
+    "GetSamplerResponse",
+    "JoinSamplingSessionRequest",
+    "JoinSamplingSessionResponse",
+    "SampleRequest",
+    "SampleResponse",
+    "SampleStreamChunk",
+    "SampledSequence",
+    "SamplingParams",
+    "StopReason",
+]
+
+StopReason: TypeAlias = Literal["length", "stop"]
+TopkRows: TypeAlias = list[list[tuple[int, float]] | None]
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+class SamplingParams(ResponseModel):
+    """How to draw tokens.
+
+    `stop=None` stops at the model's end token, `stop=[]` never stops early. `max_tokens=None` runs to
+    the end of the context, `temperature=0` is greedy, and `top_k=-1` or `top_p=1` switch themselves off.
+    """
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: Annotated[float, Field(ge=0)] = 1
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1
+
+
+class SampleRequest(RequestModel):
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=0)] | None = None
+    record_stability_info: bool | None = None
+    type: Literal["sample"] = "sample"
+
+
+def _floats(values: Array) -> list[float | None]:
+    """A list with None where the array holds NaN, which stands for "not computed"."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _array(values: Any, dtype: np.dtype[Any], field: str) -> Array | None:
+    if values is None:
+        return None
+    if isinstance(values, list) and None in values:
+        values = [math.nan if value is None else value for value in values]
+    return packed(values, dtype, field=field)
+
+
+@dataclass(init=False, eq=False, repr=False)
+class SampledSequence:
+    """One sampled sequence; the stop token, where there was one, is the last of `tokens`.
+
+    The `*_np` attributes are the arrays as they came; the plain names are lists of them, which may
+    also be given to the constructor.
+    """
+
+    stop_reason: StopReason
+    sequence_id: str
+    tokens_np: Array | None = None
+    logprobs_np: Array | None = None
+    topk_logprobs_np: TopkLogprobs | None = None
+
+    def __init__(
+        self,
+        stop_reason: StopReason,
+        sequence_id: str = "",
+        tokens_np: Array | None = None,
+        logprobs_np: Array | None = None,
+        topk_logprobs_np: TopkLogprobs | None = None,
+        *,
+        tokens: Any = None,
+        logprobs: Any = None,
+        topk_logprobs: Any = None,
+    ) -> None:
+        if stop_reason not in {"length", "stop"}:
+            raise InvalidInputError(
+                f"must be length or stop, not {stop_reason!r}", field="stop_reason"
+            )
+        self.stop_reason = stop_reason
+        self.sequence_id = sequence_id
+        self.tokens_np = _array(tokens, _INT32, "tokens") if tokens_np is None else tokens_np
+        if logprobs_np is None:
+            logprobs_np = _array(logprobs, _FLOAT32, "logprobs")
+        self.logprobs_np = logprobs_np
+        if topk_logprobs_np is None and topk_logprobs is not None:
+            topk_logprobs_np = TopkLogprobs.from_rows(topk_logprobs)
+        self.topk_logprobs_np = topk_logprobs_np
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [] if self.tokens_np is None else self.tokens_np.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[float] | None:
+        return None if self.logprobs_np is None else self.logprobs_np.tolist()
+
+    @cached_property
+    def topk_logprobs(self) -> TopkRows | None:
+        return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
+
+    def __repr__(self) -> str:
+        return (
+            f"SampledSequence(stop_reason={self.stop_reason!r}, sequence_id={self.sequence_id!r}, "
+            f"tokens={self.tokens!r:.120}, logprobs={self.logprobs!r:.120})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SampledSequence):
+            return NotImplemented
+        return (self.stop_reason, self.tokens, self.logprobs, self.topk_logprobs) == (
+            other.stop_reason,
+            other.tokens,
+            other.logprobs,
+            other.topk_logprobs,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class SampleResponse:
+    """The sequences of one request, and what was asked about the prompt."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs_np: Array | None = None
+    topk_prompt_logprobs_np: TopkLogprobs | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_cache_hit_tokens: int = 0
+    prompt_alt_tokens: PromptAltTokens | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """One per prompt token, None where it was not computed, as for the first."""
+        return None if self.prompt_logprobs_np is None else _floats(self.prompt_logprobs_np)
+
+    @cached_property
+    def topk_prompt_logprobs(self) -> TopkRows | None:
+        rows = self.topk_prompt_logprobs_np
+        return None if rows is None else rows.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStreamChunk:
+    """One token of a streamed sample, or its end, or an error."""
+
+    token: str | None = None
+    token_id: int | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    total_tokens: int | None = None
+    logprob: float | None = None
+    error: str | None = None
+
+    @property
+    def event_type(self) -> Literal["token", "done", "error"]:
+        if self.error is not None:
+            return "error"
+        return "token" if self.finish_reason is None else "done"
+
+    @property
+    def done(self) -> bool:
+        return self.event_type != "token"
+
+
+class CreateSamplingSessionRequest(RequestModel):
+    session_id: str
+    sampling_session_seq_id: Annotated[int, Field(ge=0)]
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(ResponseModel):
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class JoinSamplingSessionRequest(RequestModel):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(ResponseModel):
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: Annotated[int, Field(ge=1)]
+
+
+class GetSamplerResponse(ResponseModel):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
