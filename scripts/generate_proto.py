@@ -42,7 +42,11 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as fresh:
         generate(Path(fresh))
-        stale = [name for name in OUTPUTS if (Path(fresh) / name).read_text() != (WIRE / name).read_text()]
+        stale = [
+            name
+            for name in OUTPUTS
+            if (Path(fresh) / name).read_text() != (WIRE / name).read_text()
+        ]
     for name in stale:
         print(f"{name} is out of date: run scripts/generate_proto.py")
     return 1 if stale else 0

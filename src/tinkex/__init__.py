@@ -12,6 +12,13 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import config, errors, types
+    from ._client.http import APIResponse, StreamResponse
+    from ._client.rest import AdminClient, RestClient
+    from ._client.retry import RetryConfig
+    from ._client.runtime import APIFuture
+    from ._client.sampling import SamplingClient
+    from ._client.service import ServiceClient
+    from ._client.training import TrainingClient
     from ._wire.transform import NOT_GIVEN, OMIT, NotGiven, Omit
     from .config import Config, reset_defaults, set_defaults
     from .errors import (
@@ -87,6 +94,13 @@ __title__ = "tinkex"
 # Where each name lives; the block above says the same to type checkers, and a test keeps them equal.
 _MODULES = ("config", "errors", "types")
 _NAMES = {
+    "._client.http": "APIResponse StreamResponse",
+    "._client.rest": "AdminClient RestClient",
+    "._client.retry": "RetryConfig",
+    "._client.runtime": "APIFuture",
+    "._client.sampling": "SamplingClient",
+    "._client.service": "ServiceClient",
+    "._client.training": "TrainingClient",
     "._wire.transform": "NOT_GIVEN OMIT NotGiven Omit",
     ".config": "Config reset_defaults set_defaults",
     ".errors": """

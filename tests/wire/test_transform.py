@@ -11,7 +11,7 @@ import orjson
 import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from tinkex._wire.transform import (
     NOT_GIVEN,
@@ -129,6 +129,11 @@ class TestShapes:
         assert transform([model], formats={"when": "iso8601"}, drop_none=True) == [
             {"name": "a", "inner": {"name": "b", "when": "2025-01-02"}}
         ]
+
+    def test_pydantic_root_models(self):
+        assert transform({"a": RootModel[list[Model]]([Model(name="b")])}, drop_none=True) == {
+            "a": [{"name": "b"}]
+        }
 
     def test_models_are_known_by_their_method(self):
         class Dumps:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC
 from email.utils import parsedate_to_datetime
+from math import isfinite
 from typing import Any, Final
 
 import orjson
@@ -52,16 +54,19 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
     if text is None or (seconds := _float(text)) is not None:
         return seconds if text is not None else None
     try:
-        return parsedate_to_datetime(text).timestamp() - now
+        when = parsedate_to_datetime(text)
     except ValueError:
         return None
+    # The oldest of HTTP's three date formats names no zone; all of them mean UTC.
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - now
 
 
 def _float(text: str | None) -> float | None:
     try:
-        return None if text is None else float(text)
+        number = float(text or "")
     except ValueError:
         return None
+    return number if isfinite(number) else None
 
 
 def error_from_response(
@@ -103,7 +108,9 @@ def _message(content: Any) -> str:
 
 def _complaint(entry: Any) -> str:
     if isinstance(entry, dict) and "msg" in entry:
-        return f"{'.'.join(map(str, entry.get('loc', ())))}: {entry['msg']}"
+        loc = entry.get("loc")
+        where = ".".join(map(str, loc)) if isinstance(loc, list) else ""
+        return f"{where}: {entry['msg']}" if where else str(entry["msg"])
     return str(entry)
 
 

@@ -19,7 +19,7 @@ from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types._base import FROM_WIRE
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
 from tinkex.types.runs import SetCheckpointTtlRequest
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampling import SampledSequence, SampleResponse, flat_array
 from tinkex.types.tensors import PromptAltTokens, TensorData, TopkLogprobs, tensor_from_object
 from tinkex.types.training import (
     AdamParams,
@@ -249,17 +249,27 @@ def _forward_backward_input(value: Any, field: str) -> ForwardBackwardInput:
     loss_fn = entry["loss_fn"]
     if not isinstance(loss_fn, str):
         raise DecodeError(f"expected text, got {loss_fn!r:.80}", field=f"{field}.loss_fn")
-    config = entry.get("loss_fn_config")
     return ForwardBackwardInput(
         data=[_datum(datum, f"{field}.data.{index}") for index, datum in enumerate(data)],
         loss_fn=loss_fn,  # type: ignore[arg-type]  # an unknown loss is refused by who runs it
-        loss_fn_config=None if config is None else _dict(config, f"{field}.loss_fn_config"),
+        loss_fn_config=_loss_config(entry.get("loss_fn_config"), f"{field}.loss_fn_config"),
     )
 
 
-def _seq_id(value: Any) -> int | None:
+def _loss_config(value: Any, field: str) -> dict[str, float | str] | None:
+    if value is None:
+        return None
+    for name, setting in _dict(value, field).items():
+        if not isinstance(setting, int | float | str):
+            raise DecodeError(
+                f"expected a number or text, got {setting!r:.80}", field=f"{field}.{name}"
+            )
+    return cast("dict[str, float | str]", value)
+
+
+def _integer(value: Any, field: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise DecodeError(f"expected an integer, got {value!r:.80}", field="seq_id")
+        raise DecodeError(f"expected an integer, got {value!r:.80}", field=field)
     return value
 
 
@@ -271,14 +281,14 @@ def _model_id(value: Any) -> str:
 
 def _forward_backward_request(value: dict[str, Any]) -> ForwardBackwardRequest:
     inputs = _forward_backward_input(value["forward_backward_input"], "forward_backward_input")
-    return ForwardBackwardRequest(
-        inputs, _model_id(value["model_id"]), _seq_id(value.get("seq_id"))
-    )
+    model_id, seq_id = _model_id(value["model_id"]), _integer(value.get("seq_id"), "seq_id")
+    return ForwardBackwardRequest(inputs, model_id, seq_id)
 
 
 def _forward_request(value: dict[str, Any]) -> ForwardRequest:
     inputs = _forward_backward_input(value["forward_input"], "forward_input")
-    return ForwardRequest(inputs, _model_id(value["model_id"]), _seq_id(value.get("seq_id")))
+    model_id, seq_id = _model_id(value["model_id"]), _integer(value.get("seq_id"), "seq_id")
+    return ForwardRequest(inputs, model_id, seq_id)
 
 
 def _forward_backward_output(value: dict[str, Any]) -> ForwardBackwardOutput:
@@ -314,26 +324,33 @@ def _sampled_sequence(value: Any, field: str) -> SampledSequence:
 
 def _sample_response(value: dict[str, Any]) -> SampleResponse:
     sequences = _list(value["sequences"], "sequences")
-    prompt = SampledSequence("stop", logprobs=value.get("prompt_logprobs"))
-    topk = value.get("topk_prompt_logprobs")
-    target, alternatives = value.get("target_prompt_logprobs"), value.get("prompt_alt_tokens")
+    topk, target = value.get("topk_prompt_logprobs"), value.get("target_prompt_logprobs")
     return SampleResponse(
         sequences=[
             _sampled_sequence(sequence, f"sequences.{index}")
             for index, sequence in enumerate(sequences)
         ],
-        prompt_logprobs_np=prompt.logprobs_np,
-        topk_prompt_logprobs_np=None if topk is None else TopkLogprobs.from_rows(topk),
+        prompt_logprobs_np=flat_array(
+            value.get("prompt_logprobs"), np.dtype(np.float32), "prompt_logprobs"
+        ),
+        topk_prompt_logprobs_np=(
+            None if topk is None else TopkLogprobs.from_rows(topk, field="topk_prompt_logprobs")
+        ),
         target_prompt_logprobs=(
             None if target is None else tensor_from_object(target, field="target_prompt_logprobs")
         ),
-        prompt_cache_hit_tokens=value.get("prompt_cache_hit_tokens") or 0,
-        prompt_alt_tokens=(
-            None
-            if alternatives is None
-            else PromptAltTokens(**_tensors(alternatives, "prompt_alt_tokens"))
+        prompt_cache_hit_tokens=(
+            _integer(value.get("prompt_cache_hit_tokens"), "prompt_cache_hit_tokens") or 0
         ),
+        prompt_alt_tokens=_prompt_alt_tokens(value.get("prompt_alt_tokens")),
     )
+
+
+def _prompt_alt_tokens(value: Any) -> PromptAltTokens | None:
+    if value is None:
+        return None
+    tensors = _tensors(value, "prompt_alt_tokens")
+    return PromptAltTokens(tensors["tokens"], tensors["logprobs"])
 
 
 _READERS: dict[Any, Callable[[dict[str, Any]], Any]] = {

@@ -59,7 +59,8 @@ class Operation(Generic[R]):
 
     `request_type` is what polls of its future are labelled with. `retries=False` means the transport
     sends it once and leaves trying again to the layer that knows better: a poll is its own retry, a
-    sample has its own limits.
+    sample has its own limits. With `window` a call is tried for some minutes when the service does not
+    answer at all; those that create something are not, because their user waits for the first of them.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Operation(Generic[R]):
     timeout: float | None = None
     flag: str | None = None
     redirects: bool = False
+    window: bool = True
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
@@ -127,7 +129,13 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
     # service and identity
     _get("healthz", "healthz", types.HealthResponse),
     _get("get_server_capabilities", "get_server_capabilities", types.GetServerCapabilitiesResponse),
-    _post("client_config", types.ClientConfigRequest, types.ClientConfigResponse, "client/config"),
+    _post(
+        "client_config",
+        types.ClientConfigRequest,
+        types.ClientConfigResponse,
+        "client/config",
+        window=False,
+    ),
     _post(
         "client_dynamic_config",
         types.ClientConfigRequest,
@@ -154,7 +162,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         Body.NONE,
     ),
     # sessions
-    _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse),
+    _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse, window=False),
     _post(
         "session_heartbeat",
         types.SessionHeartbeatRequest,
@@ -186,7 +194,13 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "sessions/search",
     ),
     # models
-    _queued("create_model", types.CreateModelRequest, types.CreateModelResponse, "CreateModel"),
+    _queued(
+        "create_model",
+        types.CreateModelRequest,
+        types.CreateModelResponse,
+        "CreateModel",
+        window=False,
+    ),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse, pool=Pool.TRAINING),
     _queued("unload_model", types.UnloadModelRequest, types.UnloadModelResponse, "UnloadModel"),
     # training

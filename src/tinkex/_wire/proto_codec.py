@@ -5,7 +5,8 @@ Arrays travel as the bytes they are in memory; reading makes views, not copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 CONTENT_TYPE: Final = "application/x-protobuf"
+_MAX_EMPTY_DATUMS: Final = 1_000_000
 
 _PB_DTYPE: Final = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY_DTYPE: Final[dict[int, np.dtype[Any]]] = {
@@ -153,6 +155,8 @@ def _read_chunk(message: pb.Chunk, field: str) -> ModelInputChunk:
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
         if image.format not in {"png", "jpeg"}:
             raise DecodeError(f"unknown image format {image.format!r:.80}", field=field)
+        if expected is not None and expected < 0:
+            raise DecodeError(f"{expected} tokens", field=f"{field}.expected_tokens")
         return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
     if kind == "dmel":
         return DmelChunk(dmel=message.dmel.dmel)
@@ -167,7 +171,7 @@ def _write_spans(spans: ProvenanceSpans, messages: Any) -> None:
         part.sequence_id, part.offset, part.length = span.sequence_id, span.offset, span.length
 
 
-def _read_spans(messages: Iterable[pb.ProvenanceSpan], field: str) -> ProvenanceSpans | None:
+def _read_spans(messages: Iterable[pb.ProvenanceSpan], field: str) -> ProvenanceSpans:
     spans: ProvenanceSpans = []
     for message in messages:
         sampled = message.WhichOneof("span") == "sampled_tokens"
@@ -177,7 +181,7 @@ def _read_spans(messages: Iterable[pb.ProvenanceSpan], field: str) -> Provenance
             spans.append(kind(sequence_id=part.sequence_id, offset=part.offset, length=part.length))
         except InvalidInputError as error:
             raise DecodeError(str(error), field=field) from error
-    return spans or None
+    return spans
 
 
 def _write_datum(datum: Datum, message: pb.Datum) -> None:
@@ -195,15 +199,13 @@ def _read_datum(message: pb.Datum, field: str) -> Datum:
         name: _read_tensor(tensor, f"{field}.loss_fn_inputs.{name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    try:
-        return Datum(
-            ModelInput.model_construct(chunks=chunks),
-            tensors,
-            _read_spans(message.model_input_spans, f"{field}.model_input_spans"),
-            _read_spans(message.loss_fn_input_spans, f"{field}.loss_fn_input_spans"),
-        )
-    except InvalidInputError as error:
-        raise DecodeError(str(error), field=field) from error
+    datum = Datum(ModelInput.model_construct(chunks=chunks), tensors)
+    if not message.model_input_spans and not message.loss_fn_input_spans:
+        return datum
+    return datum.with_provenance(
+        _read_spans(message.model_input_spans, f"{field}.model_input_spans"),
+        _read_spans(message.loss_fn_input_spans, f"{field}.loss_fn_input_spans"),
+    )
 
 
 # -- training ------------------------------------------------------------------------------------
@@ -216,21 +218,36 @@ def encode_forward_backward_request(request: ForwardBackwardRequest | ForwardReq
         inputs = request.forward_input
     else:
         inputs = request.forward_backward_input
-    message = pb.ForwardBackwardRequest(
-        model_id=request.model_id,
-        seq_id=request.seq_id or 0,
-        loss_fn=inputs.loss_fn,
-        forward_only=forward_only,
-    )
-    for name, value in (inputs.loss_fn_config or {}).items():
-        if isinstance(value, str):
-            message.loss_fn_config_v2[name].text = value
-        else:  # both, because services before 0.26.2 read the first only
-            message.loss_fn_config[name] = value
-            message.loss_fn_config_v2[name].number = value
+    message = pb.ForwardBackwardRequest(forward_only=forward_only)
+    for name, value in (
+        ("model_id", request.model_id),
+        ("seq_id", request.seq_id or 0),
+        ("loss_fn", inputs.loss_fn),
+    ):
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:  # of the wrong type, or too large for its field
+            raise InvalidInputError(f"{value!r:.80}: {error}", field=name) from error
+    _write_loss_config(inputs.loss_fn_config or {}, message)
     for datum in inputs.data:
         _write_datum(datum, message.data.add())
     return message.SerializeToString()
+
+
+def _write_loss_config(
+    config: Mapping[str, float | str], message: pb.ForwardBackwardRequest
+) -> None:
+    for name, value in config.items():
+        try:
+            if isinstance(value, str):
+                message.loss_fn_config_v2[name].text = value
+            else:  # both, because services before 0.26.2 read the first only
+                message.loss_fn_config[name] = value
+                message.loss_fn_config_v2[name].number = value
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"expected a number or text, got {value!r:.80}", field=f"loss_fn_config.{name}"
+            ) from error
 
 
 def decode_forward_backward_request(
@@ -307,7 +324,8 @@ def decode_forward_backward_output(data: bytes | memoryview) -> ForwardBackwardO
 
 
 def _read_record(record: pb.ArrayRecord, field: str) -> list[LossFnOutput]:
-    if record.num_datums < 0:
+    # A record without fields is a few bytes however many datums it claims.
+    if not 0 <= record.num_datums <= (sys.maxsize if record.fields else _MAX_EMPTY_DATUMS):
         raise DecodeError(f"{record.num_datums} datums", field=f"{field}.num_datums")
     columns = {
         name: _read_column(batched, record.num_datums, f"{field}.{name}")
@@ -341,7 +359,10 @@ def _read_column(batched: pb.BatchedTensor, count: int, field: str) -> list[Tens
             raise DecodeError(f"a slice of {stop - start} bytes is not whole rows", field=field)
         piece = values[start // width : stop // width]
         rows = piece.size // row_size if row_size else 0
-        column.append(TensorData(piece, dtype, [rows, *trailing]))
+        try:
+            column.append(TensorData(piece, dtype, [rows, *trailing]))
+        except InvalidInputError as error:
+            raise DecodeError(str(error), field=field) from error
     return column
 
 

@@ -118,8 +118,10 @@ def transform(
             return value
         if isinstance(value, list | tuple):
             return [convert(item) for item in value if given(item)]
-        items = _as_mapping(value)
-        return value if items is None else convert_items(items)
+        if isinstance(value, Mapping):
+            return convert_items(value)
+        content = _unpack(value)
+        return value if content is value else convert(content)
 
     def convert_items(items: Mapping[Any, Any]) -> dict[str, Any]:
         result = {}
@@ -142,16 +144,13 @@ def _check_formats(formats: Mapping[Any, Format]) -> Mapping[Any, Format]:
     return formats
 
 
-def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return value
+def _unpack(value: Any) -> Any:
     if isinstance(value, type):
-        return None
+        return value
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     # Known by its method, so that pydantic need not be loaded to find out.
-    dump: Callable[[], Mapping[str, Any]] | None = getattr(value, "model_dump", None)
-    return dump() if dump else None
+    return value.model_dump() if hasattr(value, "model_dump") else value
 
 
 def _lookup(table: Mapping[Any, Any], key: Any, default: Any = None) -> Any:

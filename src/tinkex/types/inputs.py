@@ -308,12 +308,16 @@ class _ProvenanceSpan:
     length: int
 
     def __post_init__(self) -> None:
-        if not self.sequence_id:
-            raise InvalidInputError("must not be empty", field="sequence_id")
-        if self.offset < 0:
-            raise InvalidInputError(f"must be 0 or more, not {self.offset}", field="offset")
-        if self.length < 0:
-            raise InvalidInputError(f"must be 0 or more, not {self.length}", field="length")
+        if not isinstance(self.sequence_id, str) or not self.sequence_id:
+            raise InvalidInputError(
+                f"must be a non-empty string, not {self.sequence_id!r:.80}", field="sequence_id"
+            )
+        for name in ("offset", "length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidInputError(
+                    f"must be an integer of 0 or more, not {value!r:.80}", field=name
+                )
 
 
 class PromptProvenanceSpan(_ProvenanceSpan):

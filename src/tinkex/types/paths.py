@@ -68,7 +68,11 @@ class ParsedCheckpointTinkerPath(ResponseModel):
         cls, training_run_id: str, checkpoint_type: CheckpointType, name: str
     ) -> ParsedCheckpointTinkerPath:
         """Compose a path and check it like one that was given."""
-        kind = _KIND_OF_TYPE[checkpoint_type]
+        if (kind := _KIND_OF_TYPE.get(checkpoint_type)) is None:
+            raise InvalidPathError(
+                f"must be one of {', '.join(_KIND_OF_TYPE)}, not {checkpoint_type!r:.80}",
+                field="checkpoint_type",
+            )
         return cls.from_tinker_path(f"{SCHEME}{training_run_id}/{kind}/{name}")
 
     @property

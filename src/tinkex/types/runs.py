@@ -364,6 +364,11 @@ class SetCheckpointTtlRequest(RequestModel):
 
     ttl_seconds: int | None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent_on_the_wire(cls, data: Any) -> Any:
+        return data  # here null is a request of its own
+
 
 class TrainingRun(ResponseModel):
     training_run_id: ModelID

@@ -47,7 +47,7 @@ class SamplingParams(ResponseModel):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | Sequence[int] | None = None
-    temperature: Annotated[float, Field(ge=0)] = 1
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(ge=0, le=1)] = 1
 
@@ -75,12 +75,16 @@ def _floats(values: Array) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _array(values: Any, dtype: np.dtype[Any], field: str) -> Array | None:
+def flat_array(values: Any, dtype: np.dtype[Any], field: str) -> Array | None:
+    """One dimension of numbers; None among them stands for NaN, which JSON cannot carry."""
     if values is None:
         return None
     if isinstance(values, list) and None in values:
         values = [math.nan if value is None else value for value in values]
-    return packed(values, dtype, field=field)
+    array = packed(values, dtype, field=field)
+    if array.ndim != 1:
+        raise InvalidInputError(f"must be one flat list, not {array.ndim}-dimensional", field=field)
+    return array
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -109,18 +113,18 @@ class SampledSequence:
         logprobs: Any = None,
         topk_logprobs: Any = None,
     ) -> None:
-        if stop_reason not in {"length", "stop"}:
+        if stop_reason not in ("length", "stop"):  # not a set: it may be unhashable
             raise InvalidInputError(
                 f"must be length or stop, not {stop_reason!r}", field="stop_reason"
             )
         self.stop_reason = stop_reason
         self.sequence_id = sequence_id
-        self.tokens_np = _array(tokens, _INT32, "tokens") if tokens_np is None else tokens_np
+        self.tokens_np = flat_array(tokens, _INT32, "tokens") if tokens_np is None else tokens_np
         if logprobs_np is None:
-            logprobs_np = _array(logprobs, _FLOAT32, "logprobs")
+            logprobs_np = flat_array(logprobs, _FLOAT32, "logprobs")
         self.logprobs_np = logprobs_np
         if topk_logprobs_np is None and topk_logprobs is not None:
-            topk_logprobs_np = TopkLogprobs.from_rows(topk_logprobs)
+            topk_logprobs_np = TopkLogprobs.from_rows(topk_logprobs, field="topk_logprobs")
         self.topk_logprobs_np = topk_logprobs_np
 
     @cached_property

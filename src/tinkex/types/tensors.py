@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -18,7 +19,7 @@ from pydantic_core import core_schema
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
     import torch
@@ -83,7 +84,7 @@ def packed(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
         return _converted(values, dtype, field)
     if not isinstance(values, list | tuple):
         if hasattr(values, "__array__"):
-            return _converted(np.asarray(values), dtype, field)
+            return _converted(_viewed(values, field), dtype, field)
         values = _listed(values, field)
     try:
         raw = struct.pack(f"={len(values)}{_PACK_CODE[dtype]}", *values)
@@ -92,8 +93,16 @@ def packed(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
     return np.frombuffer(raw, dtype)
 
 
+def _viewed(values: Any, field: str) -> Array:
+    """The array inside a foreign one, such as a torch tensor."""
+    try:
+        return np.asarray(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"cannot be read as an array: {error}", field=field) from error
+
+
 def _listed(values: Any, field: str) -> list[Any]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise InvalidInputError(
             f"expected numbers, got {type(values).__name__}: {values!r:.80}", field=field
         )
@@ -108,17 +117,19 @@ def _nested(values: Sequence[Any], field: str) -> Array:
             "ragged nesting: all rows must have the same length", field=field
         ) from error
     if array.dtype.kind not in "fiub":
-        raise InvalidInputError(f"expected numbers, got {_first_odd(values)!r:.80}", field=field)
+        odd = next((value for value in _flat(values) if not isinstance(value, int | float)), None)
+        if odd is None and array.dtype.kind == "O" and None not in _flat(values):
+            raise InvalidInputError("an integer does not fit in 64 bits", field=field)
+        raise InvalidInputError(f"expected numbers, got {odd!r:.80}", field=field)
     return array
 
 
-def _first_odd(values: Iterable[Any]) -> Any:
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
         if isinstance(value, list | tuple):
-            return _first_odd(value)
-        if not isinstance(value, int | float):
-            return value
-    return values
+            yield from _flat(value)
+        else:
+            yield value
 
 
 def _converted(array: Array, dtype: np.dtype[Any], field: str) -> Array:
@@ -131,7 +142,7 @@ def _converted(array: Array, dtype: np.dtype[Any], field: str) -> Array:
     if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
         raise InvalidInputError(f"expected integers, got {array.dtype.name} values", field=field)
     if array.size and array.dtype.kind != "b":
-        low, high = array.min(), array.max()
+        low, high = array.min().item(), array.max().item()  # Python compares 2.0**63 exactly
         limits = np.iinfo(dtype)
         if low < limits.min or high > limits.max:
             raise InvalidInputError(
@@ -169,7 +180,10 @@ class TensorData:
         if data is None:
             raise InvalidInputError("is required", field="data")
         if dtype is None:
-            data = data if isinstance(data, np.ndarray) else _nested(_listed(data, "data"), "data")
+            if hasattr(data, "__array__"):
+                data = _viewed(data, "data")
+            else:
+                data = _nested(_listed(data, "data"), "data")
             dtype = dtype_of(data.dtype) if data.size else "float32"
         elif dtype not in get_args(TensorDtype):
             raise InvalidInputError(f"must be int64 or float32, not {dtype!r}", field="dtype")
@@ -191,7 +205,10 @@ class TensorData:
                 f"{self.shape} needs {prod(self.shape)} values, data has {values.size}",
                 field="shape",
             )
-        return values.reshape(self.shape)
+        try:
+            return values.reshape(self.shape)
+        except ValueError as error:  # more dimensions, or a larger one, than an array can have
+            raise InvalidInputError(f"{self.shape!r:.80} {error}", field="shape") from error
 
     def _sparse(self, crow: Any, col: Any) -> None:
         if crow is None or col is None:
@@ -388,6 +405,8 @@ def tensor_to_object(tensor: TensorData) -> dict[str, Any]:
 def _checked_shape(shape: Sequence[int] | None) -> list[int] | None:
     if shape is None:
         return None
+    if isinstance(shape, str | Mapping) or not hasattr(shape, "__iter__"):
+        raise InvalidInputError(f"must be a list of sizes, not {shape!r:.80}", field="shape")
     sizes = list(shape)
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0:
@@ -416,9 +435,17 @@ class TopkLogprobs:
         return rows
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[Any] | None]) -> TopkLogprobs:
+    def from_rows(
+        cls, rows: Sequence[Sequence[Any] | None], *, field: str = "topk_logprobs"
+    ) -> TopkLogprobs:
         """Build the matrices from rows of `[token, logprob]` pairs or `{token_id, logprob}`."""
-        pairs = [[_topk_pair(cell) for cell in row or ()] for row in rows]
+        if not isinstance(rows, list | tuple) or not all(
+            isinstance(row, list | tuple | None) for row in rows
+        ):
+            raise InvalidInputError(
+                f"expected a list of rows, each a list or None, got {rows!r:.80}", field=field
+            )
+        pairs = [[_topk_pair(cell, field) for cell in row or ()] for row in rows]
         k = max(map(len, pairs), default=0)
         token_ids = np.zeros((len(pairs), k), np.int32)
         logprobs = np.full((len(pairs), k), EMPTY_LOGPROB, np.float32)
@@ -429,13 +456,13 @@ class TopkLogprobs:
         return cls(token_ids, logprobs)
 
 
-def _topk_pair(cell: Any) -> tuple[int, float]:
+def _topk_pair(cell: Any, field: str) -> tuple[np.int32, float]:
     try:
         token, logprob = (cell["token_id"], cell["logprob"]) if isinstance(cell, dict) else cell
-        return int(token), float(logprob)
-    except (KeyError, TypeError, ValueError) as error:
+        return np.int32(token), float(logprob)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"expected a [token, logprob] pair, got {cell!r:.80}", field="topk_prompt_logprobs"
+            f"expected a [token, logprob] pair, got {cell!r:.80}", field=field
         ) from error
 
 

@@ -8,16 +8,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     SerializeAsAny,
     Tag,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
 
-from ._base import RequestModel, ResponseModel
+from ._base import FROM_WIRE, RequestModel, ResponseModel
 from .inputs import Datum, LossFnOutput
 from .paths import console_url, playground_url
 
@@ -95,13 +97,20 @@ class DimuonOptimizerConfig(OptimizerConfig):
 
 def _optimizer_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if kind in {"adamw", "dimuon"} else "other"
+    return kind if isinstance(kind, str) and kind in {"adamw", "dimuon"} else "other"
+
+
+def _with_all_fields(value: Any) -> Any:
+    """Keep what an unknown family brings along, also where readers ignore unknown fields."""
+    return (
+        OptimizerConfig.model_validate(value, extra="allow") if isinstance(value, dict) else value
+    )
 
 
 AnyOptimizerConfig: TypeAlias = Annotated[
     Annotated[AdamOptimizerConfig, Tag("adamw")]
     | Annotated[DimuonOptimizerConfig, Tag("dimuon")]
-    | Annotated[SerializeAsAny[OptimizerConfig], Tag("other")],
+    | Annotated[SerializeAsAny[OptimizerConfig], BeforeValidator(_with_all_fields), Tag("other")],
     Discriminator(_optimizer_kind),
 ]
 
@@ -110,24 +119,29 @@ class OptimParamsBase(RequestModel):
     """Parameters of one optimizer step."""
 
 
+# JSON has no infinity: sent, it would arrive as "not given" and be replaced by the default.
+NotNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamParams(OptimParamsBase):
     """AdamW: weight decay is decoupled, and a `grad_clip_norm` of 0 means no clipping."""
 
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-12
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+    learning_rate: NotNegative = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0
 
 
 class DimuonParams(OptimParamsBase):
     """Dimuon, for models created with that optimizer."""
 
     type: Literal["dimuon"] = "dimuon"
-    learning_rate: Annotated[float, Field(ge=0)]
-    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    learning_rate: NotNegative
+    grad_clip_norm: NotNegative = 0.0
+    beta1: Decay = 0.9
 
 
 OptimParams: TypeAlias = AdamParams | SerializeAsAny[OptimParamsBase]
@@ -147,7 +161,7 @@ class OptimStepRequest(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_wire_name(cls, data: Any) -> Any:
+    def _read_wire_name(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or "optim_params" in data:
             return data
         rest = dict(data)
@@ -155,9 +169,9 @@ class OptimStepRequest(RequestModel):
         if adam is not None and other is not None:
             raise ValueError("adam_params and optimizer_params exclude each other")
         if other is not None:
-            rest["optim_params"] = other if not isinstance(other, dict) else _named_params(other)
+            rest["optim_params"] = _read_params(_named_params(other), other, info)
         elif adam is not None:
-            rest["optim_params"] = adam
+            rest["optim_params"] = _read_params(AdamParams, adam, info)
         return rest
 
     @model_serializer(mode="wrap")
@@ -167,11 +181,17 @@ class OptimStepRequest(RequestModel):
         return {key if name == "optim_params" else name: value for name, value in written.items()}
 
 
-def _named_params(params: dict[str, Any]) -> OptimParamsBase:
-    kind = params.get("type")
+def _named_params(params: Any) -> type[OptimParamsBase]:
+    kind = params.get("type") if isinstance(params, dict) else getattr(params, "type", None)
     if kind == "dimuon":
-        return DimuonParams.model_validate(params, extra="ignore")
-    raise ValueError(f"optimizer_params.type: unknown optimizer {kind!r}")
+        return DimuonParams
+    raise ValueError(f"optimizer_params.type: unknown optimizer {kind!r:.80}")
+
+
+def _read_params(kind: type[OptimParamsBase], params: Any, info: ValidationInfo) -> OptimParamsBase:
+    # Read as exactly this class: in a union, bad parameters could pass for the empty base class.
+    extra: Literal["ignore"] | None = "ignore" if info.context is FROM_WIRE else None
+    return kind.model_validate(params, context=info.context, extra=extra)
 
 
 class OptimStepResponse(ResponseModel):

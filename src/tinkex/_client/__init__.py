@@ -1,0 +1,1 @@
+"""The client: runtime, transport, sessions, futures and the four public clients."""

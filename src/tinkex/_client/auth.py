@@ -1,0 +1,139 @@
+"""Who is calling: a key as given, a key a command prints, or a token the key was exchanged for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tinkex.config import Config
+from tinkex.errors import AuthenticationError, ConfigError, DecodeError
+
+from .retry import Clock
+
+__all__ = ["Auth", "get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
+
+#: A token this close to its end is renewed before it is used.
+_REFRESH_BEFORE = 60.0
+_REFRESH_EARLY = 300.0
+_COMMAND_TIMEOUT = 60.0
+
+
+class Auth:
+    """Gives the credential for the next call."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._key = config.api_key
+        self._token: str | None = None
+        self._expires = 0.0
+        self._exchange: Callable[[], Awaitable[str]] | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def credential(self) -> str:
+        """What to send now; `ensure` must have been awaited once."""
+        return self._token or self._key or ""
+
+    @property
+    def stale(self) -> bool:
+        if self._key is None:
+            return True
+        left = self._expires - self._clock.wall()
+        return self._exchange is not None and left < _REFRESH_BEFORE
+
+    def use_tokens(self, exchange: Callable[[], Awaitable[str]]) -> None:
+        """From now on exchange the key for tokens, as the service asked."""
+        self._exchange = exchange
+
+    async def ensure(self) -> None:
+        """Make the credential good for at least a minute."""
+        async with self._lock:
+            if self._key is None:
+                self._key = await asyncio.to_thread(_from_command, self._config.credential_cmd)
+            if self._exchange is not None and self.stale:
+                self._token = None  # the exchange itself is made with the key
+                self._token = await self._exchange()
+                self._expires = float(claims(self._token)["exp"])
+
+    def refresh_in(self) -> float:
+        """Seconds until the token should be renewed in the background."""
+        return max(self._expires - self._clock.wall() - _REFRESH_EARLY, _REFRESH_BEFORE)
+
+    async def claims(self) -> dict[str, Any]:
+        """What the token says of its owner."""
+        await self.ensure()
+        if not self.credential.startswith("eyJ"):
+            raise AuthenticationError(
+                "The service does not exchange keys for tokens, so it cannot say who you are."
+            )
+        return claims(self.credential)
+
+
+def claims(token: str) -> dict[str, Any]:
+    """The unverified payload of a JWT: the service verifies, the client only reads the date."""
+    try:
+        payload = token.split(".")[1]
+        padded = payload + "=" * (-len(payload) % 4)
+        content: dict[str, Any] = json.loads(base64.urlsafe_b64decode(padded))
+        content["exp"] = float(content["exp"])
+    except (IndexError, KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise DecodeError("the token is not a JWT with an expiry date", field="jwt") from error
+    return content
+
+
+def _from_command(command: str | None) -> str:
+    if not command:
+        raise ConfigError("set TINKER_API_KEY or pass api_key=…", field="api_key")
+    done = subprocess.run(  # noqa: S602  # the user's own shell command is the point of the setting
+        command, shell=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False
+    )
+    key = done.stdout.strip()
+    if done.returncode != 0 or not key:
+        raise ConfigError(
+            f"the command ended with status {done.returncode} and "
+            f"{'no key' if not key else 'an error'}: {done.stderr.strip()[:200]}",
+            field="credential_cmd",
+        )
+    return key
+
+
+def credentials_file() -> Path:
+    return Path.home() / ".tinker" / "credentials.json"
+
+
+def stored_key(path: Path | None = None) -> str | None:
+    """The default key of a stored login, if there is one."""
+    try:
+        stored = json.loads((path or credentials_file()).read_text())
+        key: str = stored["keys"][str(stored["default"])]["key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return key
+
+
+def get_tinker_token() -> str | None:
+    """The credential a client made now would use, or None."""
+    try:
+        config = Config()
+    except ConfigError:
+        return stored_key()
+    if config.api_key is not None:
+        return config.api_key
+    return _from_command(config.credential_cmd)
+
+
+def tinker_has_credentials() -> bool:
+    return get_tinker_token() is not None
+
+
+def raise_if_tinker_not_accessible() -> None:
+    """Raise an error that says what to do when no credential can be found."""
+    if not tinker_has_credentials():
+        Config()

@@ -1,0 +1,159 @@
+"""Limits on what is under way at once. Used on the runtime's loop only, so they need no locks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from .retry import Clock
+
+__all__ = ["Budget", "Lease", "SampleBudget", "backoff_after_429", "slots"]
+
+
+class Budget:
+    """A balance that may go negative.
+
+    Taking waits only while the balance is below zero, and then takes the whole cost: one request larger
+    than the budget still passes, and the cap can be overshot by one request, never by two. Waiters are
+    served in the order they came.
+    """
+
+    __slots__ = ("_balance", "_waiters", "size")
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self._balance = size
+        self._waiters: deque[tuple[asyncio.Future[None], float]] = deque()
+
+    @property
+    def balance(self) -> float:
+        return self._balance
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    def try_take(self, cost: float) -> bool:
+        """Take without waiting, if that is possible."""
+        if self._balance < 0 or self._waiters:
+            return False
+        self._balance -= cost
+        return True
+
+    async def take(self, cost: float) -> None:
+        if self.try_take(cost):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (turn, cost)
+        self._waiters.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(cost)  # served and cancelled at the same moment
+            else:
+                self._waiters.remove(entry)
+                self._serve()
+            raise
+
+    def give_back(self, cost: float) -> None:
+        self._balance += cost
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters and self._balance >= 0:
+            turn, cost = self._waiters.popleft()
+            if not turn.cancelled():
+                self._balance -= cost
+                turn.set_result(None)
+
+
+def slots(count: int) -> Budget:
+    """A budget of `count` places: the balance goes below zero with the last one taken."""
+    return Budget(count - 1)
+
+
+class Lease:
+    """What one request holds of several budgets; leaving the block gives it all back."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Budget, float]] = []
+
+    async def take(self, budget: Budget, cost: float = 1) -> None:
+        if not budget.try_take(cost):
+            await budget.take(cost)
+        self._held.append((budget, cost))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._held:
+            budget, cost = self._held.pop()
+            budget.give_back(cost)
+
+
+#: For so long after a backoff has ended, dispatching stays careful.
+RECENT = 10.0
+#: What each byte costs meanwhile.
+PENALTY = 20
+_LARGE = 128 * 1024
+
+
+def backoff_after_429(estimated_bytes: int) -> float:
+    """Seconds to hold back after the service said it is too much."""
+    return 1.0 if estimated_bytes <= _LARGE else 5.0
+
+
+class SampleBudget:
+    """How many samples, and how many bytes of them, may be on their way to the service.
+
+    Held only until the service has accepted a request, not until it is answered. After a 429 nothing is
+    sent for a moment, then few at a time at twenty times the price, and ten seconds later all is as before.
+    """
+
+    def __init__(
+        self, clock: Clock, *, count: int = 400, throttled: int = 10, size: int = 5 << 20
+    ) -> None:
+        self._clock = clock
+        self._count = slots(count)
+        self._throttled = slots(throttled)
+        self._bytes = Budget(size)
+        self._backoff_until = float("-inf")
+
+    def back_off(self, seconds: float) -> None:
+        self._backoff_until = max(self._backoff_until, self._clock.monotonic() + seconds)
+
+    @property
+    def backing_off(self) -> float:
+        """Seconds until sending may go on."""
+        return max(0.0, self._backoff_until - self._clock.monotonic())
+
+    @property
+    def recently_backed_off(self) -> bool:
+        return self._clock.monotonic() - self._backoff_until < RECENT
+
+    async def lease(self, estimated_bytes: int) -> Lease:
+        """Wait for room; the caller closes the lease once the request is accepted."""
+        lease = Lease()
+        try:
+            await lease.take(self._count)
+            if self.recently_backed_off:
+                await lease.take(self._throttled)
+            cost = estimated_bytes * (PENALTY if self.recently_backed_off else 1)
+            await lease.take(self._bytes, cost)
+            while self.backing_off > 0:
+                await self._clock.sleep(self.backing_off)
+        except BaseException:
+            lease.__exit__(None, None, None)
+            raise
+        return lease

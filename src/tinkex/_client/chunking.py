@@ -1,0 +1,147 @@
+"""Splitting a call that is too large for one request, and putting its results back together.
+
+All pure: data in, chunks out; results in, one result out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from tinkex.types import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
+
+from .notices import logger
+
+__all__ = ["combine", "datum_bytes", "input_bytes", "reduce_metrics", "split"]
+
+MAX_ITEMS: Final = 1024
+MAX_BYTES: Final = 5_000_000
+
+_TOKEN_BYTES: Final = 4  # on the wire a token is an int32
+_JSON_TOKEN_BYTES: Final = 10  # and in JSON some digits and a comma
+
+
+def chunk_bytes(chunk: ModelInputChunk, token_bytes: int) -> int:
+    if isinstance(chunk, EncodedTextChunk):
+        return chunk.length * token_bytes
+    if isinstance(chunk, ImageChunk):
+        return len(chunk.data)
+    if isinstance(chunk, ImageAssetPointerChunk):
+        return len(chunk.location.encode())
+    return len(chunk.dmel) if isinstance(chunk, DmelChunk) else 0
+
+
+def input_bytes(model_input: ModelInput) -> int:
+    """What a prompt weighs as JSON, roughly; used to limit what is being sent at once."""
+    return sum(chunk_bytes(chunk, _JSON_TOKEN_BYTES) for chunk in model_input.chunks)
+
+
+def datum_bytes(datum: Datum) -> int:
+    """What a datum weighs as protobuf."""
+    tensors = 0
+    for tensor in datum.loss_fn_inputs.values():
+        tensors += tensor.values.nbytes
+        if tensor.indices is not None:
+            tensors += sum(index.nbytes for index in tensor.indices)
+    return tensors + sum(chunk_bytes(chunk, _TOKEN_BYTES) for chunk in datum.model_input.chunks)
+
+
+def split(
+    data: Sequence[Datum],
+    *,
+    max_items: int = MAX_ITEMS,
+    max_bytes: int = MAX_BYTES,
+    weigh: Callable[[Datum], int] = datum_bytes,
+) -> Iterator[list[Datum]]:
+    """Cut in order and greedily; a datum that is too large alone is a chunk alone."""
+    chunk: list[Datum] = []
+    size = 0
+    for datum in data:
+        weight = weigh(datum)
+        if chunk and (len(chunk) >= max_items or size + weight > max_bytes):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(datum)
+        size += weight
+    if chunk:
+        yield chunk
+
+
+def combine(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """One result of many: outputs in order, metrics reduced as their names say."""
+    if len(results) == 1:
+        return results[0]
+    kinds = {result.loss_fn_output_type for result in results}
+    if len(kinds) > 1:
+        logger.warning(
+            "Chunks of one call differ in their output type: %s", ", ".join(sorted(kinds))
+        )
+    return ForwardBackwardOutput(
+        loss_fn_output_type=results[0].loss_fn_output_type if results else "",
+        loss_fn_outputs=[output for result in results for output in result.loss_fn_outputs],
+        metrics=reduce_metrics(
+            [(result.metrics, len(result.loss_fn_outputs)) for result in results]
+        ),
+    )
+
+
+def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Reduce each metric of the first part by the reduction its name ends with.
+
+    A metric that a later part lacks is reduced over the parts that have it; one without a known reduction
+    is averaged. Weights are the numbers of datums, and equal where there are none.
+    """
+    reduced: dict[str, float] = {}
+    for name in parts[0][0] if parts else ():
+        found = [(metrics[name], weight) for metrics, weight in parts if name in metrics]
+        values = [value for value, _ in found]
+        weights = [weight for _, weight in found]
+        reduction = name.rpartition(":")[2]
+        if reduction == "unique":
+            reduced |= _keep_all(name, values)
+        elif reduction in {"hash_unordered", "hash2"}:
+            reduced[name] = _hash_unordered(values)
+        else:
+            reduced[name] = _REDUCTIONS.get(reduction, _mean)(values, weights)
+    return reduced
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    if total == 0:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def _slack(values: Sequence[float], weights: Sequence[float]) -> float:
+    return max(values) - _mean(values, weights)
+
+
+_REDUCTIONS: Final[dict[str, Callable[[Sequence[float], Sequence[float]], float]]] = {
+    "mean": _mean,
+    "sum": lambda values, _: sum(values),
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "slack": _slack,
+}
+
+
+def _keep_all(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {name if index == 0 else f"{name}_{index}": value for index, value in enumerate(values)}
+
+
+def _hash_unordered(values: Sequence[float]) -> float:
+    """The same number for the same values in any order, in any process."""
+    packed = struct.pack(f"<{len(values)}d", *sorted(values))
+    return float(int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big"))

@@ -1,0 +1,226 @@
+"""Calls by path, for what has no method of its own: raw answers, streams, uploads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tinkex._wire import json_codec
+from tinkex._wire.operations import Body, Operation, Pool
+from tinkex._wire.sse import ServerSentEvent, SSEDecoder
+from tinkex.errors import InvalidInputError, TinkerError
+
+from .multipart import Files, encode_multipart
+from .retry import HTTPRetryPolicy, retrying
+from .runtime import APIFuture
+from .session import Session
+from .transport import RawResponse
+
+__all__ = ["APIResponse", "HTTPClient", "StreamResponse"]
+
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+
+
+@dataclass(frozen=True, slots=True)
+class APIResponse:
+    """An answer with everything around it."""
+
+    status: int
+    headers: Mapping[str, str]
+    method: str
+    url: str
+    body: bytes = field(repr=False)
+    elapsed_ms: float
+    retries: int
+
+    @property
+    def status_code(self) -> int:
+        return self.status
+
+    @property
+    def data(self) -> Any:
+        """The body as JSON; `{}` when it is empty."""
+        return json_codec.parse(self.body)
+
+    def header(self, name: str) -> str | None:
+        return self.headers.get(name.lower())
+
+    def parse(self, parser: Any = None) -> Any:
+        """The data as they are, through a function, or as a type of the protocol."""
+        if parser is None:
+            return self.data
+        if isinstance(parser, type):
+            return json_codec.decode(self.body, parser)
+        if not callable(parser):
+            raise InvalidInputError(
+                f"must be a type or a function, not {parser!r:.80}", field="parser"
+            )
+        return parser(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResponse:
+    """An answer that is still arriving."""
+
+    status: int
+    headers: Mapping[str, str]
+    method: str
+    url: str
+    _chunks: AsyncIterator[Any] = field(repr=False)
+
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks:
+            yield bytes(chunk)
+
+    async def iter_events(
+        self, parser: Literal["json", "raw"] | Callable[[ServerSentEvent], Any] = "json"
+    ) -> AsyncIterator[Any]:
+        """Server-sent events as they come in; those without data are dropped."""
+        decoder = SSEDecoder()
+        async for chunk in self._chunks:
+            for event in decoder.feed(bytes(chunk)):
+                if event.data:
+                    yield _parsed(event, parser)
+        for event in decoder.flush():
+            if event.data:
+                yield _parsed(event, parser)
+
+
+def _parsed(event: ServerSentEvent, parser: Any) -> Any:
+    if parser == "json":
+        return event.json()
+    return event if parser == "raw" else parser(event)
+
+
+class HTTPClient:
+    """The four verbs on a service's paths, with the client's headers, retries and errors.
+
+    Plain calls give the body as JSON; `with_raw_response` gives an `APIResponse` instead, and
+    `with_streaming_response` opens a `StreamResponse` without waiting for the body.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def get(self, path: str, **options: Any) -> APIFuture[Any]:
+        return self._parsed("GET", path, options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> APIFuture[Any]:
+        return self._parsed("POST", path, {"body": body, **options})
+
+    def put(self, path: str, body: Any = None, **options: Any) -> APIFuture[Any]:
+        return self._parsed("PUT", path, {"body": body, **options})
+
+    def delete(self, path: str, **options: Any) -> APIFuture[Any]:
+        return self._parsed("DELETE", path, options)
+
+    def _parsed(self, method: Method, path: str, options: dict[str, Any]) -> APIFuture[Any]:
+        async def data() -> Any:
+            return (await self._request(method, path, **options)).data
+
+        return self._session.submit(data(), timeout=options.get("timeout"))
+
+    def with_raw_response(
+        self, method: Method, path: str, **options: Any
+    ) -> APIFuture[APIResponse]:
+        """The whole answer instead of its body."""
+        work = self._request(method, path, **options)
+        return self._session.submit(work, timeout=options.get("timeout"))
+
+    @asynccontextmanager
+    async def with_streaming_response(
+        self,
+        method: Method,
+        path: str,
+        *,
+        body: Any = None,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[StreamResponse]:
+        """Open an answer and read it as it arrives, on the caller's own event loop."""
+        transport = self._session.transport
+        url = transport.url(path, query)
+        content, extra = _body(body, None, headers)
+        sent = {**transport.headers(), **extra}
+        async with transport.open_stream(Pool.SESSION, method, url, sent, content) as response:
+            lowered = {name.lower(): value for name, value in response.headers.items()}
+            if response.status >= 300:
+                rest = b"".join([bytes(chunk) async for chunk in response.content])
+                raise transport.error(
+                    _row(method, path), url, _Answer(response.status, lowered, rest)
+                )
+            yield StreamResponse(response.status, lowered, method, url, response.content)
+
+    async def _request(
+        self,
+        method: Method,
+        path: str,
+        *,
+        body: Any = None,
+        files: Files | None = None,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_retries: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> APIResponse:
+        session, transport = self._session, self._session.transport
+        url = transport.url(path, query)
+        content, extra = _body(body, files, headers)
+        if method != "GET":
+            extra.setdefault(
+                "x-idempotency-key", idempotency_key or transport.new_idempotency_key()
+            )
+        row, deadline = _row(method, path), session.deadline(timeout)
+        started, attempts = session.clock.monotonic(), 0
+
+        async def once(attempt: int) -> RawResponse:
+            nonlocal attempts
+            attempts = attempt
+            response = await transport.exchange(
+                row, url, extra, content, attempt=attempt, deadline=deadline
+            )
+            if response.status >= 400:
+                raise transport.error(row, url, response)
+            return response
+
+        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
+            transport.notices.retry(
+                f"{method} {path}", error, attempt, elapsed, wait, "then giving up"
+            )
+
+        retries = session.config.max_retries if max_retries is None else max_retries
+        response = await retrying(once, HTTPRetryPolicy(retries), session.clock, waiting, deadline)
+        return APIResponse(
+            response.status,
+            {name.lower(): value for name, value in response.headers.items()},
+            method,
+            url,
+            response.content,
+            (session.clock.monotonic() - started) * 1000,
+            attempts,
+        )
+
+
+class _Answer:
+    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.status, self.headers, self.content = status, headers, content
+
+
+def _row(method: Method, path: str) -> Operation[Any]:
+    return Operation(f"{method} {path}", method, path, object, object, Pool.SESSION, Body.JSON)
+
+
+def _body(
+    body: Any, files: Files | None, headers: Mapping[str, str] | None
+) -> tuple[bytes | None, dict[str, str]]:
+    extra = {name.lower(): value for name, value in (headers or {}).items()}
+    multipart = extra.get("content-type", "").startswith("multipart/form-data")
+    if files or multipart:
+        content, content_type = encode_multipart(body or {}, files or {}, extra.get("content-type"))
+        return content, {**extra, "content-type": content_type}
+    if body is None or isinstance(body, bytes):
+        return body, extra
+    return json_codec.encode(body), {"content-type": "application/json", **extra}

@@ -1,0 +1,291 @@
+"""Waiting for a promised result: one long poll after another until it is there.
+
+| answer                        | what happens                                                        |
+|-------------------------------|---------------------------------------------------------------------|
+| 200 protobuf or JSON result   | done                                                                |
+| 200 try_again, 408            | poll again; the queue state goes to the observers                   |
+| 200 complete_metadata         | wait for room for that many bytes, then fetch it                    |
+| 200 {error, category}         | RequestFailedError                                                  |
+| 410                           | GoneError: the result is lost, submit again                         |
+| 5xx                           | poll again at once, or after `poll_backoff`                         |
+| 429, no answer                | poll again after 1, 2, 4 … 30 s                                     |
+| 402                           | poll again every 5 s for as long as the service allows              |
+| 400                           | three times more, then BadRequestError                              |
+| other 4xx                     | the error it stands for                                             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+import orjson
+
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.failures import failure_from_body
+from tinkex._wire.operations import Operation, operation
+from tinkex.config import poll_delay
+from tinkex.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    DecodeError,
+    HTTPRequest,
+    InvalidInputError,
+    TinkerError,
+)
+from tinkex.types import (
+    ForwardBackwardOutput,
+    QueueState,
+    SampleResponse,
+    UntypedAPIFuture,
+)
+
+from .budget import Budget, Lease
+from .queue_state import QueueWatch
+from .retry import BILLING_WAIT
+from .transport import RawResponse, Transport
+
+__all__ = ["Poll"]
+
+R = TypeVar("R")
+
+_RETRIEVE: Final = operation("retrieve_future")
+_MAX_BACKOFF: Final = 30.0
+_PAUSED_WAIT: Final = 1.0
+_BAD_REQUESTS: Final = 3
+#: A service that has not answered for so long is taken to be gone for good.
+UNREACHABLE_LIMIT: Final = 7200.0
+
+
+@dataclass(slots=True)
+class Poll(Generic[R]):
+    """One promise and how to wait for it; times are the transport clock's."""
+
+    transport: Transport
+    operation: Operation[R]
+    promise: UntypedAPIFuture
+    room: Budget
+    watch: QueueWatch = field(default_factory=QueueWatch)
+    deadline: float | None = None
+    promise_seconds: float | None = None
+    metadata_first: bool = True
+    poll_backoff: Any = None
+
+    async def result(self) -> R:
+        """Poll until the result is there; gives up at the deadline with the last error seen."""
+        state = _Progress(self.transport.clock.monotonic())
+        with Lease() as lease:
+            while True:
+                self._check_deadline(state)
+                try:
+                    response = await self._ask(state, lease)
+                except APIConnectionError as error:
+                    await self._after_silence(state, error)
+                    continue
+                state.heard(self.transport.clock.monotonic())
+                if response.status == 200:
+                    if _is_proto(response):
+                        return self._read_binary(response)
+                    body = self._parse(response)
+                    if not self._is_pending(body):
+                        if body.get("status") == "complete_metadata":
+                            await self._reserve(body, lease, state, response)
+                            continue
+                        return self._read(body, response)
+                    await self._after_pending(body)
+                else:
+                    await self._after_error(state, response)
+
+    # -- asking ------------------------------------------------------------------------------
+
+    async def _ask(self, state: _Progress, lease: Lease) -> RawResponse:
+        metadata = self.metadata_first and not state.reserved
+        body = orjson.dumps(
+            {"request_id": self.promise.request_id, "allow_metadata_only": metadata}
+        )
+        headers = {
+            "content-type": "application/json",
+            "accept": _ACCEPT_BINARY if self.operation.binary_result else "application/json",
+            "x-idempotency-key": self.transport.new_idempotency_key(),
+            "x-tinker-request-type": self.operation.request_type or "",
+            "x-tinker-request-iteration": str(state.iteration),
+            "x-stainless-raw-response": "raw",
+        }
+        if state.iteration == 0 and self.promise_seconds is not None:
+            headers["x-tinker-create-promise-roundtrip-time"] = str(self.promise_seconds)
+        state.iteration += 1
+        url = self.transport.url(_RETRIEVE.path)
+        return await self.transport.exchange(
+            _RETRIEVE, url, headers, body, deadline=self.deadline, quiet=True
+        )
+
+    def _check_deadline(self, state: _Progress) -> None:
+        if self.deadline is None or self.transport.clock.monotonic() < self.deadline:
+            return
+        raise APITimeoutError(
+            HTTPRequest("POST", _RETRIEVE.path),
+            f"{self._name} was not finished in time; it goes on at the service"
+            + (f". Last answer: {state.last_error}" if state.last_error else ""),
+        ) from state.last_error
+
+    @property
+    def _name(self) -> str:
+        return f"{self.operation.name} ({self.promise.request_id})"
+
+    # -- reading answers ---------------------------------------------------------------------
+
+    def _parse(self, response: RawResponse) -> dict[str, Any]:
+        try:
+            body = json_codec.parse(response.content)
+            if not isinstance(body, dict):
+                raise DecodeError(f"expected an object, got {body!r:.80}", field="body")
+        except DecodeError as error:
+            raise self._misunderstood(response, error) from error
+        return body
+
+    def _is_pending(self, body: dict[str, Any]) -> bool:
+        return str(body.get("type", "")).lower() == "try_again" or body.get("status") == "pending"
+
+    def _read(self, body: dict[str, Any], response: RawResponse) -> R:
+        if body.get("error") is not None or body.get("status") == "failed":
+            raise failure_from_body(body, self.promise.request_id)
+        if body.get("status") == "completed" and isinstance(body.get("result"), dict):
+            body = body["result"]
+        try:
+            result = json_codec.from_object(body, self.operation.result)
+        except DecodeError as error:
+            raise self._misunderstood(response, error) from error
+        if isinstance(result, SampleResponse):
+            self._name_sequences(result)
+        return result
+
+    def _name_sequences(self, result: SampleResponse) -> None:
+        ids = self.promise.sample_sequence_ids or ()
+        for sequence, sequence_id in zip(result.sequences, ids, strict=False):
+            sequence.sequence_id = sequence_id
+
+    def _read_binary(self, response: RawResponse) -> R:
+        reader = _BINARY_READERS.get(self.operation.result)
+        try:
+            if reader is None:
+                raise DecodeError("protobuf was not expected here", field="body")
+            return reader(response.content, self.promise.sample_sequence_ids)  # type: ignore[no-any-return]
+        except (DecodeError, InvalidInputError) as error:
+            raise self._misunderstood(response, error) from error
+
+    def _misunderstood(self, response: RawResponse, error: TinkerError) -> TinkerError:
+        complaint = self.transport.misunderstood(self.operation, response, error)
+        complaint.request_id = self.promise.request_id
+        return complaint
+
+    # -- waiting -----------------------------------------------------------------------------
+
+    async def _reserve(
+        self, body: dict[str, Any], lease: Lease, state: _Progress, response: RawResponse
+    ) -> None:
+        size = body.get("response_payload_size")
+        if state.reserved or not isinstance(size, int) or size < 0:
+            raise self._misunderstood(
+                response,
+                DecodeError(f"unexpected size {size!r:.80}", field="response_payload_size"),
+            )
+        state.reserved = True
+        await lease.take(self.room, size)
+
+    async def _after_pending(self, body: dict[str, Any]) -> None:
+        """A 200 that says "not yet" did not wait at the service, so wait here."""
+        state = self.watch.see(body)
+        asked = body.get("retry_after_ms")
+        if isinstance(asked, int | float) and asked >= 0:
+            await self.transport.clock.sleep(asked / 1000)
+        elif state in _PAUSED or body.get("status") == "pending":
+            await self.transport.clock.sleep(_PAUSED_WAIT)
+
+    async def _after_error(self, state: _Progress, response: RawResponse) -> None:
+        error = self.transport.error(_RETRIEVE, self.transport.url(_RETRIEVE.path), response)
+        error.request_id = self.promise.request_id
+        status = response.status
+        state.last_error = error
+        if status == 408 or status >= 500:
+            self.watch.see(error.body)
+            delay = poll_delay(self._backoff, state.iteration - 1)
+            if delay > 0:
+                await self.transport.clock.sleep(delay)
+        elif status == 429:
+            self.watch.see(error.body)
+            state.busy += 1
+            await self._wait(min(2.0 ** (state.busy - 1), _MAX_BACKOFF), error)
+        elif status == 402 and state.unpaid < self.transport.billing_window:
+            state.unpaid += BILLING_WAIT
+            await self._wait(BILLING_WAIT, error)
+        elif status == 400 and state.bad_requests < _BAD_REQUESTS:
+            state.bad_requests += 1
+        else:
+            raise error
+
+    @property
+    def _backoff(self) -> Any:
+        chosen = self.poll_backoff
+        return self.transport.config.poll_backoff if chosen is None else chosen
+
+    async def _after_silence(self, state: _Progress, error: APIConnectionError) -> None:
+        now = self.transport.clock.monotonic()
+        if self.deadline is not None and now >= self.deadline:
+            return  # the next check says so
+        silent = now - state.last_heard
+        state.last_error = error
+        if silent >= UNREACHABLE_LIMIT:
+            raise error
+        wait = min(2.0**state.silences, _MAX_BACKOFF)
+        state.silences += 1
+        self.transport.notices.retry(
+            self._name,
+            error,
+            state.silences - 1,
+            silent,
+            wait,
+            f"giving up after {UNREACHABLE_LIMIT / 3600:.0f} h without an answer",
+        )
+        await self.transport.clock.sleep(wait)
+
+    async def _wait(self, seconds: float, error: TinkerError) -> None:
+        self.transport.notices.paused(self._name, str(error))
+        await self.transport.clock.sleep(seconds)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one poll has seen so far."""
+
+    last_heard: float
+    iteration: int = 0
+    silences: int = 0
+    busy: int = 0
+    bad_requests: int = 0
+    unpaid: float = 0.0
+    reserved: bool = False
+    last_error: TinkerError | None = None
+
+    def heard(self, now: float) -> None:
+        self.last_heard = now
+        self.silences = 0
+
+
+_PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
+# JSON as second choice: services before 0.18.1 know nothing else.
+_ACCEPT_BINARY: Final = f"{proto_codec.CONTENT_TYPE}, application/json;q=0.5"
+
+
+def _is_proto(response: RawResponse) -> bool:
+    return proto_codec.CONTENT_TYPE in (response.headers.get("content-type") or "")
+
+
+def _forward_backward_output(data: bytes, _: Sequence[str] | None) -> ForwardBackwardOutput:
+    return proto_codec.decode_forward_backward_output(data)
+
+
+_BINARY_READERS: Final[dict[Any, Callable[[bytes, Sequence[str] | None], Any]]] = {
+    ForwardBackwardOutput: _forward_backward_output,
+    SampleResponse: proto_codec.decode_sample_response,
+}

@@ -1,0 +1,107 @@
+"""Who is told that the service lets a request wait, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from tinkex.types import QueueState
+
+from .notices import logger
+
+__all__ = ["Observer", "QueueLogger", "QueueWatch", "observer_of", "resolve_reason"]
+
+ClientKind: TypeAlias = Literal["Sampling", "Training"]
+#: Called with the state and, if it takes two arguments, with why.
+Observer: TypeAlias = Callable[..., object]
+
+#: Seconds before the same pause is logged again.
+DEBOUNCE = 60.0
+
+_RATE_LIMIT = {
+    "Sampling": "concurrent sampler weights limit hit",
+    "Training": "concurrent training clients rate limit hit",
+}
+_CAPACITY = "Tinker backend is running short on capacity, please wait"
+
+
+def resolve_reason(state: QueueState, kind: ClientKind, reason: str | None = None) -> str:
+    """Why a client waits: what the service says, else what its state implies."""
+    if reason and reason.strip():
+        return reason.strip()
+    if state is QueueState.PAUSED_RATE_LIMIT:
+        return _RATE_LIMIT[kind]
+    if state is QueueState.PAUSED_CAPACITY:
+        return _CAPACITY
+    return "unknown"
+
+
+class QueueLogger:
+    """Logs that a client is paused, at most once a minute however many of its requests wait."""
+
+    def __init__(self, kind: ClientKind, name: str, monotonic: Callable[[], float]) -> None:
+        self._kind: ClientKind = kind
+        self._name = name
+        self._monotonic = monotonic
+        self._last: float | None = None
+
+    def __call__(self, state: QueueState, reason: str | None = None) -> None:
+        if state is QueueState.ACTIVE:
+            return
+        now = self._monotonic()
+        if self._last is None or now - self._last >= DEBOUNCE:
+            self._last = now
+            why = resolve_reason(state, self._kind, reason)
+            logger.warning("%s is paused for %s. Reason: %s", self._kind, self._name, why)
+
+    def clear(self) -> None:
+        """Log the next pause however recent the last."""
+        self._last = None
+
+
+def observer_of(observer: Observer | Any) -> Observer:
+    """Accept a callable of one or two arguments, or an object with `on_queue_state_change`."""
+    method = getattr(observer, "on_queue_state_change", None)
+    call: Observer = method if callable(method) else observer
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return call
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+    ]
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if len(positional) >= 2 or variadic:
+        return call
+    return lambda state, _reason=None: call(state)
+
+
+@dataclass(slots=True)
+class QueueWatch:
+    """Notices when state or reason of one request change, and tells the observers once."""
+
+    observers: tuple[Observer, ...] = ()
+    _seen: tuple[QueueState, str | None] | None = None
+
+    def see(self, body: Any) -> QueueState | None:
+        """Look at an answer that may carry a queue state."""
+        if not isinstance(body, Mapping) or "queue_state" not in body:
+            return None
+        reason = body.get("queue_state_reason")
+        state = QueueState.parse(body["queue_state"])
+        self.tell(state, reason if isinstance(reason, str) else None)
+        return state
+
+    def tell(self, state: QueueState, reason: str | None) -> None:
+        if self._seen == (state, reason):
+            return
+        self._seen = (state, reason)
+        for observer in self.observers:
+            try:
+                observer(state, reason)
+            except Exception:
+                logger.exception("A queue state observer failed")

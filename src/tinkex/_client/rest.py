@@ -1,0 +1,491 @@
+"""Runs, checkpoints, sessions and bills: calls that are answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+from tinkex._version import PARITY_VERSION
+from tinkex._wire.operations import operation
+from tinkex.config import Config
+from tinkex.errors import APIResponseValidationError, InvalidInputError, TinkerError
+from tinkex.types import (
+    AccessScope,
+    AssignSessionProjectRequest,
+    AuditLogResponse,
+    BillingUsageResponse,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    CurrentCheckpointStorageUsageResponse,
+    ExternalWeightsUrlsResponse,
+    GetAuditLogRequest,
+    GetBillingUsageRequest,
+    GetCurrentCheckpointStorageUsageRequest,
+    GetSamplerResponse,
+    GetSessionRequest,
+    GetSessionResponse,
+    ListCheckpointsRequest,
+    ListSessionsRequest,
+    ListSessionsResponse,
+    ListTrainingRunsRequest,
+    ModelID,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SetCheckpointTtlRequest,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+    WhoamiResponse,
+)
+from tinkex.types.paths import ParsedCheckpointTinkerPath
+
+from ._async_twins import AdminClientAsync, RestClientAsync
+from .retry import HTTPRetryPolicy
+from .runtime import APIFuture
+from .session import Session
+
+__all__ = ["AdminClient", "RestClient"]
+
+#: An archive is built when it is first asked for; meanwhile the service answers 503.
+ARCHIVE_WAIT = 30.0
+ARCHIVE_ATTEMPTS = 6
+_ARCHIVE_VALID = timedelta(minutes=15)
+_TRACE_WAIT = 5.0
+
+AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+
+class _Sessionless:
+    """A client that can stand alone or share a service client's connections."""
+
+    def __init__(
+        self,
+        _holder: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if _holder is None:
+            config = config or Config(base_url=base_url, api_key=api_key)
+            _holder = Session(config)
+        self._session = _holder
+
+    @property
+    def holder(self) -> Session:
+        return self._session
+
+    def get_telemetry(self) -> None:
+        return None
+
+    def close(self) -> APIFuture[None]:
+        """Close the connections; a client made from a service client closes that one's too."""
+        return self._session.close()
+
+    def _call(
+        self,
+        name: str,
+        request: Any = None,
+        path: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> APIFuture[Any]:
+        sent = {"x-sdk-version": PARITY_VERSION, "x-sdk-method": name, **(headers or {})}
+        return self._session.start_call(name, request, path=path, headers=sent, timeout=timeout)
+
+
+class AdminClient(_Sessionless, AdminClientAsync):
+    """What an organisation's administrators ask."""
+
+    def get_audit_log(
+        self,
+        event_type: AuditEventType = "all",
+        day: date | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[AuditLogResponse]:
+        """What happened, on one day or at all."""
+        request = GetAuditLogRequest(event_type=event_type, day=day)
+        return self._session.submit(self._audit_log(request), timeout=timeout)
+
+    async def _audit_log(self, request: GetAuditLogRequest) -> AuditLogResponse:
+        await self._session.configured()
+        transport, row = self._session.transport, operation("get_audit_log")
+        response = await transport.send(row, request)
+        if response.status >= 300:  # a long log lies elsewhere, under a signed address
+            location = response.headers.get("location")
+            if not location:
+                raise APIResponseValidationError(message="A redirect without a location.")
+            response = await transport.exchange(row, location, {"x-api-key": ""}, None)
+            if response.status >= 300:
+                raise transport.error(row, location, response)
+        return transport.read(row, AuditLogResponse, response)
+
+    def get_billing_usage(
+        self,
+        starting_on: datetime | str,
+        ending_before: datetime | str,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[BillingUsageResponse]:
+        """Hourly usage; both ends on a full UTC hour, at most 14 days apart."""
+        request = GetBillingUsageRequest(
+            starting_on=_moment("starting_on", starting_on),
+            ending_before=_moment("ending_before", ending_before),
+        )
+        return self._call("get_billing_usage", request, timeout=timeout)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None, *, timeout: float | None = None
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
+        """What checkpoints take up now, and cost."""
+        request = GetCurrentCheckpointStorageUsageRequest(project_id=project_id)
+        return self._call("get_current_checkpoint_storage_usage", request, timeout=timeout)
+
+
+class RestClient(RestClientAsync, AdminClient):
+    """Runs, checkpoints and sessions of an account; needs no session of its own."""
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def get_session(
+        self,
+        session_id: str,
+        access_scope: AccessScope = "owned",
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[GetSessionResponse]:
+        """The training runs and samplers of a session."""
+        request = GetSessionRequest(access_scope=_scope(access_scope))
+        return self._call("get_session", request, {"session_id": session_id}, timeout)
+
+    def list_sessions(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[ListSessionsResponse]:
+        request = ListSessionsRequest(
+            limit=_count("limit", limit),
+            offset=_count("offset", offset),
+            access_scope=_scope(access_scope),
+        )
+        return self._call("list_sessions", request, timeout=timeout)
+
+    def search_sessions(
+        self, request: SessionSearchRequest, *, timeout: float | None = None
+    ) -> APIFuture[SessionSearchResponse]:
+        """Find sessions by name, metadata, owner and status, newest first."""
+        return self._call("search_sessions", request, timeout=timeout)
+
+    def assign_session_project(
+        self, session_id: str, project_id: str, *, timeout: float | None = None
+    ) -> APIFuture[None]:
+        request = AssignSessionProjectRequest(project_id=project_id)
+        return self._done("assign_session_project", request, {"session_id": session_id}, timeout)
+
+    def export_session_trace(
+        self, session_id: str, *, timeout: float | None = None
+    ) -> APIFuture[str]:
+        """Have the service build a trace of a session; the address of the file."""
+        return self._session.submit(self._trace(session_id), timeout=timeout)
+
+    async def _trace(self, session_id: str) -> str:
+        while True:
+            export = await self._session.call("trace_export", path={"session_id": session_id})
+            if export.status == "ready" and export.url:
+                return str(export.url)
+            if export.status == "failed":
+                raise TinkerError(
+                    f"The trace could not be built: {export.error or 'no reason given'}"
+                )
+            await self._session.clock.sleep(_TRACE_WAIT)
+
+    # -- training runs -----------------------------------------------------------------------
+
+    def get_training_run(
+        self,
+        training_run_id: ModelID,
+        access_scope: AccessScope = "owned",
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingRun]:
+        request = GetSessionRequest(access_scope=_scope(access_scope))
+        return self._call(
+            "get_training_run", request, {"training_run_id": training_run_id}, timeout
+        )
+
+    def get_training_run_by_tinker_path(
+        self,
+        tinker_path: str,
+        access_scope: AccessScope = "owned",
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingRun]:
+        """The run a checkpoint belongs to."""
+        run = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id
+        return self.get_training_run(run, access_scope, timeout=timeout)
+
+    def list_training_runs(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingRunsResponse]:
+        request = ListTrainingRunsRequest(
+            limit=_count("limit", limit),
+            offset=_count("offset", offset),
+            access_scope=_scope(access_scope),
+            project_id=project_id,
+        )
+        return self._call("list_training_runs", request, timeout=timeout)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def list_checkpoints(
+        self, training_run_id: ModelID, *, timeout: float | None = None
+    ) -> APIFuture[CheckpointsListResponse]:
+        """All checkpoints of a run."""
+        return self._call("list_checkpoints", None, {"training_run_id": training_run_id}, timeout)
+
+    def list_user_checkpoints(
+        self, limit: int = 100, offset: int = 0, *, timeout: float | None = None
+    ) -> APIFuture[CheckpointsListResponse]:
+        """All checkpoints of the account, newest first."""
+        request = ListCheckpointsRequest(
+            limit=_count("limit", limit), offset=_count("offset", offset)
+        )
+        return self._call("list_user_checkpoints", request, timeout=timeout)
+
+    def delete_checkpoint(
+        self,
+        training_run_id: ModelID,
+        checkpoint_id: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[None]:
+        """Delete a checkpoint, named by run and id or by one `tinker://` path."""
+        return self._done(
+            "delete_checkpoint", None, _where(training_run_id, checkpoint_id), timeout
+        )
+
+    def delete_checkpoint_from_tinker_path(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[None]:
+        return self._done("delete_checkpoint", None, _where(tinker_path), timeout)
+
+    def publish_checkpoint_from_tinker_path(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[None]:
+        """Let everybody read a checkpoint."""
+        return self._done("publish_checkpoint", None, _where(tinker_path), timeout)
+
+    def unpublish_checkpoint_from_tinker_path(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[None]:
+        return self._done("unpublish_checkpoint", None, _where(tinker_path), timeout)
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
+    ) -> APIFuture[None]:
+        """Expire a checkpoint so many seconds from now; None keeps it for good."""
+        if ttl_seconds is not None and _count("ttl_seconds", ttl_seconds) == 0:
+            raise InvalidInputError("must be positive, or None to keep it", field="ttl_seconds")
+        request = SetCheckpointTtlRequest(ttl_seconds=ttl_seconds)
+        return self._done("set_checkpoint_ttl", request, _where(tinker_path), timeout)
+
+    def get_checkpoint_archive_url(
+        self,
+        training_run_id: ModelID,
+        checkpoint_id: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Where the archive of a checkpoint can be fetched, named by run and id or by one path.
+
+        The service may have to build it first; that is waited for.
+        """
+        where = _where(training_run_id, checkpoint_id)
+        deadline = self._session.deadline(timeout)
+        return self._session.submit(self._archive_url(where, deadline), timeout=timeout)
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        return self.get_checkpoint_archive_url(tinker_path, timeout=timeout)
+
+    async def _archive_url(
+        self, where: Mapping[str, str], deadline: float | None
+    ) -> CheckpointArchiveUrlResponse:
+        await self._session.configured()
+        session, transport, row = (
+            self._session,
+            self._session.transport,
+            operation("get_checkpoint_archive_url"),
+        )
+        for attempt in range(ARCHIVE_ATTEMPTS):
+            try:
+                response = await transport.send(
+                    row, path=where, deadline=deadline, policy=HTTPRetryPolicy(0)
+                )
+                break
+            except TinkerError as error:
+                if error.status_code != 503 or attempt == ARCHIVE_ATTEMPTS - 1:
+                    raise
+                transport.notices.paused(
+                    "get_checkpoint_archive_url",
+                    f"the archive is being built; asking again in {ARCHIVE_WAIT:.0f} s",
+                )
+                await session.clock.sleep(ARCHIVE_WAIT)
+        if response.status < 300:
+            return transport.read(row, CheckpointArchiveUrlResponse, response)
+        location = response.headers.get("location")
+        if not location:
+            raise APIResponseValidationError(
+                body=response.content[:2000], message="The service named no place for the archive."
+            )
+        return CheckpointArchiveUrlResponse(
+            url=location, expires=_expires(response.headers.get("expires"), session.clock.wall())
+        )
+
+    def get_external_weights_urls(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[ExternalWeightsUrlsResponse]:
+        """Where the files written by `save_weights_external` can be fetched."""
+        return self._call("get_external_weights_urls", None, _where(tinker_path), timeout)
+
+    def get_weights_info_by_tinker_path(
+        self, tinker_path: str, *, timeout: float | None = None
+    ) -> APIFuture[WeightsInfoResponse]:
+        """Base model, rank and trained parts of a checkpoint."""
+        ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        return self._call(
+            "weights_info", WeightsInfoRequest(tinker_path=tinker_path), timeout=timeout
+        )
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint, perhaps from another account; the new path."""
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        request = CopyWeightsRequest(
+            source_path=path,
+            destination_project_id=destination_project_id,
+            ttl_seconds=ttl_seconds,
+        )
+        token = {"x-tinker-weights-access-token": weights_access_token}
+        headers = {name: value for name, value in token.items() if value is not None}
+
+        async def copied() -> str:
+            response = await self._session.call("copy_weights", request, headers=headers)
+            return str(response.tinker_path)
+
+        return self._session.submit(copied(), timeout=timeout)
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def get_sampler(
+        self, sampler_id: str, *, timeout: float | None = None
+    ) -> APIFuture[GetSamplerResponse]:
+        """What a sampler samples from."""
+        return self._call("get_sampler", None, {"sampler_id": sampler_id}, timeout)
+
+    def whoami(self, *, timeout: float | None = None) -> APIFuture[WhoamiResponse]:
+        """Who the key belongs to, where the service exchanges keys for tokens."""
+        return self._session.submit(self._whoami(), timeout=timeout)
+
+    async def _whoami(self) -> WhoamiResponse:
+        await self._session.configured()
+        claims = await self._session.transport.auth.claims()
+        try:
+            return WhoamiResponse(
+                user_urn=claims["sub"],
+                org_urn=f"tml:organization:{claims['org_id']}",
+                email=claims.get("email"),
+            )
+        except KeyError as error:
+            raise APIResponseValidationError(
+                message=f"The token does not say its {error.args[0]}."
+            ) from error
+
+    def _done(
+        self,
+        name: str,
+        request: Any,
+        path: Mapping[str, str],
+        timeout: float | None,
+    ) -> APIFuture[None]:
+        """A call whose answer is only that it worked."""
+
+        async def done() -> None:
+            headers = {"x-sdk-version": PARITY_VERSION, "x-sdk-method": name}
+            await self._session.call(
+                name, request, path=path, headers=headers, deadline=self._session.deadline(timeout)
+            )
+
+        return self._session.submit(done(), timeout=timeout)
+
+    # Names of other releases and of the Elixir SDK.
+    delete_checkpoint_by_tinker_path = delete_checkpoint_from_tinker_path
+    publish_checkpoint = publish_checkpoint_from_tinker_path
+    publish_checkpoint_by_tinker_path = publish_checkpoint_from_tinker_path
+    unpublish_checkpoint = unpublish_checkpoint_from_tinker_path
+    unpublish_checkpoint_by_tinker_path = unpublish_checkpoint_from_tinker_path
+    get_checkpoint_archive_url_by_tinker_path = get_checkpoint_archive_url_from_tinker_path
+
+
+def _where(training_run_id: str, checkpoint_id: str | None = None) -> dict[str, str]:
+    """The two ids of a checkpoint; a `tinker://` path holds both."""
+    if checkpoint_id is None:
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(training_run_id)
+        training_run_id, checkpoint_id = parsed.training_run_id, parsed.checkpoint_id
+    return {"training_run_id": training_run_id, "checkpoint_id": checkpoint_id}
+
+
+def _scope(access_scope: AccessScope) -> AccessScope | None:
+    """What is sent: the default is left unsaid, as services before 0.15 do not know the word."""
+    if access_scope not in {"owned", "accessible"}:
+        raise InvalidInputError(
+            f"must be owned or accessible, not {access_scope!r:.80}", field="access_scope"
+        )
+    return None if access_scope == "owned" else access_scope
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(
+            f"must be a whole number of 0 or more, not {value!r:.80}", field=name
+        )
+    return value
+
+
+def _moment(name: str, value: datetime | str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidInputError(f"{value!r:.80} is not a date and time", field=name) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _expires(text: str | None, now: float) -> datetime | str:
+    if text is None:
+        return datetime.fromtimestamp(now, UTC) + _ARCHIVE_VALID
+    try:
+        return parsedate_to_datetime(text)
+    except ValueError:
+        return text

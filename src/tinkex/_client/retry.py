@@ -1,0 +1,208 @@
+"""When to try again, and how long to wait first.
+
+The policies are pure: an error, how often it was tried and for how long, in; seconds to wait, or None to
+give up, out. `retrying` is the only loop that acts on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    BillingError,
+    GoneError,
+    InvalidInputError,
+    TinkerError,
+)
+
+__all__ = [
+    "Clock",
+    "HTTPRetryPolicy",
+    "RetryConfig",
+    "RetryPolicy",
+    "SampleRetryPolicy",
+    "retry_delay",
+    "retryable_status",
+    "retrying",
+]
+
+T = TypeVar("T")
+
+#: Longest wait a service may ask for; more is taken for a mistake.
+MAX_RETRY_AFTER = 60.0
+#: How long a dispatch is tried again while the service does not answer.
+DISPATCH_WINDOW = 300.0
+BILLING_WAIT = 5.0
+BLANK_400_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time, sleep and chance, in one place so that tests need none of them."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    random: Callable[[], float] = random.random
+
+
+def retryable_status(status: int) -> bool:
+    return status in {408, 409, 429} or 500 <= status < 600
+
+
+def retry_delay(
+    attempt: int, *, chance: float, initial: float = 0.5, maximum: float = 10.0
+) -> float:
+    """Exponential, capped, then shortened by up to a quarter so that clients do not march in step."""
+    return min(initial * 2.0 ** min(attempt, 32), maximum) * (1 - 0.25 * chance)
+
+
+class RetryPolicy(Protocol):
+    def wait_before_retry(
+        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+    ) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPRetryPolicy:
+    """For one HTTP exchange.
+
+    The first `max_retries` follow the short exponential; with a `window`, trying goes on at up to 30 s
+    distance until that many seconds have passed.
+    """
+
+    max_retries: int = 10
+    window: float = 0.0
+    billing_window: float = 3600.0
+
+    def wait_before_retry(
+        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+    ) -> float | None:
+        if isinstance(error, BillingError):
+            return BILLING_WAIT if elapsed + BILLING_WAIT <= self.billing_window else None
+        if _is_blank_400(error):
+            return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
+        should = _should_retry(error)
+        if should is False or (should is None and not is_transient(error)):
+            return None
+        if attempt < self.max_retries:
+            return _asked_wait(error) or retry_delay(attempt, chance=chance)
+        if should is None and elapsed < self.window:
+            return min(_asked_wait(error) or 30.0, self.window - elapsed)
+        return None
+
+
+def is_transient(error: TinkerError) -> bool:
+    if isinstance(error, APIStatusError):
+        return error.status_code is not None and retryable_status(error.status_code)
+    return isinstance(error, APIConnectionError)
+
+
+def _is_blank_400(error: TinkerError) -> bool:
+    # The service always says what was wrong with a request; a 400 without a word is a proxy's doing.
+    return error.status_code == 400 and not error.body
+
+
+def _should_retry(error: TinkerError) -> bool | None:
+    """What the service itself says about trying again."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    return {"true": True, "false": False}.get(str(headers.get("x-should-retry", "")).lower())
+
+
+def _asked_wait(error: TinkerError) -> float | None:
+    asked = error.retry_after
+    return asked if asked is not None and 0 < asked <= MAX_RETRY_AFTER else None
+
+
+@dataclass(frozen=True)
+class RetryConfig:
+    """How sampling tries again. Delays are in seconds; `max_retries=None` means without limit."""
+
+    max_connections: int | None = 1000
+    progress_timeout: float = 7200
+    retry_delay_base: float = 0.5
+    retry_delay_max: float = 10.0
+    jitter_factor: float = 0.25
+    enable_retry_logic: bool = True
+    enable_stuck_detection: bool = True
+    retryable_exceptions: tuple[type[Exception], ...] = field(
+        default=(asyncio.TimeoutError, APIConnectionError, GoneError)
+    )
+    max_retries: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("progress_timeout", "retry_delay_base"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"must be positive, not {getattr(self, name)}", field=name)
+        if self.retry_delay_max < self.retry_delay_base:
+            raise InvalidInputError(
+                "must not be smaller than retry_delay_base", field="retry_delay_max"
+            )
+        if not 0 <= self.jitter_factor <= 1:
+            raise InvalidInputError(
+                f"must lie in [0, 1], not {self.jitter_factor}", field="jitter_factor"
+            )
+        for name in ("max_connections", "max_retries"):
+            value = getattr(self, name)
+            least = 1 if name == "max_connections" else 0
+            if value is not None and (isinstance(value, bool) or value < least):
+                raise InvalidInputError(f"must be {least} or more, not {value}", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRetryPolicy:
+    """For one sample, from submission to result: whatever may pass is tried again."""
+
+    config: RetryConfig
+
+    def wait_before_retry(
+        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+    ) -> float | None:
+        config = self.config
+        if not config.enable_retry_logic:
+            return None
+        if config.max_retries is not None and attempt >= config.max_retries:
+            return None
+        if not (isinstance(error, config.retryable_exceptions) or is_transient(error)):
+            return None
+        delay = min(config.retry_delay_base * 2.0 ** min(attempt, 32), config.retry_delay_max)
+        jittered = delay + delay * config.jitter_factor * (2 * chance - 1)
+        return max(0.0, min(jittered, config.retry_delay_max))
+
+
+class OnWait(Protocol):
+    def __call__(self, error: TinkerError, attempt: int, elapsed: float, wait: float) -> None: ...
+
+
+async def retrying(
+    attempt_once: Callable[[int], Awaitable[T]],
+    policy: RetryPolicy,
+    clock: Clock,
+    on_wait: OnWait | None = None,
+    deadline: float | None = None,
+) -> T:
+    """Call until it succeeds or the policy gives up; then the last error is raised as it came.
+
+    Attempts are numbered from 0. A wait that would cross the `deadline` is not begun.
+    """
+    started = clock.monotonic()
+    attempt = 0
+    while True:
+        try:
+            return await attempt_once(attempt)
+        except TinkerError as error:
+            now = clock.monotonic()
+            wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
+            if wait is None or (deadline is not None and now + wait >= deadline):
+                raise
+            if on_wait is not None:
+                on_wait(error, attempt, now - started, wait)
+        await clock.sleep(wait)
+        attempt += 1

@@ -1,0 +1,256 @@
+"""One event loop in one daemon thread, on which all of the client's work runs.
+
+Callers on any thread, with or without an event loop of their own, hand work over through an inbox that
+wakes the loop once for everything that is waiting in it, and get results back the same way. That is what
+makes thousands of small requests cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from tinkex.errors import WrongThreadError
+
+__all__ = ["APIFuture", "Runtime", "SampleFuture", "TaskGroup", "fail", "runtime"]
+
+T = TypeVar("T")
+
+
+class _Mailbox:
+    """Carries calls into one event loop from other threads, waking it once for many of them."""
+
+    __slots__ = ("_calls", "_lock", "_loop", "_woken")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._lock = threading.Lock()
+        self._woken = False
+
+    def post(self, call: Callable[..., object], *args: Any) -> None:
+        """Run `call(*args)` on the loop soon; raises RuntimeError if the loop is closed."""
+        with self._lock:
+            self._calls.append((call, args))
+            if self._woken:
+                return
+            self._woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._calls.clear()
+            raise
+
+    def _deliver(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, deque()
+            self._woken = False
+        for call, args in calls:
+            call(*args)
+
+
+_mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = WeakKeyDictionary()
+_mailboxes_lock = threading.Lock()
+
+
+def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        with _mailboxes_lock:
+            mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
+    return mailbox
+
+
+class APIFuture(concurrent.futures.Future[T]):
+    """A result on its way: block for it with `.result(timeout)`, or `await` it on any event loop.
+
+    It is a `concurrent.futures.Future`, so `add_done_callback`, `as_completed` and `wait` work too.
+    Awaiting is only waiting: when the waiting task is cancelled, the operation goes on. `cancel()` drops
+    the result; an operation that is part of a sequence, as every training step is, still takes its turn.
+    """
+
+    _cancel_with_waiter = False
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result; raises TimeoutError if it is not there within `timeout` seconds."""
+        if threading.get_ident() == _runtime_thread() and not self.done():
+            raise WrongThreadError(
+                "result() was called on tinkex's own thread, which would wait for itself for ever; "
+                "await the future, or call result() on another thread."
+            )
+        return super().result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        if timeout is None:
+            return await self
+        async with asyncio.timeout(timeout):
+            return await self
+
+    def future(self) -> concurrent.futures.Future[T]:
+        return self
+
+    @property
+    def _future(self) -> concurrent.futures.Future[T]:
+        return self
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            arrived = loop.create_future()
+            mailbox = _mailbox_of(loop)
+            self.add_done_callback(lambda _: _post_quietly(mailbox, _wake, arrived))
+            try:
+                yield from arrived
+            except asyncio.CancelledError:
+                if self._cancel_with_waiter:
+                    self.cancel()
+                raise
+        try:
+            return super().result(0)
+        except concurrent.futures.CancelledError:
+            raise asyncio.CancelledError from None
+
+
+class SampleFuture(APIFuture[T]):
+    """A future whose work ends when it is cancelled, or when the task that awaits it is."""
+
+    _cancel_with_waiter = True
+
+
+def _wake(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)
+
+
+def _post_quietly(mailbox: _Mailbox, call: Callable[..., object], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is waiting any more
+        mailbox.post(call, *args)
+
+
+class TaskGroup:
+    """Work that ends together, when the client it belongs to is closed."""
+
+    __slots__ = ("closed", "futures")
+
+    def __init__(self) -> None:
+        self.futures: dict[asyncio.Task[Any], APIFuture[Any]] = {}
+        self.closed: BaseException | None = None
+
+    def close(self, error: BaseException) -> None:
+        """Fail everything under way with `error`, and everything that comes later."""
+        self.closed = error
+        for task, future in list(self.futures.items()):
+            fail(future, error)
+            task.cancel()
+
+
+class Runtime:
+    """The loop and its thread; the thread starts with the first piece of work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid: int | None = None
+        self._thread: threading.Thread | None = None
+        self._mailbox: _Mailbox | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident if self._thread else None
+
+    def submit(
+        self, work: Coroutine[Any, Any, T], future: APIFuture[T], group: TaskGroup
+    ) -> APIFuture[T]:
+        """Run `work` on the loop and deliver what it returns or raises into the future."""
+        self.post(self._start, work, future, group)
+        return future
+
+    def post(self, call: Callable[..., object], *args: Any) -> None:
+        """Run `call(*args)` on the loop soon."""
+        if self._mailbox is None or self._pid != os.getpid():
+            self._ensure_started()
+        assert self._mailbox is not None
+        self._mailbox.post(call, *args)
+
+    def _start(self, work: Coroutine[Any, Any, T], future: APIFuture[T], group: TaskGroup) -> None:
+        if group.closed is not None:
+            work.close()
+            fail(future, group.closed)
+            return
+        assert self.loop is not None
+        task = self.loop.create_task(work)
+        group.futures[task] = future
+
+        def deliver(done: asyncio.Task[T]) -> None:
+            group.futures.pop(done, None)
+            _deliver(done, future)
+
+        task.add_done_callback(deliver)
+        if future._cancel_with_waiter:
+
+            def give_up(done: concurrent.futures.Future[T]) -> None:
+                if done.cancelled():
+                    self.post(task.cancel)
+
+            future.add_done_callback(give_up)
+
+    def _ensure_started(self) -> None:
+        with self._lock:
+            if self._thread is not None and self._pid == os.getpid():
+                return
+            # A forked child inherits the objects but not the thread: begin anew.
+            self._pid = os.getpid()
+            self.loop = _new_event_loop()
+            self._mailbox = _mailbox_of(self.loop)
+            self._thread = threading.Thread(
+                target=self._run, args=(self.loop,), name="tinkex", daemon=True
+            )
+            self._thread.start()
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _deliver(task: asyncio.Task[T], future: APIFuture[T]) -> None:
+    if task.cancelled():
+        future.cancel()
+    elif (error := task.exception()) is not None:
+        fail(future, error)
+    else:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+            future.set_result(task.result())
+
+
+def fail(future: APIFuture[Any], error: BaseException) -> None:
+    """Set an exception unless the future is done already."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        future.set_exception(error)
+
+
+_shared = Runtime()
+
+
+def runtime() -> Runtime:
+    """The process's one runtime."""
+    return _shared
+
+
+def _runtime_thread() -> int | None:
+    return _shared.thread_id

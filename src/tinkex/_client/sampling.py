@@ -1,0 +1,627 @@
+"""Sampling: many small requests at once, each from submission to result on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncIterator, Mapping
+from itertools import zip_longest
+from typing import Any, Final, Literal, cast
+
+import orjson
+
+from tinkex._wire import json_codec
+from tinkex._wire.operations import operation
+from tinkex._wire.sse import ServerSentEvent, SSEDecoder
+from tinkex.config import Config
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    InvalidInputError,
+    NotFoundError,
+    TinkerError,
+)
+from tinkex.types import (
+    CancelFutureRequest,
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+    ModelInput,
+    QueueState,
+    SampleRequest,
+    SampleResponse,
+    SampleStreamChunk,
+    SamplingParams,
+    TensorData,
+    UntypedAPIFuture,
+)
+from tinkex.types.paths import ParsedCheckpointTinkerPath
+
+from ._async_twins import SamplingClientAsync
+from .batch_polling import BatchPoller
+from .budget import Budget, backoff_after_429, slots
+from .chunking import input_bytes
+from .polling import Poll
+from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
+from .retry import RetryConfig, SampleRetryPolicy, retrying
+from .runtime import APIFuture, SampleFuture
+from .session import Session
+from .tokenizers import load_tokenizer, tokenizer_id
+from .transport import RawResponse
+
+__all__ = ["SamplingClient"]
+
+_ASAMPLE: Final = operation("asample")
+_STREAM: Final = operation("stream_sample")
+_HEADERS: Final = {"content-type": "application/json", "x-tinker-sampling-backpressure": "1"}
+#: Copies of a client in other processes number their requests from multiples of this.
+_CLONE_STRIDE: Final = 1_000_000_000
+#: How often a sampler with requests under way asks itself whether any of them moves.
+_STUCK_CHECK: Final = 60.0
+
+
+class SamplingClient(SamplingClientAsync):
+    """A frozen set of weights to sample from.
+
+    `sample` and `compute_logprobs` return futures at once; thousands may be under way. The client can be
+    pickled into other processes, where it goes on in the same sampling session under numbers of its own.
+    """
+
+    def __init__(
+        self,
+        holder: Session,
+        *,
+        sampling_session_id: str,
+        shadow: bool = False,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> None:
+        self._session = holder
+        self._sampling_session_id = sampling_session_id
+        self._shadow = shadow
+        self._retry_config = retry_config
+        self._record_stability_info = record_stability_info
+        self._queue_logger = QueueLogger("Sampling", sampling_session_id, holder.clock.monotonic)
+        self._observers: tuple[Observer, ...] = (self._report_queue_state,)
+        self._seq_ids: itertools.count[int] | None = None if shadow else itertools.count()
+        self._joining: asyncio.Lock | None = None
+        self._flight: _Flight | None = None
+
+    def __repr__(self) -> str:
+        return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
+
+    @property
+    def holder(self) -> Session:
+        return self._session
+
+    # -- making one --------------------------------------------------------------------------
+
+    @staticmethod
+    def create(
+        holder: Session,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        timeout: float | None = None,
+    ) -> APIFuture[SamplingClient]:
+        """A sampler of a checkpoint, of a base model, or of a sampling session that exists."""
+        if sampling_session_id is None and model_path is None and base_model is None:
+            raise InvalidInputError("give model_path or base_model", field="model_path")
+        if model_path is not None:
+            ParsedCheckpointTinkerPath.from_tinker_path(model_path)
+        deadline = holder.deadline(timeout)
+
+        async def made() -> SamplingClient:
+            opened = sampling_session_id
+            if opened is None:
+                opened = await SamplingClient.open_sampling_session(
+                    holder, model_path=model_path, base_model=base_model, deadline=deadline
+                )
+            return SamplingClient(
+                holder,
+                sampling_session_id=opened,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return holder.submit(made(), timeout=timeout)
+
+    @staticmethod
+    async def open_sampling_session(
+        session: Session,
+        *,
+        model_path: str | None,
+        base_model: str | None,
+        deadline: float | None,
+    ) -> str:
+        session_id = await session.opened()
+        created = await session.call(
+            "create_sampling_session",
+            CreateSamplingSessionRequest(
+                session_id=session_id,
+                sampling_session_seq_id=session.next_sampling_seq(),
+                base_model=base_model,
+                model_path=model_path,
+            ),
+            deadline=deadline,
+        )
+        return cast("str", created.sampling_session_id)
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """Draw `num_samples` continuations of `prompt`.
+
+        Whatever may pass — a lost connection, an overloaded service, a lost result — is tried again as the
+        client's `RetryConfig` says. Cancelling the future ends the work.
+        """
+        if not isinstance(prompt, ModelInput):
+            raise InvalidInputError(
+                f"expected ModelInput, got {type(prompt).__name__}", field="prompt"
+            )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        fields: dict[str, Any] = {
+            "type": "sample",
+            "num_samples": _count("num_samples", num_samples, 1),
+            "prompt": prompt,
+            "sampling_params": params,
+            "sampling_session_id": self._sampling_session_id,
+            "prompt_logprobs": bool(include_prompt_logprobs),
+            "topk_prompt_logprobs": _count("topk_prompt_logprobs", topk_prompt_logprobs, 0),
+        }
+        if topk_sample_logprobs:
+            fields["topk_sample_logprobs"] = _count("topk_sample_logprobs", topk_sample_logprobs, 0)
+        if target_prompt_logprobs is not None:
+            fields["target_prompt_logprobs"] = target_prompt_logprobs
+        if prompt_alt_tokens_k:
+            fields["prompt_alt_tokens_k"] = _count("prompt_alt_tokens_k", prompt_alt_tokens_k, 0)
+        if prompt_logprobs_last_n is not None:
+            fields["prompt_logprobs_last_n"] = _count(
+                "prompt_logprobs_last_n", prompt_logprobs_last_n, 0
+            )
+        if self._record_stability_info:
+            fields["record_stability_info"] = True
+        deadline = self._session.deadline(timeout)
+        future: SampleFuture[SampleResponse] = SampleFuture()
+        work = self._sample(fields, input_bytes(prompt), deadline)
+        return self._session.submit(work, future, timeout=timeout)
+
+    def compute_logprobs(
+        self,
+        prompt: ModelInput,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[list[float | None]]:
+        """The logprob of each token of `prompt`, None for the first."""
+        sampled = self.sample(
+            prompt,
+            1,
+            SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            timeout=timeout,
+        )
+        return _mapped(sampled, _prompt_logprobs)
+
+    async def sample_stream(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams | None = None,
+        num_samples: int = 1,
+    ) -> AsyncIterator[SampleStreamChunk]:
+        """Tokens as they are drawn, where the service can; else all at once when they are there."""
+        request = SampleRequest(
+            prompt=prompt,
+            sampling_params=sampling_params or SamplingParams(),
+            num_samples=num_samples,
+            sampling_session_id=self._sampling_session_id,
+        )
+        queue: asyncio.Queue[SampleStreamChunk | BaseException | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        streaming = self._session.submit(
+            self._stream(request, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item)),
+            SampleFuture(),
+        )
+        try:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            streaming.cancel()
+
+    # -- who it is ---------------------------------------------------------------------------
+
+    def get_base_model(self, *, timeout: float | None = None) -> str:
+        """The name of the model the weights belong to."""
+        return self._get_base_model(timeout=timeout).result()
+
+    def _get_base_model(self, *, timeout: float | None = None) -> APIFuture[str]:
+        sampler = self._session.start_call(
+            "get_sampler", path={"sampler_id": self._sampling_session_id}, timeout=timeout
+        )
+        return _mapped(sampler, lambda found: cast("str", found.base_model))
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model, as transformers loads it."""
+        return load_tokenizer(tokenizer_id(self.get_base_model()))
+
+    def get_telemetry(self) -> None:
+        return None
+
+    def get_sampler_handle(self) -> str:
+        """Text from which `from_sampler_handle` makes this client elsewhere; it holds no key."""
+        facts = {
+            "base_url": self._session.config.base_url,
+            "session_id": self._session.session_id,
+            "sampling_session_id": self._sampling_session_id,
+        }
+        return base64.urlsafe_b64encode(orjson.dumps(facts)).decode("ascii")
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """Go on sampling where `get_sampler_handle` was called, in another process or on another host."""
+        try:
+            facts = orjson.loads(base64.urlsafe_b64decode(handle))
+            base_url, session_id = facts["base_url"], facts["session_id"]
+            sampling_session_id = facts["sampling_session_id"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError("is not a sampler handle", field="handle") from error
+        session = Session(Config(base_url=base_url, api_key=api_key), session_id=session_id)
+        return SamplingClient(session, sampling_session_id=sampling_session_id, shadow=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        session = self._session
+        return _revive, (
+            session.config,
+            session.session_id,
+            self._sampling_session_id,
+            self._retry_config,
+            self._record_stability_info,
+        )
+
+    # -- queue state -------------------------------------------------------------------------
+
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None = None
+    ) -> None:
+        """Told when the service lets requests wait; logs it at most once a minute."""
+        self._queue_logger(queue_state, queue_state_reason)
+
+    def observe_queue_state(self, observer: Observer) -> None:
+        """Also tell `observer` when the service lets requests wait, and why."""
+        self._observers = (*self._observers, observer_of(observer))
+
+    def clear_queue_state_debounce(self) -> None:
+        self._queue_logger.clear()
+
+    def _report_queue_state(self, state: QueueState, reason: str | None) -> None:
+        self.on_queue_state_change(state, reason)
+
+    # -- how a sample runs -------------------------------------------------------------------
+
+    async def _sample(
+        self, fields: dict[str, Any], weight: int, deadline: float | None
+    ) -> SampleResponse:
+        session = self._session
+        await session.opened()
+        flight = self._flight or self._take_off()
+
+        async def once(_: int) -> SampleResponse:
+            return await self._attempt(fields, weight, deadline, flight)
+
+        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
+            limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
+            session.transport.notices.retry("sample", error, attempt, elapsed, wait, limit)
+
+        with flight.boarding():
+            result = await retrying(once, flight.policy, session.clock, waiting, deadline)
+        flight.progressed()
+        return result
+
+    def _take_off(self) -> _Flight:
+        flags = self._session.flags
+        config = self._retry_config or RetryConfig(
+            max_connections=flags.sample_max_concurrent_requests,
+            enable_retry_logic=not flags.sample_no_retries,
+            enable_stuck_detection=flags.sample_enable_stuck_detection,
+        )
+        self._flight = _Flight(self._session, config, self._sampling_session_id)
+        return self._flight
+
+    async def _attempt(
+        self, fields: dict[str, Any], weight: int, deadline: float | None, flight: _Flight
+    ) -> SampleResponse:
+        """Submit once and wait for the result; a new attempt is a new request to the service."""
+        session = self._session
+        watch = QueueWatch(self._observers)
+        if not flight.room.try_take(1):
+            await flight.room.take(1)
+        try:
+            seq_id = next(self._seq_ids or await self._join())
+            promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
+            if not isinstance(promise, UntypedAPIFuture):
+                return cast("SampleResponse", promise)
+            try:
+                if flight.poller is not None:
+                    await flight.poller.finished(promise.request_id, seq_id // _CLONE_STRIDE)
+                poll: Poll[SampleResponse] = Poll(
+                    session.transport,
+                    _ASAMPLE,
+                    promise,
+                    session.response_room,
+                    watch,
+                    deadline,
+                    seconds,
+                )
+                return await poll.result()
+            except asyncio.CancelledError:
+                if session.dynamic.sample_cancel_enabled and not session.closed:
+                    session.in_background(self._cancel_at_service(promise.request_id))
+                raise
+        finally:
+            flight.room.give_back(1)
+
+    async def _submit(
+        self,
+        fields: dict[str, Any],
+        seq_id: int,
+        weight: int,
+        deadline: float | None,
+        watch: QueueWatch,
+    ) -> tuple[Any, float]:
+        """Post the request; a 429 is not an error but a request to slow down."""
+        session, transport = self._session, self._session.transport
+        body = json_codec.encode({**fields, "seq_id": seq_id})
+        headers = {**_HEADERS, "x-idempotency-key": transport.new_idempotency_key()}
+        url = transport.url(_ASAMPLE.path)
+        budget = session.sample_budget
+        started = session.clock.monotonic()
+        while True:
+            with await budget.lease(weight):
+                response = await transport.exchange(_ASAMPLE, url, headers, body, deadline=deadline)
+            if response.status != 429:
+                break
+            self._slow_down(response, weight, watch)
+        if response.status >= 300:
+            raise transport.error(_ASAMPLE, url, response)
+        return session.read_promise(_ASAMPLE, response), session.clock.monotonic() - started
+
+    def _slow_down(self, response: RawResponse, weight: int, watch: QueueWatch) -> None:
+        transport = self._session.transport
+        error = transport.error(_ASAMPLE, _ASAMPLE.path, response)
+        watch.see(error.body)
+        wait = backoff_after_429(weight)
+        self._session.sample_budget.back_off(wait)
+        transport.notices.paused(
+            "sample", f"the service asks for fewer samples at once; waiting {wait:.0f} s: {error}"
+        )
+
+    async def _join(self) -> itertools.count[int]:
+        """A range of numbers no other copy of this client uses."""
+        self._joining = self._joining or asyncio.Lock()
+        async with self._joining:
+            if self._seq_ids is None:
+                clone = random.randrange(1, _CLONE_STRIDE)  # noqa: S311
+                if self._session.flags.sample_join_sampling_session:
+                    request = JoinSamplingSessionRequest(
+                        sampling_session_id=self._sampling_session_id
+                    )
+                    joined = await self._session.call("join_sampling_session", request)
+                    clone = joined.client_counter
+                self._seq_ids = itertools.count(clone * _CLONE_STRIDE)
+        return self._seq_ids
+
+    async def _cancel_at_service(self, request_id: str) -> None:
+        # If it fails, the service finishes work that nobody wants; that is all.
+        with contextlib.suppress(TinkerError):
+            await self._session.call("cancel_future", CancelFutureRequest(request_id=request_id))
+
+    async def _stream(self, request: SampleRequest, put: Any) -> None:
+        """Feed chunks to `put`, then None; an error ends the stream as itself."""
+        session = self._session
+        try:
+            await session.opened()
+            numbered = request.model_copy(
+                update={"seq_id": next(self._seq_ids or await self._join())}
+            )
+            try:
+                async with session.transport.stream(
+                    _STREAM, numbered, {"accept": "text/event-stream"}
+                ) as response:
+                    await self._read_stream(response, put)
+            except NotFoundError:
+                await self._sample_instead(request, put)
+            put(None)
+        except BaseException as error:
+            put(error)
+            raise
+
+    async def _read_stream(self, response: Any, put: Any) -> None:
+        if response.status >= 300:
+            content = b"".join([bytes(part) async for part in response.content])
+            raise self._session.transport.error(
+                _STREAM, _STREAM.path, _Answer(response.status, response.headers, content)
+            )
+        decoder = SSEDecoder()
+        async for part in response.content:
+            for event in decoder.feed(bytes(part)):
+                put(_stream_chunk(event))
+        for event in decoder.flush():
+            put(_stream_chunk(event))
+
+    async def _sample_instead(self, request: SampleRequest, put: Any) -> None:
+        fields = {name: value for name, value in request.__dict__.items() if value is not None}
+        result = await self._sample(fields, input_bytes(request.prompt), None)
+        for index, sequence in enumerate(result.sequences):
+            for token, logprob in zip_longest(sequence.tokens, sequence.logprobs or ()):
+                put(SampleStreamChunk(token_id=token, logprob=logprob, index=index))
+            put(
+                SampleStreamChunk(
+                    index=index,
+                    finish_reason=sequence.stop_reason,
+                    total_tokens=len(sequence.tokens),
+                )
+            )
+
+
+class _Flight:
+    """What all samples of one client share while they are under way."""
+
+    def __init__(self, session: Session, config: RetryConfig, sampling_session_id: str) -> None:
+        self._clock = session.clock
+        self.policy = SampleRetryPolicy(config)
+        self.progress_timeout = config.progress_timeout
+        self.room: Budget = slots(config.max_connections or 1_000_000_000)
+        self.poller = (
+            BatchPoller(session, sampling_session_id)
+            if session.flags.sample_use_retrieve_futures
+            else None
+        )
+        self._watched = config.enable_stuck_detection
+        self._last_progress = self._clock.monotonic()
+        self._aboard: set[asyncio.Task[Any]] = set()
+        self._check: asyncio.TimerHandle | None = None
+
+    def progressed(self) -> None:
+        self._last_progress = self._clock.monotonic()
+
+    def boarding(self) -> _Boarding:
+        if self._watched and self._check is None:
+            self.progressed()
+            self._schedule()
+        return _Boarding(self._aboard)
+
+    def _schedule(self) -> None:
+        wait = min(_STUCK_CHECK, self.progress_timeout)
+        self._check = asyncio.get_running_loop().call_later(wait, self._look)
+
+    def _look(self) -> None:
+        """End everything under way when none of it has moved for too long."""
+        self._check = None
+        if not self._aboard:
+            return
+        if self._clock.monotonic() - self._last_progress > self.progress_timeout:
+            for task in list(self._aboard):
+                _stuck.add(task)
+                task.cancel()
+        else:
+            self._schedule()
+
+
+_stuck: set[asyncio.Task[Any]] = set()
+
+
+class _Boarding:
+    """Counts the current task in; turns the stuck check's cancellation into the error it means."""
+
+    __slots__ = ("_aboard", "_task")
+
+    def __init__(self, aboard: set[asyncio.Task[Any]]) -> None:
+        self._aboard = aboard
+        self._task = cast("asyncio.Task[Any]", asyncio.current_task())
+
+    def __enter__(self) -> None:
+        self._aboard.add(self._task)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
+        self._aboard.discard(self._task)
+        if self._task in _stuck:
+            _stuck.discard(self._task)
+            if kind is asyncio.CancelledError:
+                raise APIConnectionError(
+                    message="No sample of this client has made progress for too long; gave up."
+                )
+        return False
+
+
+class _Answer:
+    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.status, self.headers, self.content = status, headers, content
+
+
+def _stream_chunk(event: ServerSentEvent) -> SampleStreamChunk:
+    body = event.json()
+    if not isinstance(body, dict):
+        raise APIResponseValidationError(
+            body=event.data[:2000], message=f"The stream sent {event.data[:80]!r}, not an object."
+        )
+    error = body.get("error")
+    return SampleStreamChunk(
+        token=body.get("token"),
+        token_id=body.get("token_id"),
+        index=body.get("index") or 0,
+        finish_reason=body.get("finish_reason"),
+        total_tokens=body.get("total_tokens"),
+        logprob=body.get("logprob"),
+        error=None if error is None else str(error),
+    )
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    if response.prompt_logprobs is None:
+        raise APIResponseValidationError(message="The service returned no prompt logprobs.")
+    return response.prompt_logprobs
+
+
+def _mapped(source: APIFuture[Any], change: Any) -> APIFuture[Any]:
+    """A future of `change(result)`; cancelling it cancels its source."""
+    target: APIFuture[Any] = type(source)()
+
+    def deliver(done: Any) -> None:
+        if done.cancelled():
+            target.cancel()
+        elif (error := done.exception()) is not None:
+            target.set_exception(error)
+        else:
+            try:
+                target.set_result(change(done.result()))
+            except TinkerError as raised:
+                target.set_exception(raised)
+
+    source.add_done_callback(deliver)
+    target.add_done_callback(lambda done: source.cancel() if done.cancelled() else None)
+    return target
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(
+            f"must be a whole number of {least} or more, not {value!r:.80}", field=name
+        )
+    return value
+
+
+def _revive(
+    config: Config,
+    session_id: str | None,
+    sampling_session_id: str,
+    retry_config: RetryConfig | None,
+    record_stability_info: bool,
+) -> SamplingClient:
+    return SamplingClient(
+        Session(config, session_id=session_id),
+        sampling_session_id=sampling_session_id,
+        shadow=True,
+        retry_config=retry_config,
+        record_stability_info=record_stability_info,
+    )

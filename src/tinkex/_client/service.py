@@ -1,0 +1,422 @@
+"""The way in: a session with a service, and the clients made from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+
+from tinkex.config import Config
+from tinkex.errors import InvalidInputError
+from tinkex.types import (
+    AdamOptimizerConfig,
+    CreateModelRequest,
+    GetServerCapabilitiesResponse,
+    HealthResponse,
+    LoadWeightsRequest,
+    LoraConfig,
+    OptimizerConfig,
+    WeightsInfoRequest,
+)
+from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
+
+from ._async_twins import ServiceClientAsync
+from .http import HTTPClient
+from .notices import logger
+from .rest import RestClient
+from .retry import RetryConfig
+from .runtime import APIFuture
+from .sampling import SamplingClient
+from .session import FinishReason, Session
+from .training import TrainingClient
+
+__all__ = ["ServiceClient"]
+
+_CONFIG_FIELDS = frozenset(Config.__dataclass_fields__)
+
+
+class ServiceClient(ServiceClientAsync):
+    """A client of one Tinker service.
+
+    Nothing is sent until the first call that needs an answer. Settings are taken from the arguments, then
+    from `tinkex.set_defaults`, then from the environment; `config` replaces all of them. Use it in a `with`
+    block, or call `close()`, to end the session at the service; a script that forgets to still exits.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        config: Config | None = None,
+        **kwargs: Any,
+    ) -> None:
+        unknown = kwargs.keys() - _CONFIG_FIELDS
+        if unknown:
+            warnings.warn(
+                f"ServiceClient ignores {', '.join(sorted(unknown))}", FutureWarning, stacklevel=2
+            )
+        options = {name: value for name, value in kwargs.items() if name in _CONFIG_FIELDS}
+        if default_headers_overrides is not None:
+            options["default_headers"] = {
+                **options.get("default_headers", {}),
+                **default_headers_overrides,
+            }
+        if base_url is not None:
+            options["base_url"] = base_url
+        if api_key is not None:
+            options["api_key"] = api_key
+        if config is None:
+            config = Config(**options)
+        elif options:
+            config = config.replace(**options)
+        self._session = Session(
+            config,
+            user_metadata=user_metadata,
+            project_id=project_id,
+            display_name=display_name,
+        )
+
+    def __repr__(self) -> str:
+        return f"ServiceClient(base_url={self._session.config.base_url!r})"
+
+    @property
+    def holder(self) -> Session:
+        return self._session
+
+    @property
+    def config(self) -> Config:
+        return self._session.config
+
+    @property
+    def http(self) -> HTTPClient:
+        """Calls by path, for what has no method: raw and streamed answers, file uploads."""
+        return HTTPClient(self._session)
+
+    # -- training ----------------------------------------------------------------------------
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        lora_config: LoraConfig | None = None,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """A new LoRA adapter on `base_model`, ready to train."""
+        return self._create_lora_training_client(
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+            lora_config=lora_config,
+            timeout=timeout,
+        ).result()
+
+    def _create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        lora_config: LoraConfig | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingClient]:
+        if not isinstance(base_model, str) or not base_model.strip():
+            raise InvalidInputError(
+                f"must be a non-empty string, got {base_model!r:.80}", field="base_model"
+            )
+        if lora_config is None:
+            lora_config = _lora_config(rank, seed, train_mlp, train_attn, train_unembed)
+        deadline = self._session.deadline(timeout)
+        work = self._create_model(base_model, lora_config, user_metadata, optimizer, deadline)
+        return self._session.submit(work, timeout=timeout)
+
+    async def _create_model(
+        self,
+        base_model: str,
+        lora_config: LoraConfig,
+        user_metadata: Mapping[str, Any] | None,
+        optimizer: OptimizerConfig | None,
+        deadline: float | None,
+    ) -> TrainingClient:
+        session = self._session
+        session_id = await session.opened()
+        model_seq_id = session.next_model_seq()
+        if user_metadata is None:
+            user_metadata = session.config.user_metadata
+        created = await session.run(
+            "create_model",
+            CreateModelRequest(
+                session_id=session_id,
+                model_seq_id=model_seq_id,
+                base_model=base_model,
+                user_metadata=None if user_metadata is None else dict(user_metadata),
+                lora_config=lora_config,
+                optimizer_config=cast("Any", optimizer or AdamOptimizerConfig()),
+            ),
+            deadline=deadline,
+        )
+        logger.info("Training client for %s is ready: %s", base_model, created.model_id)
+        return TrainingClient(session, model_seq_id, created.model_id)
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """A new model from a checkpoint's weights, with a fresh optimizer."""
+        return self._create_training_client_from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer, timeout=timeout
+        ).result()
+
+    def _create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingClient]:
+        return self._from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer, timeout, False
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """A new model that goes on exactly where the checkpoint was saved."""
+        return self._create_training_client_from_state_with_optimizer(
+            path, base_model, user_metadata, weights_access_token, timeout=timeout
+        ).result()
+
+    def _create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[TrainingClient]:
+        return self._from_state(
+            path, base_model, user_metadata, weights_access_token, None, timeout, True
+        )
+
+    def _from_state(
+        self,
+        path: str,
+        base_model: str | Mapping[str, str] | None,
+        user_metadata: Mapping[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        timeout: float | None,
+        load_optimizer: bool,
+    ) -> APIFuture[TrainingClient]:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        if isinstance(base_model, Mapping):  # up to 0.24.0 the second argument was the metadata
+            base_model, user_metadata = None, base_model
+        deadline = self._session.deadline(timeout)
+        work = self._restore(
+            path, base_model, user_metadata, token, optimizer, load_optimizer, deadline
+        )
+        return self._session.submit(work, timeout=timeout)
+
+    async def _restore(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: Mapping[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        load_optimizer: bool,
+        deadline: float | None,
+    ) -> TrainingClient:
+        session = self._session
+        session_id = await session.opened()
+        if session.flags.create_model_via_load_weights:
+            model_seq_id = session.next_model_seq()
+            loaded = await session.run(
+                "load_weights",
+                LoadWeightsRequest(
+                    session_id=session_id,
+                    model_seq_id=model_seq_id,
+                    base_model=base_model,
+                    user_metadata=None if user_metadata is None else dict(user_metadata),
+                    path=path,
+                    optimizer=load_optimizer,
+                    optimizer_config=cast("Any", optimizer),
+                    weights_access_token=token,
+                ),
+                deadline=deadline,
+            )
+            model_id = loaded.model_id or f"{session_id}:train:{model_seq_id}"
+            return TrainingClient(session, model_seq_id, model_id)
+        info = await session.call(
+            "weights_info", WeightsInfoRequest(tinker_path=path), deadline=deadline
+        )
+        if not info.is_lora:
+            raise InvalidInputError("the checkpoint is not a LoRA adapter", field="path")
+        chosen = optimizer or info.optimizer_config
+        client = await self._create_model(
+            base_model or info.base_model, info.lora_config(), user_metadata, chosen, deadline
+        )
+        load = client.load_state_with_optimizer if load_optimizer else client.load_state
+        await load(path, token)
+        return client
+
+    # -- sampling and the rest ---------------------------------------------------------------
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> SamplingClient:
+        """A sampler of a checkpoint or of a base model."""
+        return self._create_sampling_client(
+            model_path, base_model, retry_config, record_stability_info, timeout=timeout
+        ).result()
+
+    def _create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SamplingClient]:
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+            timeout=timeout,
+        )
+
+    def create_rest_client(self) -> RestClient:
+        """A client for runs, checkpoints and sessions that shares this one's connections."""
+        return RestClient(self._session)
+
+    def get_server_capabilities(
+        self, *, timeout: float | None = None
+    ) -> GetServerCapabilitiesResponse:
+        """Which models the service has."""
+        return self._get_server_capabilities(timeout=timeout).result()
+
+    def _get_server_capabilities(
+        self, *, timeout: float | None = None
+    ) -> APIFuture[GetServerCapabilitiesResponse]:
+        return self._session.start_call("get_server_capabilities", timeout=timeout)
+
+    def health(self, *, timeout: float | None = None) -> HealthResponse:
+        """Raises unless the service says it is well."""
+        checked: HealthResponse = self._session.start_call("healthz", timeout=timeout).result()
+        return checked
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this session; the new path."""
+        return RestClient(self._session).copy_weights(
+            path,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+            timeout=timeout,
+        )
+
+    def get_console_url(self) -> str:
+        """The session's page in the hosted service's console."""
+        session_id = self._session.submit(self._session.opened()).result()
+        return f"{CONSOLE}/sessions/{session_id}"
+
+    def get_telemetry(self) -> None:
+        return None
+
+    # -- ending ------------------------------------------------------------------------------
+
+    def close(self, status: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
+        """End the session and everything under way; wait for the future to be sure it is done."""
+        if status not in {"success", "errored", "interrupted"}:
+            raise InvalidInputError(
+                f"must be success, errored or interrupted, not {status!r:.80}", field="status"
+            )
+        return self._session.close(status, detail)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            status: FinishReason = "success"
+        else:
+            status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "errored"
+        self.close(status, None if error is None else f"{type(error).__name__}: {error}").result()
+
+
+def _lora_config(
+    rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
+) -> LoraConfig:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise InvalidInputError(
+            f"must be a whole number of 1 or more, not {rank!r:.80}", field="rank"
+        )
+    if not (train_mlp or train_attn or train_unembed):
+        raise InvalidInputError(
+            "at least one of train_mlp, train_attn, train_unembed must be true", field="train_mlp"
+        )
+    return LoraConfig(
+        rank=rank,
+        seed=seed,
+        train_mlp=train_mlp,
+        train_attn=train_attn,
+        train_unembed=train_unembed,
+    )

@@ -1,0 +1,404 @@
+"""A session with a service: what its clients share.
+
+Opened with the first call that needs it: server flags, then the session itself, then a heartbeat every ten
+seconds until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, Literal, TypeVar
+
+from tinkex._version import PARITY_VERSION
+from tinkex._wire import json_codec
+from tinkex._wire.operations import Operation, operation
+from tinkex.config import LOCAL, Config
+from tinkex.errors import (
+    APITimeoutError,
+    ClientClosedError,
+    ConfigError,
+    DecodeError,
+    GoneError,
+    NotFoundError,
+    TinkerError,
+)
+from tinkex.types import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
+    ClientSessionFinishReason,
+    ClientSessionFinishSuccess,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+    UntypedAPIFuture,
+)
+
+from .budget import Budget, SampleBudget
+from .notices import logger
+from .polling import Poll
+from .queue_state import Observer, QueueWatch, observer_of
+from .retry import Clock
+from .runtime import APIFuture, TaskGroup, fail, runtime
+from .transport import RawResponse, Transport
+
+__all__ = ["FinishReason", "Session"]
+
+T = TypeVar("T")
+FinishReason = Literal["success", "errored", "interrupted"]
+
+HEARTBEAT_INTERVAL: Final = 10.0
+HEARTBEAT_WARNING_AFTER: Final = 120.0
+_LEAST_REFRESH: Final = 10.0
+_CLOSE_LIMIT: Final = 5.0
+
+_REASONS: Final[Mapping[str, ClientSessionFinishReason]] = {
+    "success": ClientSessionFinishSuccess(),
+    "errored": ClientSessionFinishErrored(),
+    "interrupted": ClientSessionFinishInterrupted(),
+}
+
+
+class Session:
+    """Transport, flags, limits, counters and heartbeat of one service client and its children.
+
+    `session_id` adopts a session that another process opened: its heartbeat goes on here too, but closing
+    leaves it to its owner to finish it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        user_metadata: Mapping[str, Any] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
+        session_id: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or Clock()
+        self.session_id = session_id
+        self._owner = session_id is None
+        self._user_metadata = user_metadata if user_metadata is not None else config.user_metadata
+        self._project_id = project_id or config.project_id
+        self._display_name = display_name
+        self._transport: Transport | None = None
+        self._group = TaskGroup()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._configured: asyncio.Task[ClientConfigResponse] | None = None
+        self._opened: asyncio.Task[str] | None = None
+        self._closing: APIFuture[None] | None = None
+        self._model_seq = itertools.count()
+        self._sampling_seq = itertools.count()
+        self._custom_loss_seq = itertools.count()
+        self.dynamic = ClientDynamicConfigResponse()
+        self.flags = ClientConfigResponse()
+        self.sample_budget: SampleBudget
+        self.response_room: Budget
+        self.training_room: Budget
+
+    # -- running work ------------------------------------------------------------------------
+
+    def submit(
+        self,
+        work: Coroutine[Any, Any, T],
+        future: APIFuture[T] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[T]:
+        """Run `work` on the runtime's loop as part of this session.
+
+        After `timeout` seconds the future fails, whatever the work is waiting for then.
+        """
+        if self._closing is not None:
+            work.close()
+            raise ClientClosedError("The client is closed; make a new one.")
+        future = APIFuture() if future is None else future
+        runtime().submit(work, future, self._group)
+        if timeout is not None:
+            runtime().post(self._fail_after, timeout, future)
+        return future
+
+    @staticmethod
+    def _fail_after(timeout: float, future: APIFuture[Any]) -> None:
+        error = APITimeoutError(message=f"The operation was not finished within {timeout:g} s.")
+        timer = asyncio.get_running_loop().call_later(timeout, fail, future, error)
+        future.add_done_callback(lambda _: runtime().post(timer.cancel))
+
+    def start_call(
+        self,
+        name: str,
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[Any]:
+        """Start an operation that is answered at once."""
+        deadline = self.deadline(timeout)
+        work = self.call(name, request, path=path, headers=headers, deadline=deadline)
+        return self.submit(work, timeout=timeout)
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something nobody waits for; it ends with the session."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def deadline(self, timeout: float | None) -> float | None:
+        return None if timeout is None else self.clock.monotonic() + timeout
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            if self.config.base_url == LOCAL:
+                raise ConfigError(
+                    "the embedded local service is not part of this release; give the URL of a "
+                    "running service",
+                    field="base_url",
+                )
+            self._transport = Transport(self.config, clock=self.clock)
+        return self._transport
+
+    # -- opening -----------------------------------------------------------------------------
+
+    async def configured(self) -> ClientConfigResponse:
+        """The service's flags, asked for once."""
+        flags: ClientConfigResponse = await _shared(self, "_configured", self._configure)
+        return flags
+
+    async def opened(self) -> str:
+        """The id of the open session."""
+        return await _shared(self, "_opened", self._open)
+
+    async def _configure(self) -> ClientConfigResponse:
+        request = ClientConfigRequest(sdk_version=PARITY_VERSION)
+        try:
+            flags: ClientConfigResponse = await self.transport.call(
+                operation("client_config"), request
+            )
+        except NotFoundError:  # services before 0.18 have no flags
+            flags = ClientConfigResponse()
+        self.flags = flags
+        self.transport.billing_window = flags.billing_exception_max_pause_duration_sec
+        self.sample_budget = SampleBudget(
+            self.clock, size=flags.sample_dispatch_bytes_semaphore_size
+        )
+        self.response_room = Budget(flags.inflight_response_bytes_semaphore_size)
+        self.training_room = Budget(flags.fwdbwd_dispatch_bytes_semaphore_size)
+        if flags.pjwt_auth_enabled:
+            self.transport.auth.use_tokens(self._exchange_key)
+        return flags
+
+    async def _exchange_key(self) -> str:
+        token: str = (await self.transport.call(operation("auth_token"))).jwt
+        return token
+
+    async def _open(self) -> str:
+        await self.configured()
+        if self.session_id is None:
+            created = await self.transport.call(
+                operation("create_session"),
+                CreateSessionRequest(
+                    tags=list(self.config.tags),
+                    user_metadata=None
+                    if self._user_metadata is None
+                    else dict(self._user_metadata),
+                    sdk_version=PARITY_VERSION,
+                    project_id=self._project_id,
+                    display_name=self._display_name,
+                ),
+            )
+            self.session_id = created.session_id
+            for message, say in (
+                (created.info_message, logger.info),
+                (created.warning_message, logger.warning),
+                (created.error_message, logger.error),
+            ):
+                if message:
+                    say("%s", message)
+        self.in_background(self._beat(self.session_id))
+        self.in_background(self._refresh())
+        return self.session_id
+
+    # -- background --------------------------------------------------------------------------
+
+    async def _beat(self, session_id: str) -> None:
+        """Tell the service every ten seconds that the session is in use."""
+        request = SessionHeartbeatRequest(session_id=session_id)
+        last_success = self.clock.monotonic()
+        while True:
+            await self.clock.sleep(HEARTBEAT_INTERVAL)
+            try:
+                await self.transport.call(operation("session_heartbeat"), request)
+            except GoneError:
+                logger.info("Session %s is finished; its heartbeat stops.", session_id)
+                return
+            except TinkerError as error:
+                silent = self.clock.monotonic() - last_success
+                if silent > HEARTBEAT_WARNING_AFTER:
+                    logger.warning(
+                        "No heartbeat of session %s has succeeded for %.0f s: %s",
+                        session_id,
+                        silent,
+                        error,
+                    )
+            else:
+                last_success = self.clock.monotonic()
+
+    async def _refresh(self) -> None:
+        """Keep the flags that may change while the session lives."""
+        request = ClientConfigRequest(sdk_version=PARITY_VERSION)
+        while True:
+            try:
+                self.dynamic = await self.transport.call(
+                    operation("client_dynamic_config"), request
+                )
+            except NotFoundError:
+                return
+            except TinkerError as error:
+                logger.debug("The dynamic configuration could not be fetched: %s", error)
+            await self.clock.sleep(max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH))
+
+    # -- operations --------------------------------------------------------------------------
+
+    async def call(
+        self,
+        name: str,
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> Any:
+        """An operation that is answered at once and needs no session."""
+        await self.configured()
+        return await self.transport.call(
+            operation(name), request, path=path, headers=headers, deadline=deadline
+        )
+
+    async def promise(
+        self,
+        row: Operation[Any],
+        request: Any,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> tuple[UntypedAPIFuture | Any, float]:
+        """Submit a queued operation: its promise, or at once its result, and how long that took."""
+        started = self.clock.monotonic()
+        response = await self.transport.send(row, request, headers=headers, deadline=deadline)
+        return self.read_promise(row, response), self.clock.monotonic() - started
+
+    def read_promise(self, row: Operation[Any], response: RawResponse) -> Any:
+        try:
+            body = json_codec.parse(response.content)
+            kind = (
+                UntypedAPIFuture if isinstance(body, dict) and "request_id" in body else row.result
+            )
+            return json_codec.from_object(body, kind)
+        except DecodeError as error:
+            raise self.transport.misunderstood(row, response, error) from error
+
+    async def outcome(
+        self,
+        row: Operation[T],
+        promised: Any,
+        promise_seconds: float | None,
+        *,
+        observers: Iterable[Observer] = (),
+        deadline: float | None = None,
+    ) -> T:
+        """Wait for what was promised; an answer given at once is passed through."""
+        if not isinstance(promised, UntypedAPIFuture):
+            return promised  # type: ignore[no-any-return]
+        return await Poll(
+            self.transport,
+            row,
+            promised,
+            self.response_room,
+            QueueWatch(tuple(observer_of(observer) for observer in observers)),
+            deadline,
+            promise_seconds,
+        ).result()
+
+    async def run(
+        self,
+        name: str,
+        request: Any,
+        *,
+        observers: Iterable[Observer] = (),
+        deadline: float | None = None,
+    ) -> Any:
+        """Submit a queued operation and wait for its result."""
+        row = operation(name)
+        promised, seconds = await self.promise(row, request, deadline=deadline)
+        return await self.outcome(row, promised, seconds, observers=observers, deadline=deadline)
+
+    def next_model_seq(self) -> int:
+        return next(self._model_seq)
+
+    def next_sampling_seq(self) -> int:
+        return next(self._sampling_seq)
+
+    def next_custom_loss_seq(self) -> int:
+        return next(self._custom_loss_seq)
+
+    # -- closing -----------------------------------------------------------------------------
+
+    def close(self, reason: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
+        """End everything: work under way fails with ClientClosedError, the service is told."""
+        if self._closing is None:
+            group = TaskGroup()
+            self._closing = APIFuture()
+            runtime().submit(self._close(reason, detail), self._closing, group)
+        return self._closing
+
+    async def _close(self, reason: FinishReason, detail: str | None) -> None:
+        self._group.close(ClientClosedError("The client was closed before this was finished."))
+        for task in self._background:
+            task.cancel()
+        if self._transport is None:
+            return
+        try:
+            if self._owner and self.session_id is not None:
+                await self._finish(self.session_id, reason, detail)
+        finally:
+            await self._transport.close()
+
+    async def _finish(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
+        try:
+            await self.transport.call(
+                operation("finish_session"),
+                FinishSessionRequest(reason=_REASONS[reason], detail=detail),
+                path={"session_id": session_id},
+                deadline=self.clock.monotonic() + _CLOSE_LIMIT,
+            )
+        except TinkerError as error:
+            logger.debug("Session %s could not be finished: %s", session_id, error)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None
+
+
+async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Do `work` once for all who ask; when it fails, the next who asks tries anew.
+
+    The work is a task of its own, so that one asker's cancellation does not take it from the others.
+    """
+    task: asyncio.Task[T] | None = getattr(session, slot)
+    if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+        return task.result()
+    if task is None or task.done():
+        task = asyncio.ensure_future(work())
+        setattr(session, slot, task)
+        session._background.add(task)
+        task.add_done_callback(session._background.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)

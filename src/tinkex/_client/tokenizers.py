@@ -1,0 +1,87 @@
+"""Finding and loading the tokenizer that belongs to a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from tinkex.errors import InvalidInputError
+
+__all__ = ["decode", "encode", "load_tokenizer", "set_tokenizer_loader", "tokenizer_id"]
+
+Loader = Callable[[str, str | None], Any]
+
+_LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-tokenizer"
+#: Tokenizers that must come from one exact revision, and run code from it.
+_PINNED: Final = {
+    "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
+}
+
+
+def tokenizer_id(model_name: str, stated: str | None = None) -> str:
+    """The id to load: what the service states, else what the model's name implies.
+
+    A suffix after the first colon names a variant of the model, not of its tokenizer.
+    """
+    if stated:
+        return stated.partition(":")[0]
+    name = model_name.partition(":")[0]
+    if name.startswith("meta-llama/Llama-3"):
+        return _LLAMA_3
+    if name.count("/") == 2 and not name.startswith(("/", ".")):
+        return name.rpartition("/")[0]
+    return name
+
+
+def _from_transformers(name: str, revision: str | None) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InvalidInputError(
+            "loading a tokenizer needs transformers: pip install 'tinkex[hf]'", field="tokenizer"
+        ) from error
+    pinned = {} if revision is None else {"revision": revision, "trust_remote_code": True}
+    return AutoTokenizer.from_pretrained(name, **pinned)
+
+
+_cache: dict[str, Any] = {}
+_locks: dict[str, threading.Lock] = {}
+_guard = threading.Lock()
+_loader: Loader = _from_transformers
+
+
+def set_tokenizer_loader(loader: Loader | None) -> None:
+    """Load tokenizers with `loader(name, revision)` from now on; None brings back the default."""
+    global _loader  # noqa: PLW0603
+    with _guard:
+        _loader = loader or _from_transformers
+        _cache.clear()
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer called `name` — a hub id or a local path —, loaded once and shared by all threads."""
+    if name in _cache:
+        return _cache[name]
+    with _guard:
+        lock = _locks.setdefault(name, threading.Lock())
+    with lock:
+        if name not in _cache:
+            _cache[name] = _loader(name, _PINNED.get(name))
+        return _cache[name]
+
+
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of `text`, without a chat template."""
+    if not isinstance(text, str):
+        raise InvalidInputError(f"expected str, got {type(text).__name__}", field="text")
+    ids: list[int] = list(tokenizer.encode(text))
+    return ids
+
+
+def decode(token_ids: list[int], tokenizer: Any) -> str:
+    if isinstance(token_ids, str) or not hasattr(token_ids, "__iter__"):
+        raise InvalidInputError(
+            f"expected token ids, got {type(token_ids).__name__}", field="token_ids"
+        )
+    return str(tokenizer.decode(list(token_ids)))

@@ -1,0 +1,714 @@
+"""Training: one LoRA model, its operations in the order they were called."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
+
+from tinkex._wire.operations import Operation, operation
+from tinkex.errors import APIResponseValidationError, InvalidInputError
+from tinkex.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    LossFnType,
+    ModelID,
+    OptimParams,
+    OptimStepRequest,
+    OptimStepResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
+
+from . import chunking, custom_loss
+from ._async_twins import TrainingClientAsync
+from .budget import Lease
+from .custom_loss import CustomLossFn
+from .queue_state import Observer, QueueLogger, observer_of
+from .runtime import APIFuture
+from .session import Session
+from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
+from .transport import encode_training
+
+if TYPE_CHECKING:
+    from .retry import RetryConfig
+    from .sampling import SamplingClient
+
+__all__ = ["TrainingClient"]
+
+T = TypeVar("T")
+
+#: From this size on, a request is encoded off the loop, which others need meanwhile.
+_ENCODE_ASIDE = 1 << 20
+
+
+class TrainingClient(TrainingClientAsync):
+    """A model being trained.
+
+    Every method that does work returns an `APIFuture` at once. Operations reach the service in the order
+    in which they were called, whichever threads or tasks call them, and several may be under way: submit
+    `forward_backward` and `optim_step`, then wait for both. Each takes a `timeout` in seconds for the
+    whole operation; without one it waits as long as the service answers its polls.
+    """
+
+    def __init__(self, holder: Session, model_seq_id: int, model_id: ModelID) -> None:
+        self._session = holder
+        self._model_seq_id = model_seq_id
+        self.model_id = model_id
+        self._turns = _Turns()
+        self._queue_logger = QueueLogger("Training", model_id, holder.clock.monotonic)
+        self._observers: tuple[Observer, ...] = (self._queue_logger,)
+
+    def __repr__(self) -> str:
+        return f"TrainingClient(model_id={self.model_id!r})"
+
+    @property
+    def holder(self) -> Session:
+        return self._session
+
+    def observe_queue_state(self, observer: Observer) -> None:
+        """Also tell `observer` when the service lets this model's requests wait, and why."""
+        self._observers = (*self._observers, observer_of(observer))
+
+    # -- training ----------------------------------------------------------------------------
+
+    def forward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and its outputs without touching gradients."""
+        return self._pass("forward", data, loss_fn, loss_fn_config, timeout)
+
+    def forward_backward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and add its gradient to what has accumulated since the last `optim_step`.
+
+        Losses are plain sums over tokens and data. Large batches travel in several requests; the result
+        is one all the same.
+        """
+        return self._pass("forward_backward", data, loss_fn, loss_fn_config, timeout)
+
+    def forward_backward_custom(
+        self,
+        data: list[Datum],
+        loss_fn: CustomLossFn,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Train on any differentiable function of the logprobs, computed here in PyTorch.
+
+        `loss_fn(data, logprobs)` gets one tensor of logprobs per datum and returns `(loss, metrics)`. The
+        call takes two passes at the service. They keep their turn: what is called later runs after both.
+        """
+        if loss_type_input not in {None, "logprobs"}:
+            raise InvalidInputError(
+                f"must be 'logprobs', not {loss_type_input!r}", field="loss_type_input"
+            )
+        if not callable(loss_fn):
+            raise InvalidInputError("must be callable", field="loss_fn")
+        _check_data(data)
+        first_pass = custom_loss.forward_data(data)
+        return self._ordered(timeout, self._custom, list(data), first_pass, loss_fn)
+
+    def optim_step(
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[OptimStepResponse]:
+        """Update the weights with the accumulated gradients and clear them."""
+        if optim_params is not None and adam_params is not None:
+            raise InvalidInputError(
+                "give optim_params or adam_params, not both", field="adam_params"
+            )
+        params = optim_params or adam_params or AdamParams()
+        return self._simple(
+            "optim_step",
+            lambda seq_id: OptimStepRequest(
+                optim_params=params, model_id=self.model_id, seq_id=seq_id
+            ),
+            timeout,
+        )
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Save weights and optimizer under `name`, to go on from later."""
+        _check_name(name)
+        return self._simple(
+            "save_weights",
+            lambda seq_id: SaveWeightsRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                user_metadata=user_metadata,
+            ),
+            timeout,
+        )
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Save the weights under `name` for sampling."""
+        _check_name(name)
+        return self._simple(
+            "save_weights_for_sampler",
+            lambda seq_id: SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
+            ),
+            timeout,
+            then=lambda saved: SaveWeightsForSamplerResponse(path=_path_of(saved)),
+        )
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Write adapter files for use elsewhere; with recipients, encrypted for them."""
+        _check_name(name)
+        return self._simple(
+            "save_weights_external",
+            lambda seq_id: SaveWeightsExternalRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                age_encryption_recipients=age_encryption_recipients,
+            ),
+            timeout,
+            then=lambda saved: SaveWeightsExternalResponse(path=_path_of(saved)),
+        )
+
+    def load_state(
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights into this model and start with a fresh optimizer."""
+        return self._load(path, weights_access_token, timeout, optimizer=False)
+
+    def load_state_with_optimizer(
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights and optimizer into this model."""
+        return self._load(path, weights_access_token, timeout, optimizer=True)
+
+    def _load(
+        self, path: str, token: str | None, timeout: float | None, *, optimizer: bool
+    ) -> APIFuture[LoadWeightsResponse]:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        return self._simple(
+            "load_weights",
+            lambda seq_id: LoadWeightsRequest(
+                model_id=self.model_id,
+                path=path,
+                seq_id=seq_id,
+                optimizer=optimizer,
+                weights_access_token=token,
+            ),
+            timeout,
+        )
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> SamplingClient:
+        """A sampler frozen at the current weights.
+
+        With a `name` the weights are saved under it; without one the sampler lives as long as the session
+        and nothing is listed as a checkpoint.
+        """
+        return self._save_weights_and_get_sampling_client(
+            name, retry_config, record_stability_info, timeout=timeout
+        ).result()
+
+    def _save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SamplingClient]:
+        from .sampling import SamplingClient
+
+        if name is not None:
+            _check_name(name)
+        session = self._session
+        unnamed = None if name is not None else session.next_sampling_seq()
+
+        def request(seq_id: int) -> SaveWeightsForSamplerRequest:
+            return SaveWeightsForSamplerRequest(
+                model_id=self.model_id, path=name, sampling_session_seq_id=unnamed, seq_id=seq_id
+            )
+
+        async def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
+            if saved.sampling_session_id is not None:
+                sampling_session_id = saved.sampling_session_id
+            else:
+                sampling_session_id = await SamplingClient.open_sampling_session(
+                    session, model_path=_path_of(saved), base_model=None, deadline=None
+                )
+            return SamplingClient(
+                session,
+                sampling_session_id=sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return self._simple("save_weights_for_sampler", request, timeout, then=sampler)
+
+    def create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> SamplingClient:
+        """A sampler of a saved checkpoint, in the same session."""
+        return self._create_sampling_client(
+            model_path, retry_config, record_stability_info, timeout=timeout
+        ).result()
+
+    def _create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[SamplingClient]:
+        from .sampling import SamplingClient
+
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+            timeout=timeout,
+        )
+
+    # -- the model ---------------------------------------------------------------------------
+
+    def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
+        """What the service knows of this model."""
+        return self._get_info(timeout=timeout).result()
+
+    def _get_info(self, *, timeout: float | None = None) -> APIFuture[GetInfoResponse]:
+        request = GetInfoRequest(model_id=self.model_id)
+        return self._session.start_call("get_info", request, timeout=timeout)
+
+    def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
+        """Free the model at the service; its checkpoints stay."""
+        request = UnloadModelRequest(model_id=self.model_id)
+        deadline = self._session.deadline(timeout)
+        work = self._session.run("unload_model", request, deadline=deadline)
+        return self._session.submit(work, timeout=timeout)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it."""
+        data = self.get_info().model_data
+        if data.model_name is None and data.tokenizer_id is None:
+            raise InvalidInputError(
+                "the service names neither model nor tokenizer", field="model_data"
+            )
+        return load_tokenizer(tokenizer_id(data.model_name or "", data.tokenizer_id))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without a chat template."""
+        return encode(text, self.get_tokenizer())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return decode(token_ids, self.get_tokenizer())
+
+    def get_console_url(self) -> str:
+        return f"{CONSOLE}/training_runs/{self.model_id}"
+
+    def get_telemetry(self) -> None:
+        return None
+
+    # -- how operations run ------------------------------------------------------------------
+
+    def _pass(
+        self,
+        name: Literal["forward", "forward_backward"],
+        data: list[Datum],
+        loss_fn: LossFnType,
+        config: Mapping[str, float | str] | None,
+        timeout: float | None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        _check_data(data)
+        checked = _check_loss(loss_fn, config)
+        return self._ordered(timeout, self._run_pass, name, list(data), loss_fn, checked)
+
+    def _simple(
+        self,
+        name: str,
+        request: Callable[[int], Any],
+        timeout: float | None,
+        then: Callable[[Any], Any] | None = None,
+    ) -> APIFuture[Any]:
+        """One request in its turn; `then` makes the result of the service's answer."""
+        # A request with a bad value fails here, in the caller's face, and takes no turn.
+        request(0)
+        return self._ordered(timeout, self._run_simple, operation(name), request, then)
+
+    def _ordered(
+        self, timeout: float | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
+    ) -> APIFuture[T]:
+        """Run `work(turn, deadline, *args)` after the dispatch of everything called before."""
+        deadline = self._session.deadline(timeout)
+        turn = self._turns.ticket()
+        return self._session.submit(work(turn, deadline, *args), timeout=timeout)
+
+    async def _run_simple(
+        self,
+        turn: _Turn,
+        deadline: float | None,
+        row: Operation[Any],
+        request: Callable[[int], Any],
+        then: Callable[[Any], Any] | None,
+    ) -> Any:
+        async with turn:
+            await self._session.opened()
+            promised, seconds = await self._session.promise(
+                row, request(turn.next_seq()), deadline=deadline
+            )
+        result = await self._outcome(row, promised, seconds, deadline)
+        if then is None:
+            return result
+        made = then(result)
+        return await made if isinstance(made, Awaitable) else made
+
+    async def _run_pass(
+        self,
+        turn: _Turn,
+        deadline: float | None,
+        name: Literal["forward", "forward_backward"],
+        data: list[Datum],
+        loss_fn: LossFnType,
+        config: Mapping[str, float | str] | None,
+    ) -> ForwardBackwardOutput:
+        async with turn:
+            promises = await self._dispatch(turn, name, data, loss_fn, config, deadline)
+        return await self._combined(name, promises, deadline)
+
+    async def _custom(
+        self,
+        turn: _Turn,
+        deadline: float | None,
+        data: list[Datum],
+        first_pass: list[Datum],
+        loss_fn: CustomLossFn,
+    ) -> ForwardBackwardOutput:
+        async with turn:
+            promises = await self._dispatch(
+                turn, "forward", first_pass, "cross_entropy", None, deadline
+            )
+            forward = await self._combined("forward", promises, deadline)
+            surrogate = await asyncio.to_thread(custom_loss.surrogate, data, forward, loss_fn)
+            promises = await self._dispatch(
+                turn, "forward_backward", surrogate.data, "cross_entropy", None, deadline
+            )
+        result = await self._combined("forward_backward", promises, deadline)
+        return custom_loss.merged(result, surrogate)
+
+    async def _dispatch(
+        self,
+        turn: _Turn,
+        name: Literal["forward", "forward_backward"],
+        data: list[Datum],
+        loss_fn: LossFnType,
+        config: Mapping[str, float | str] | None,
+        deadline: float | None,
+    ) -> list[tuple[Any, float]]:
+        """Post all chunks of one pass; the first goes last, so that none is begun before all are there."""
+        await self._session.opened()
+        flags = self._session.flags
+        chunks = list(
+            chunking.split(
+                data,
+                max_items=flags.fwdbwd_max_chunk_len,
+                max_bytes=flags.fwdbwd_max_chunk_bytes_count,
+            )
+        )
+        requests = [
+            _pass_request(
+                name, ForwardBackwardInput(chunk, loss_fn, config), self.model_id, turn.next_seq()
+            )
+            for chunk in chunks
+        ]
+        if len(requests) == 1 or not flags.parallel_fwdbwd_chunks:
+            return [await self._post_pass(request, deadline) for request in requests]
+        later = await _all([self._post_pass(request, deadline) for request in requests[1:]])
+        return [await self._post_pass(requests[0], deadline), *later]
+
+    async def _post_pass(
+        self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None
+    ) -> tuple[Any, float]:
+        weight = sum(map(chunking.datum_bytes, _input_of(request).data))
+        zstd = self._session.flags.proto_compress_fwdbwd
+        with Lease() as lease:
+            await lease.take(self._session.training_room, weight)
+            if weight > _ENCODE_ASIDE:
+                body, headers = await asyncio.to_thread(encode_training, request, zstd=zstd)
+            else:
+                body, headers = encode_training(request, zstd=zstd)
+            return await self._session.promise(
+                operation("forward_backward"), body, headers=headers, deadline=deadline
+            )
+
+    async def _combined(
+        self, name: str, promises: Sequence[tuple[Any, float]], deadline: float | None
+    ) -> ForwardBackwardOutput:
+        row = operation(name)
+        if len(promises) == 1:
+            promised, seconds = promises[0]
+            return cast(
+                "ForwardBackwardOutput", await self._outcome(row, promised, seconds, deadline)
+            )
+        return chunking.combine(
+            await _all(
+                [self._outcome(row, promised, seconds, deadline) for promised, seconds in promises]
+            )
+        )
+
+    def _outcome(
+        self, row: Operation[Any], promised: Any, seconds: float, deadline: float | None
+    ) -> Coroutine[Any, Any, Any]:
+        return self._session.outcome(
+            row, promised, seconds, observers=self._observers, deadline=deadline
+        )
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure ends the rest and is raised as it came."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# -- order ---------------------------------------------------------------------------------------
+
+
+class _Turns:
+    """Hands out places in line on the caller's thread and calls them up on the loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets = 0
+        self._current = 0
+        self._seq_id = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def ticket(self) -> _Turn:
+        with self._lock:
+            ticket = self._tickets
+            self._tickets += 1
+        return _Turn(self, ticket)
+
+    async def reach(self, ticket: int) -> None:
+        if ticket != self._current:
+            place = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+            await place
+
+    def finish(self) -> None:
+        self._current += 1
+        place = self._waiting.pop(self._current, None)
+        if place is not None and not place.done():
+            place.set_result(None)
+
+    def next_seq(self) -> int:
+        """Sequence ids are given out in line, so they have no gaps however calls are split."""
+        self._seq_id += 1
+        return self._seq_id
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One place in line, held while an operation is being dispatched."""
+
+    _turns: _Turns
+    _ticket: int
+
+    def next_seq(self) -> int:
+        return self._turns.next_seq()
+
+    async def __aenter__(self) -> None:
+        await self._turns.reach(self._ticket)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._turns.finish()
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+_PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
+
+
+def _check_data(data: Sequence[Datum]) -> None:
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise InvalidInputError(
+            f"expected a list of Datum, got {type(data).__name__}", field="data"
+        )
+    if not data:
+        raise InvalidInputError("is empty; there is nothing to train on", field="data")
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise InvalidInputError(
+                f"expected Datum, got {type(datum).__name__}", field=f"data.{index}"
+            )
+        _check_lengths(datum, index)
+
+
+def _check_lengths(datum: Datum, index: int) -> None:
+    """The tensors that every loss reads have one row per position of the input."""
+    if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
+        return  # how many positions an image takes is the service's to say
+    expected = datum.model_input.length
+    for name in _PER_POSITION & datum.loss_fn_inputs.keys():
+        length = len(datum.loss_fn_inputs[name])
+        if length != expected:
+            raise InvalidInputError(
+                f"has {length} rows for an input of {expected} tokens",
+                field=f"data.{index}.loss_fn_inputs.{name}",
+            )
+
+
+def _check_loss(
+    loss_fn: str, config: Mapping[str, float | str] | None
+) -> dict[str, float | str] | None:
+    if loss_fn not in get_args(LossFnType):
+        raise InvalidInputError(
+            f"unknown loss {loss_fn!r:.80}; known are {', '.join(get_args(LossFnType))}",
+            field="loss_fn",
+        )
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise InvalidInputError(
+            f"expected a mapping, got {type(config).__name__}", field="loss_fn_config"
+        )
+    return {_config_key(key): _config_value(key, value) for key, value in config.items()}
+
+
+def _config_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise InvalidInputError(f"key {key!r:.80} is not a string", field="loss_fn_config")
+    return key
+
+
+def _config_value(key: str, value: Any) -> float | str:
+    field = f"loss_fn_config.{key}"
+    if isinstance(value, str):
+        try:
+            return float(value.strip())
+        except ValueError:
+            return value
+    if isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
+        raise InvalidInputError(f"expected a number or text, got {value!r:.80}", field=field)
+    number = float(value)
+    if not isfinite(number):
+        raise InvalidInputError(f"must be finite, not {number}", field=field)
+    return number
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidInputError(f"must be a non-empty string, got {name!r:.80}", field="name")
+    if "/" in name or name in {".", ".."}:
+        raise InvalidInputError(f"{name!r:.80} must be one path segment", field="name")
+
+
+def _path_of(saved: Any) -> str:
+    if saved.path is None:
+        raise APIResponseValidationError(
+            message="The service saved the weights without saying where."
+        )
+    return cast("str", saved.path)
+
+
+def _pass_request(
+    name: str, inputs: ForwardBackwardInput, model_id: str, seq_id: int
+) -> ForwardBackwardRequest | ForwardRequest:
+    if name == "forward":
+        return ForwardRequest(inputs, model_id, seq_id)
+    return ForwardBackwardRequest(inputs, model_id, seq_id)
+
+
+def _input_of(request: ForwardBackwardRequest | ForwardRequest) -> ForwardBackwardInput:
+    if isinstance(request, ForwardRequest):
+        return request.forward_input
+    return request.forward_backward_input

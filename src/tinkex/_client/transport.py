@@ -1,0 +1,454 @@
+"""HTTP: connections by purpose, headers, and the one place where an exchange is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import platform
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Final, Protocol, TypeVar, cast
+from urllib.parse import urlencode, urlsplit
+
+from tinkex._version import PARITY_VERSION, __version__
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.compression import compress
+from tinkex._wire.failures import error_from_response
+from tinkex._wire.operations import Body, Operation, Pool, query_of
+from tinkex.config import Config, redact_headers
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APITimeoutError,
+    ClientClosedError,
+    DecodeError,
+    HTTPRequest,
+    HTTPResponse,
+    TinkerError,
+)
+
+from .auth import Auth
+from .budget import Budget, slots
+from .notices import Notices, logger
+from .retry import DISPATCH_WINDOW, Clock, HTTPRetryPolicy, retrying
+
+__all__ = ["RawResponse", "Transport"]
+
+R = TypeVar("R")
+
+#: How long one exchange may take, where the operation does not say otherwise.
+_POOL_TIMEOUT: Final = {Pool.FUTURES: 45.0, Pool.TELEMETRY: 5.0}
+#: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling takes the
+#: configured pool size; more than some fifty busy sockets cost more than they bring.
+_CONNECTIONS: Final = {Pool.SESSION: 16, Pool.TRAINING: 16, Pool.FUTURES: 400, Pool.TELEMETRY: 4}
+#: Exchanges under way per purpose over HTTP/2, where they share a connection.
+_STREAMS: Final = 1000
+
+
+class RawResponse(Protocol):
+    """What an HTTP client answers with."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content(self) -> bytes: ...
+
+
+class Transport:
+    """Sends operations to one service with one configuration."""
+
+    def __init__(self, config: Config, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or Clock()
+        self.auth = Auth(config, self.clock)
+        self.notices = Notices(config.base_url, self.clock)
+        self.billing_window = 3600.0
+        self._clients: dict[Pool, Any] = {}
+        self._limits: dict[Pool, Budget] = {}
+        self._headers = _default_headers(config)
+        self._query = dict(config.default_query)
+        self._nonce = secrets.token_hex(8)
+        self._counter = itertools.count()
+        self._multiplexed = urlsplit(config.base_url).scheme == "https"
+        self._closed = False
+
+    # -- operations --------------------------------------------------------------------------
+
+    async def call(
+        self,
+        operation: Operation[R],
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        policy: HTTPRetryPolicy | None = None,
+    ) -> R:
+        """Send an operation and read its immediate answer."""
+        response = await self.send(
+            operation, request, path=path, headers=headers, deadline=deadline, policy=policy
+        )
+        return self.read(operation, operation.result, response)
+
+    async def send(
+        self,
+        operation: Operation[Any],
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        policy: HTTPRetryPolicy | None = None,
+    ) -> RawResponse:
+        """Send an operation, trying again as the policy says; returns the first good answer."""
+        url = self._url(operation, request, path)
+        body, content_headers = encode_body(operation, request)
+        extra = {**content_headers, **(headers or {})}
+        if operation.method != "GET" and "x-idempotency-key" not in extra:
+            extra["x-idempotency-key"] = self.new_idempotency_key()
+        policy = policy or self.policy_for(operation)
+
+        async def once(attempt: int) -> RawResponse:
+            response = await self.exchange(
+                operation, url, extra, body, attempt=attempt, deadline=deadline
+            )
+            if response.status < 300 or (operation.redirects and response.status < 400):
+                return response
+            raise self.error(operation, url, response)
+
+        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
+            limit = _limit_text(policy, deadline)
+            self.notices.retry(operation.name, error, attempt, elapsed, wait, limit)
+
+        return await retrying(once, policy, self.clock, waiting, deadline)
+
+    def policy_for(self, operation: Operation[Any]) -> HTTPRetryPolicy:
+        if not operation.retries:
+            return HTTPRetryPolicy(0, 0.0, self.billing_window)
+        window = DISPATCH_WINDOW if operation.window else 0.0
+        return HTTPRetryPolicy(self.config.max_retries, window, self.billing_window)
+
+    def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
+        """Read the body of a good answer; what is not of the protocol is an error, never a guess."""
+        try:
+            return json_codec.decode(response.content, kind)
+        except DecodeError as error:
+            raise self.misunderstood(operation, response, error) from error
+
+    def misunderstood(
+        self, operation: Operation[Any], response: RawResponse, error: TinkerError
+    ) -> APIResponseValidationError:
+        url = self._url(operation, None, None, check=False)
+        facts = HTTPResponse(
+            response.status, _lower(response.headers), HTTPRequest(operation.method, url)
+        )
+        return APIResponseValidationError(
+            facts,
+            response.content[:2000],
+            f"{operation.name}: the service answered {response.status} with "
+            f"{response.headers.get('content-type', 'no content type')} that is not understood: "
+            f"{error}",
+            request_id=response.headers.get("x-request-id"),
+        )
+
+    def error(self, operation: Operation[Any], url: str, response: RawResponse) -> TinkerError:
+        return error_from_response(
+            response.status,
+            _lower(response.headers),
+            response.content,
+            HTTPRequest(operation.method, url),
+            now=self.clock.wall(),
+        )
+
+    # -- one exchange ------------------------------------------------------------------------
+
+    async def exchange(
+        self,
+        operation: Operation[Any],
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        attempt: int = 0,
+        deadline: float | None = None,
+        quiet: bool = False,
+    ) -> RawResponse:
+        """One request and its answer, whatever its status; raises only if there is no answer."""
+        if self._closed:
+            raise ClientClosedError("The client is closed; make a new one.")
+        if self.auth.stale:
+            await self.auth.ensure()
+        sent = {
+            **self._headers,
+            "x-api-key": self.auth.credential,
+            "x-stainless-retry-count": str(attempt),
+            **headers,
+        }
+        timeout, limited = self._timeout(operation, deadline)
+        if self.config.dump_headers:
+            _dump(operation.method, url, attempt, sent, body)
+        pool = operation.pool
+        limit = self._limits.get(pool) or self._open_pool(pool)
+        if not limit.try_take(1):
+            await limit.take(1)
+        flight = None if quiet else self.notices.begin(operation.name)
+        try:
+            call = self._perform(pool, operation.method, url, sent, body)
+            if not limited:
+                return await call
+            async with asyncio.timeout(timeout):
+                return await call
+        except _foreign_errors() as error:
+            raise _connection_error(error, operation.method, url, timeout) from error
+        finally:
+            limit.give_back(1)
+            if flight is not None:
+                self.notices.end(flight)
+
+    async def _perform(
+        self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+    ) -> RawResponse:
+        client = self._clients[pool]
+        if method == "POST":
+            return cast("RawResponse", await client.post(url, headers=headers, content=body))
+        if method == "GET":
+            return cast("RawResponse", await client.get(url, headers=headers))
+        if method == "PUT":
+            return cast("RawResponse", await client.put(url, headers=headers, content=body))
+        return cast("RawResponse", await client.delete(url, headers=headers))
+
+    @asynccontextmanager
+    async def stream(
+        self, operation: Operation[Any], request: Any, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Any]:
+        """Send an operation once and hand out its answer while it is still arriving."""
+        url = self._url(operation, request, None)
+        body, content_headers = encode_body(operation, request)
+        if self.auth.stale:
+            await self.auth.ensure()
+        sent = {
+            **self._headers,
+            "x-api-key": self.auth.credential,
+            "x-idempotency-key": self.new_idempotency_key(),
+            **content_headers,
+            **(headers or {}),
+        }
+        async with self.open_stream(operation.pool, operation.method, url, sent, body) as response:
+            yield response
+
+    @asynccontextmanager
+    async def open_stream(
+        self,
+        pool: Pool,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+    ) -> AsyncIterator[Any]:
+        if self._closed:
+            raise ClientClosedError("The client is closed; make a new one.")
+        if pool not in self._limits:
+            self._open_pool(pool)
+        try:
+            async with self._clients[pool].stream(
+                method, url, headers=headers, content=body
+            ) as response:
+                yield response
+        except _foreign_errors() as error:
+            raise _connection_error(error, method, url, None) from error
+
+    # -- details -----------------------------------------------------------------------------
+
+    def new_idempotency_key(self) -> str:
+        return f"tinkex-{self._nonce}-{next(self._counter):x}"
+
+    def headers(self) -> dict[str, str]:
+        """The headers of every request, credential included."""
+        return {**self._headers, "x-api-key": self.auth.credential}
+
+    def url(self, path: str, query: Mapping[str, Any] | None = None) -> str:
+        """The full address of a path: default query < query in the path < explicit query."""
+        base, _, inline = path.partition("?")
+        merged = {**self._query, **dict(_pairs(inline)), **_given(query or {})}
+        suffix = f"?{urlencode(merged)}" if merged else ""
+        return f"{self.config.base_url}{base}{suffix}"
+
+    def _url(
+        self,
+        operation: Operation[Any],
+        request: Any,
+        path: Mapping[str, str] | None,
+        *,
+        check: bool = True,
+    ) -> str:
+        filled = operation.url_path(path) if check else operation.path
+        if operation.body is Body.QUERY and request is not None:
+            return self.url(filled, query_of(request))
+        return self.url(filled) if self._query else f"{self.config.base_url}{filled}"
+
+    def _timeout(self, operation: Operation[Any], deadline: float | None) -> tuple[float, bool]:
+        """Seconds an exchange may take, and whether that is less than its pool grants anyway."""
+        granted = _POOL_TIMEOUT.get(operation.pool, self.config.timeout)
+        timeout = operation.timeout or granted
+        if deadline is not None:
+            timeout = min(timeout, max(0.0, deadline - self.clock.monotonic()))
+        return timeout, timeout < granted or self.config.http_client is not None
+
+    def _open_pool(self, pool: Pool) -> Budget:
+        size = self.config.pool_size if pool is Pool.SAMPLING else _CONNECTIONS[pool]
+        self._limits[pool] = slots(_STREAMS if self._multiplexed else size)
+        self._clients[pool] = self._new_client(pool)
+        return self._limits[pool]
+
+    def _new_client(self, pool: Pool) -> Any:
+        chosen = self.config.http_client
+        if isinstance(chosen, str):
+            module, _, name = chosen.partition(":")
+            chosen = getattr(import_module(module), name)
+        if chosen is not None:
+            return chosen() if isinstance(chosen, type) else chosen
+        import pyqwest
+
+        proxy = self.config.proxy
+        transport = pyqwest.HTTPTransport(
+            timeout=_POOL_TIMEOUT.get(pool, self.config.timeout),
+            connect_timeout=self.config.connect_timeout,
+            pool_max_idle_per_host=self.config.pool_size,
+            follow_redirects=False,
+            tls_include_system_certs=True,
+            enable_brotli=False,
+            enable_otel=False,
+            proxy=pyqwest.Proxy(proxy.url, headers=dict(proxy.headers)) if proxy else None,
+        )
+        return pyqwest.Client(transport)
+
+    async def close(self) -> None:
+        self._closed = True
+        self.notices.close()
+        for client in self._clients.values():
+            closing = getattr(client, "aclose", None)
+            if closing is not None:
+                await closing()
+        self._clients.clear()
+        self._limits.clear()
+
+
+def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, dict[str, str]]:
+    """The bytes of a request and the headers that say what they are."""
+    if operation.body in {Body.NONE, Body.QUERY}:
+        return (None, {}) if operation.method in {"GET", "DELETE"} else (b"", {})
+    if isinstance(request, bytes):
+        return request, {"content-type": proto_codec.CONTENT_TYPE}
+    return json_codec.encode({} if request is None else request), _JSON
+
+
+_JSON: Final = {"content-type": "application/json"}
+
+
+def encode_training(request: Any, *, zstd: bool) -> tuple[bytes, dict[str, str]]:
+    """A forward or forward_backward request as protobuf, compressed if the service asked for it."""
+    body = proto_codec.encode_forward_backward_request(request)
+    headers = {"content-type": proto_codec.CONTENT_TYPE}
+    if zstd:
+        return compress(body), {**headers, "content-encoding": "zstd"}
+    return body, headers
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _given(query: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in query.items() if value is not None}
+
+
+def _pairs(inline: str) -> list[tuple[str, str]]:
+    from urllib.parse import parse_qsl
+
+    return parse_qsl(inline, keep_blank_values=True)
+
+
+def _limit_text(policy: HTTPRetryPolicy, deadline: float | None) -> str:
+    if deadline is not None:
+        return "until the call's own timeout"
+    if policy.window:
+        return f"giving up {policy.window:.0f} s after the first"
+    return f"at most {policy.max_retries} times"
+
+
+@lru_cache(maxsize=1)
+def _foreign_errors() -> tuple[type[Exception], ...]:
+    """What the HTTP library raises: its own errors and the built-in connection and timeout ones."""
+    import pyqwest
+
+    return (
+        OSError,
+        pyqwest.ReadError,
+        pyqwest.WriteError,
+        pyqwest.RemoteProtocolError,
+        pyqwest.TooManyRedirects,
+    )
+
+
+def _connection_error(
+    error: BaseException, method: str, url: str, timeout: float | None
+) -> APIConnectionError:
+    request = HTTPRequest(method, url)
+    detail = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, TimeoutError):
+        within = f" within {timeout:.0f} s" if timeout else " in time"
+        return APITimeoutError(request, f"No answer{within}: {detail}")
+    return APIConnectionError(request, f"Connection failed: {detail}")
+
+
+def _dump(
+    method: str, url: str, attempt: int, headers: Mapping[str, str], body: bytes | None
+) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    text = "" if body is None else _printable(body)
+    logger.info(
+        "%s %s (attempt %d)\n%s\n%s",
+        method,
+        url,
+        attempt,
+        "\n".join(f"{name}: {value}" for name, value in redact_headers(headers).items()),
+        text,
+    )
+
+
+def _printable(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return f"<{len(body)} bytes>"
+
+
+_OS: Final = {"darwin": "MacOS", "linux": "Linux", "win32": "Windows"}
+_ARCH: Final = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
+
+
+def _default_headers(config: Config) -> dict[str, str]:
+    headers = {
+        "accept": "application/json",
+        "user-agent": f"AsyncTinkex/Python {__version__}",
+        "x-stainless-package-version": PARITY_VERSION,
+        "x-stainless-os": _OS.get(sys.platform, "Unknown"),
+        "x-stainless-arch": _ARCH.get(platform.machine().lower(), "unknown"),
+        "x-stainless-runtime": platform.python_implementation(),
+        "x-stainless-runtime-version": platform.python_version(),
+        "x-stainless-async": "async:asyncio",
+        "x-stainless-read-timeout": f"{config.timeout:.3f}",
+    }
+    if config.cf_access_client_id:
+        headers["cf-access-client-id"] = config.cf_access_client_id
+    if config.cf_access_client_secret:
+        headers["cf-access-client-secret"] = config.cf_access_client_secret
+    return headers | _lower(config.default_headers)

@@ -1,0 +1,103 @@
+"""Official clients, each in an environment of its own under `.scratch`, talked to line by line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPER = Path(__file__).with_name("official_side.py")
+
+
+def environment(version: str) -> Path:
+    """The Python that has `tinker==version`; made once, kept until `make clean`."""
+    home = ROOT / ".scratch" / f"tinker-{version}"
+    python, ready = home / "bin" / "python", home / ".ready"
+    if ready.exists():
+        return python
+    shutil.rmtree(home, ignore_errors=True)
+    venv.create(home, with_pip=True)
+    constraint = ROOT / "constraints.txt"
+    install = subprocess.run(
+        [python, "-m", "pip", "install", "--constraint", constraint, f"tinker=={version}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if install.returncode:
+        reason = (install.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        pytest.skip(f"official client {version} could not be installed: {reason}")
+    ready.touch()
+    return python
+
+
+class OfficialClient:
+    """A process in which the official package is loaded; `ask` calls a function of the helper."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.python = environment(version)
+        self._process = subprocess.Popen(
+            [self.python, HELPER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": ""},
+            text=True,
+        )
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([question, *arguments]), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        assert "error" not in answer, f"tinker {self.version}, {question}: {answer['error']}"
+        return answer["value"]
+
+    def run(self, script: str, **variables: str) -> str:
+        """What `script` prints, run by a fresh interpreter of this environment."""
+        finished = subprocess.run(
+            [self.python, "-c", script],
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return finished.stdout
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def official() -> Iterator[Callable[[str], OfficialClient]]:
+    clients: dict[str, OfficialClient] = {}
+
+    def client(version: str) -> OfficialClient:
+        if version not in clients:
+            clients[version] = OfficialClient(version)
+        return clients[version]
+
+    yield client
+    for started in clients.values():
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def oldest(official: Callable[[str], OfficialClient]) -> OfficialClient:
+    return official("0.7.0")
+
+
+@pytest.fixture(scope="session")
+def newest(official: Callable[[str], OfficialClient]) -> OfficialClient:
+    return official("0.36.0")
+
+
+if sys.platform == "win32":  # pragma: no cover
+    pytest.skip("the environments are laid out for POSIX", allow_module_level=True)

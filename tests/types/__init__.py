@@ -1,0 +1,19 @@
+"""What the tests of the types say about refusals: the field comes first, then what is wrong with it."""
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tinkex.errors import InvalidInputError
+
+
+def refuses(field: str, words: str = "") -> Any:
+    """Refused by tinkex itself; `words` is a pattern."""
+    return pytest.raises(InvalidInputError, match=f"^{re.escape(field)}: .*{words}")
+
+
+def refuses_field(field: str, words: str = "") -> Any:
+    """Refused by a pydantic model; `field` is the path to it, `words` a pattern."""
+    return pytest.raises(ValidationError, match=rf"(?s)\n{re.escape(field)}\n.*{words}")
