@@ -186,7 +186,10 @@ def test_torch_round_trip(dtype):
 
 
 def test_precision_loss_is_told_and_warned_of():
-    assert check_precision_loss(np.float64) == ("float32", "float64 is narrowed to float32: precision loss")
+    assert check_precision_loss(np.float64) == (
+        "float32",
+        "float64 is narrowed to float32: precision loss",
+    )
     target, reason = check_precision_loss(np.uint64) or ("", "")
     assert (target, "overflow" in reason) == ("int64", True)
     assert check_precision_loss(np.float32) is check_precision_loss(np.int32) is None

@@ -10,7 +10,6 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final, Protocol, TypeVar, cast
 from urllib.parse import urlencode, urlsplit
@@ -34,6 +33,7 @@ from tinkex.errors import (
 
 from .auth import Auth
 from .budget import Budget, slots
+from .http1 import HTTP1Client
 from .notices import Notices, logger
 from .retry import DISPATCH_WINDOW, Clock, HTTPRetryPolicy, retrying
 
@@ -41,8 +41,6 @@ __all__ = ["RawResponse", "Transport"]
 
 R = TypeVar("R")
 
-#: How long one exchange may take, where the operation does not say otherwise.
-_POOL_TIMEOUT: Final = {Pool.FUTURES: 45.0, Pool.TELEMETRY: 5.0}
 #: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling takes the
 #: configured pool size; more than some fifty busy sockets cost more than they bring.
 _CONNECTIONS: Final = {Pool.SESSION: 16, Pool.TRAINING: 16, Pool.FUTURES: 400, Pool.TELEMETRY: 4}
@@ -191,7 +189,7 @@ class Transport:
             "x-stainless-retry-count": str(attempt),
             **headers,
         }
-        timeout, limited = self._timeout(operation, deadline)
+        timeout = self._timeout(operation, deadline)
         if self.config.dump_headers:
             _dump(operation.method, url, attempt, sent, body)
         pool = operation.pool
@@ -200,11 +198,8 @@ class Transport:
             await limit.take(1)
         flight = None if quiet else self.notices.begin(operation.name)
         try:
-            call = self._perform(pool, operation.method, url, sent, body)
-            if not limited:
-                return await call
             async with asyncio.timeout(timeout):
-                return await call
+                return await self._perform(pool, operation.method, url, sent, body)
         except _foreign_errors() as error:
             raise _connection_error(error, operation.method, url, timeout) from error
         finally:
@@ -275,6 +270,8 @@ class Transport:
 
     def url(self, path: str, query: Mapping[str, Any] | None = None) -> str:
         """The full address of a path: default query < query in the path < explicit query."""
+        if not query and not self._query:
+            return f"{self.config.base_url}{path}"
         base, _, inline = path.partition("?")
         merged = {**self._query, **dict(_pairs(inline)), **_given(query or {})}
         suffix = f"?{urlencode(merged)}" if merged else ""
@@ -289,17 +286,15 @@ class Transport:
         check: bool = True,
     ) -> str:
         filled = operation.url_path(path) if check else operation.path
-        if operation.body is Body.QUERY and request is not None:
-            return self.url(filled, query_of(request))
-        return self.url(filled) if self._query else f"{self.config.base_url}{filled}"
+        query = query_of(request) if operation.body is Body.QUERY and request is not None else None
+        return self.url(filled, query)
 
-    def _timeout(self, operation: Operation[Any], deadline: float | None) -> tuple[float, bool]:
-        """Seconds an exchange may take, and whether that is less than its pool grants anyway."""
-        granted = _POOL_TIMEOUT.get(operation.pool, self.config.timeout)
-        timeout = operation.timeout or granted
+    def _timeout(self, operation: Operation[Any], deadline: float | None) -> float:
+        """Seconds one exchange may take."""
+        timeout = operation.timeout or self.config.timeout
         if deadline is not None:
             timeout = min(timeout, max(0.0, deadline - self.clock.monotonic()))
-        return timeout, timeout < granted or self.config.http_client is not None
+        return timeout
 
     def _open_pool(self, pool: Pool) -> Budget:
         size = self.config.pool_size if pool is Pool.SAMPLING else _CONNECTIONS[pool]
@@ -314,11 +309,12 @@ class Transport:
             chosen = getattr(import_module(module), name)
         if chosen is not None:
             return chosen() if isinstance(chosen, type) else chosen
+        if not self._multiplexed and self.config.proxy is None:
+            return HTTP1Client(connect_timeout=self.config.connect_timeout)
         import pyqwest
 
         proxy = self.config.proxy
         transport = pyqwest.HTTPTransport(
-            timeout=_POOL_TIMEOUT.get(pool, self.config.timeout),
             connect_timeout=self.config.connect_timeout,
             pool_max_idle_per_host=self.config.pool_size,
             follow_redirects=False,
@@ -383,9 +379,10 @@ def _limit_text(policy: HTTPRetryPolicy, deadline: float | None) -> str:
     return f"at most {policy.max_retries} times"
 
 
-@lru_cache(maxsize=1)
 def _foreign_errors() -> tuple[type[Exception], ...]:
     """What the HTTP library raises: its own errors and the built-in connection and timeout ones."""
+    if "pyqwest" not in sys.modules:
+        return (OSError,)
     import pyqwest
 
     return (

@@ -38,6 +38,8 @@ class Pool(Enum):
     FUTURES = "futures"
     TELEMETRY = "telemetry"
 
+    __hash__ = object.__hash__  # Enum's own is a Python call, and every request looks its pool up
+
 
 class Body(Enum):
     """How the request travels."""

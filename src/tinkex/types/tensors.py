@@ -459,7 +459,7 @@ class TopkLogprobs:
 def _topk_pair(cell: Any, field: str) -> tuple[np.int32, float]:
     try:
         token, logprob = (cell["token_id"], cell["logprob"]) if isinstance(cell, dict) else cell
-        return np.int32(token), float(logprob)
+        return np.int32(int(token)), float(logprob)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"expected a [token, logprob] pair, got {cell!r:.80}", field=field

@@ -1,0 +1,359 @@
+"""A lean HTTP/1.1 client for services reached without TLS: the local one, and clusters on a private network.
+
+It does for one event loop what `pyqwest.Client` does for the whole process, with the same methods, and a
+quarter of the CPU time per request, because nothing crosses a thread (docs/decisions/0004). TLS, HTTP/2 and
+proxies stay with pyqwest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from tinkex._wire.compression import decode_body
+from tinkex.errors import DecodeError
+
+__all__ = ["HTTP1Client", "HTTP1Response"]
+
+#: Larger bodies are written on their own instead of being copied behind the headers.
+_JOIN_LIMIT: Final = 1 << 16
+#: A stream stops reading from its socket while this much waits to be consumed.
+_STREAM_BUFFER: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class HTTP1Response:
+    """A complete answer; header names are lower-case."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+@dataclass(slots=True)
+class _Origin:
+    host: str
+    port: int
+    idle: deque[_Connection] = field(default_factory=deque)
+
+
+class _StaleConnectionError(ConnectionError):
+    """A kept connection turned out to be closed before the service saw the request."""
+
+
+class HTTP1Client:
+    """Sends requests over kept connections; used on one event loop only."""
+
+    def __init__(self, *, connect_timeout: float = 5.0, max_idle: int = 100) -> None:
+        self._connect_timeout = connect_timeout
+        self._max_idle = max_idle
+        self._origins: dict[tuple[str, int], _Origin] = {}
+        self._open: set[_Connection] = set()
+
+    async def get(self, url: str, headers: Mapping[str, str]) -> HTTP1Response:
+        return await self._request("GET", url, headers, None)
+
+    async def post(
+        self, url: str, headers: Mapping[str, str], content: bytes | None = None
+    ) -> HTTP1Response:
+        return await self._request("POST", url, headers, content or b"")
+
+    async def put(
+        self, url: str, headers: Mapping[str, str], content: bytes | None = None
+    ) -> HTTP1Response:
+        return await self._request("PUT", url, headers, content or b"")
+
+    async def delete(self, url: str, headers: Mapping[str, str]) -> HTTP1Response:
+        return await self._request("DELETE", url, headers, None)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None = None,
+    ) -> AsyncIterator[HTTP1Stream]:
+        """An answer whose `content` is iterated over while it arrives."""
+        origin, head = self._prepare(method, url, headers, content)
+        connection = await self._connect(origin)
+        try:
+            yield await connection.stream(head, content)
+        finally:
+            connection.close()
+
+    async def aclose(self) -> None:
+        for connection in list(self._open):
+            connection.close()
+        self._origins.clear()
+
+    async def _request(
+        self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
+    ) -> HTTP1Response:
+        origin, head = self._prepare(method, url, headers, content)
+        while origin.idle:
+            try:
+                return await self._exchange(origin.idle.pop(), origin, head, content)
+            except _StaleConnectionError:
+                continue  # the service closed it while it was idle; the next may be fresher
+        connection = await self._connect(origin)
+        return await self._exchange(connection, origin, head, content)
+
+    async def _exchange(
+        self, connection: _Connection, origin: _Origin, head: bytes, content: bytes | None
+    ) -> HTTP1Response:
+        try:
+            response = await connection.exchange(head, content)
+        except BaseException:
+            connection.close()  # also when cancelled: the answer may still come, for nobody
+            raise
+        if connection.reusable and len(origin.idle) < self._max_idle:
+            origin.idle.append(connection)
+        else:
+            connection.close()
+        encoding = response.headers.get("content-encoding")
+        if encoding:
+            try:
+                response.content = decode_body(response.content, encoding)
+            except DecodeError as error:
+                raise ConnectionError(f"the body does not decode: {error}") from error
+        return response
+
+    def _prepare(
+        self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
+    ) -> tuple[_Origin, bytes]:
+        host, port, authority, target = _split(url)
+        origin = self._origins.get((host, port))
+        if origin is None:
+            origin = self._origins[host, port] = _Origin(host, port)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if lines.count("\n") != len(headers):
+            raise ValueError("a header holds a line break")
+        length = "" if content is None else f"content-length: {len(content)}\r\n"
+        head = f"{method} {target} HTTP/1.1\r\nhost: {authority}\r\n{lines}{length}\r\n"
+        return origin, head.encode("latin-1")
+
+    async def _connect(self, origin: _Origin) -> _Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._connect_timeout):
+            _, connection = await loop.create_connection(_Connection, origin.host, origin.port)
+        self._open.add(connection)
+        connection.on_lost = self._forget
+        connection.origin = origin
+        return connection
+
+    def _forget(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        if connection.origin is not None and connection in connection.origin.idle:
+            connection.origin.idle.remove(connection)
+
+
+@lru_cache(maxsize=1024)
+def _split(url: str) -> tuple[str, int, str, str]:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    target = parts.path or "/"
+    if parts.query:
+        target = f"{target}?{parts.query}"
+    return host, parts.port or 80, parts.netloc.rpartition("@")[2], target
+
+
+class _Connection(asyncio.Protocol):
+    """One socket and the exchange that is on it, if any. The parser calls the `on_…` methods."""
+
+    origin: _Origin | None = None
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._answer: asyncio.Future[Any] | None = None
+        self._stream: HTTP1Stream | None = None
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self._exchanges = 0
+        self._heard = False
+        self._in_body = False
+        self._closed = False
+        self.reusable = False
+        self.on_lost: Any = None
+
+    async def exchange(self, head: bytes, content: bytes | None) -> HTTP1Response:
+        self._begin(head, content)
+        assert self._answer is not None
+        response: HTTP1Response = await self._answer
+        return response
+
+    async def stream(self, head: bytes, content: bytes | None) -> HTTP1Stream:
+        self._stream = HTTP1Stream(self)
+        self._begin(head, content)
+        assert self._answer is not None
+        opened: HTTP1Stream = await self._answer
+        return opened
+
+    def _begin(self, head: bytes, content: bytes | None) -> None:
+        if self._closed or self._transport is None:
+            raise _StaleConnectionError("the connection is closed")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._headers, self._body = {}, []
+        self._heard = self._in_body = self.reusable = False
+        self._exchanges += 1
+        if not content:
+            self._transport.write(head)
+        elif len(content) <= _JOIN_LIMIT:
+            self._transport.write(head + content)
+        else:
+            self._transport.write(head)
+            self._transport.write(content)
+
+    def close(self) -> None:
+        if not self._closed and self._transport is not None:
+            self._transport.close()
+
+    def pause(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    # -- asyncio's side ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpResponseParser(self)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(ConnectionError("the service switched protocols"))
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+        if self._answer is None and self._stream is None and not self.reusable:
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = True
+        if self._in_body and self._ends_with_connection():
+            self._finish()
+        elif self._answer is not None or self._stream is not None:
+            if self._exchanges > 1 and not self._heard:
+                self._fail(_StaleConnectionError("the service closed a kept connection"))
+            else:
+                what = "in the middle of an answer" if self._heard else "without an answer"
+                self._fail(
+                    ConnectionError(f"the connection was closed {what}: {error or 'end of file'}")
+                )
+        if self.on_lost is not None:
+            self.on_lost(self)
+
+    # -- the parser's side -------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        known = self._headers.get(key)
+        self._headers[key] = text if known is None else f"{known}, {text}"
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return
+        self._in_body = True
+        if self._stream is not None:
+            self._stream.status, self._stream.headers = (
+                self._parser.get_status_code(),
+                self._headers,
+            )
+            self._deliver(self._stream)
+
+    def on_body(self, body: bytes) -> None:
+        if self._stream is not None:
+            self._stream.feed(body)
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # "100 Continue" and its like announce the answer
+            self._headers = {}
+            return
+        self.reusable = self._parser.should_keep_alive() and not self._closed
+        self._finish()
+
+    def _ends_with_connection(self) -> bool:
+        """Whether the end of the connection is the end of the body: no length was announced."""
+        return "content-length" not in self._headers and "chunked" not in self._headers.get(
+            "transfer-encoding", ""
+        )
+
+    def _finish(self) -> None:
+        self._in_body = False
+        if self._stream is not None:
+            self._stream.feed(None)
+            self._stream = None
+            return
+        content = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._deliver(HTTP1Response(self._parser.get_status_code(), self._headers, content))
+
+    def _deliver(self, answer: Any) -> None:
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _fail(self, error: Exception) -> None:
+        self.reusable = self._in_body = False
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+        elif self._stream is not None:
+            self._stream.feed(error)
+        self._stream = None
+
+
+class HTTP1Stream:
+    """An answer that is still arriving; `content` yields its parts once."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self._connection = connection
+        self._parts: deque[bytes | Exception | None] = deque()
+        self._buffered = 0
+        self._arrived = asyncio.Event()
+
+    def feed(self, part: bytes | Exception | None) -> None:
+        """Take the next part of the body, its end, or what went wrong."""
+        self._parts.append(part)
+        if isinstance(part, bytes):
+            self._buffered += len(part)
+            if self._buffered > _STREAM_BUFFER:
+                self._connection.pause()
+        self._arrived.set()
+
+    @property
+    async def content(self) -> AsyncIterator[bytes]:
+        while True:
+            while not self._parts:
+                self._arrived.clear()
+                await self._arrived.wait()
+            part = self._parts.popleft()
+            if part is None:
+                return
+            if isinstance(part, Exception):
+                raise part
+            self._buffered -= len(part)
+            if self._buffered <= _STREAM_BUFFER // 2:
+                self._connection.resume()
+            yield part
