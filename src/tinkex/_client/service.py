@@ -25,7 +25,7 @@ from ._async_twins import ServiceClientAsync
 from .http import HTTPClient
 from .notices import logger
 from .rest import RestClient
-from .retry import RetryConfig
+from .retry import Clock, RetryConfig
 from .runtime import APIFuture
 from .sampling import SamplingClient
 from .session import FinishReason, Session
@@ -40,7 +40,8 @@ class ServiceClient(ServiceClientAsync):
     """A client of one Tinker service.
 
     Nothing is sent until the first call that needs an answer. Settings are taken from the arguments, then
-    from `tinkex.set_defaults`, then from the environment; `config` replaces all of them. Use it in a `with`
+    from `tinkex.set_defaults`, then from the environment; `config` replaces all of them, and `clock` the
+    passing of time, for tests. Use it in a `with`
     block, or call `close()`, to end the session at the service; a script that forgets to still exits.
     """
 
@@ -54,6 +55,7 @@ class ServiceClient(ServiceClientAsync):
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
         config: Config | None = None,
+        clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
         unknown = kwargs.keys() - _CONFIG_FIELDS
@@ -80,6 +82,7 @@ class ServiceClient(ServiceClientAsync):
             user_metadata=user_metadata,
             project_id=project_id,
             display_name=display_name,
+            clock=clock,
         )
 
     def __repr__(self) -> str:

@@ -360,6 +360,16 @@ class Datum:
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
+    if TYPE_CHECKING:  # what may be given is more than what is held
+
+        def __init__(
+            self,
+            model_input: ModelInput,
+            loss_fn_inputs: Mapping[str, Any] = ...,
+            model_input_spans: ProvenanceSpans | None = None,
+            loss_fn_input_spans: ProvenanceSpans | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         if not isinstance(self.model_input, ModelInput):
             raise InvalidInputError(

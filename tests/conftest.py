@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import tinkex
+
+from .scripted import FakeClock, ScriptedServer
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def service(
+    server: ScriptedServer, clock: FakeClock
+) -> Iterator[Callable[..., tinkex.ServiceClient]]:
+    """Make service clients of the scripted server, closed at the end of the test."""
+    made: list[tinkex.ServiceClient] = []
+
+    def make(**options: Any) -> tinkex.ServiceClient:
+        options = {"base_url": server.url, "api_key": "tml-test", "clock": clock, **options}
+        made.append(tinkex.ServiceClient(**options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close().result(10)

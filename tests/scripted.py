@@ -1,0 +1,283 @@
+"""A real HTTP server on loopback that answers what a test tells it to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
+
+import httptools
+
+from tinkex._client.retry import Clock
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to send back; `body` may be JSON-able data or bytes."""
+
+    body: Any = field(default_factory=dict)
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str = "application/json"
+    wait_for: threading.Event | None = None  # hold the answer until the test sets it
+
+    def encode(self) -> bytes:
+        body = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        headers = {
+            "content-type": self.content_type,
+            "content-length": str(len(body)),
+            **self.headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"HTTP/1.1 {self.status} Scripted\r\n{lines}\r\n".encode() + body
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Bytes on the wire as they are, then the connection closes."""
+
+    data: bytes = b""
+
+
+class Hang:
+    """Never answer."""
+
+
+Reply = Answer | Raw | Hang
+Handler = Callable[[Request], Reply]
+
+
+def promise(request_id: str = "r-1", **more: Any) -> Answer:
+    return Answer({"request_id": request_id, **more})
+
+
+class ScriptedServer:
+    """Routes are `"POST /api/v1/asample"`; the last reply of a script is repeated for ever.
+
+    The calls every client makes by itself are answered sensibly unless a test scripts them.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._scripts: dict[str, deque[Reply | Handler]] = {}
+        self._arrivals: dict[str, int] = defaultdict(int)
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.open_connections = 0
+        self.on("POST /api/v1/client/config", Answer({}))
+        self.on("POST /api/v1/client/dynamic_config", Answer({}))
+        self.on("POST /api/v1/create_session", Answer({"session_id": "s-1"}))
+        self.on("POST /api/v1/session_heartbeat", Answer({}))
+        self.on("POST /api/v1/sessions/s-1/finish", Answer({}))
+        self.on("POST /api/v1/create_model", promise("model"))
+        self.on(
+            "POST /api/v1/create_sampling_session", Answer({"sampling_session_id": "s-1:sample:0"})
+        )
+        self.on_future("model", Answer({"model_id": "s-1:train:0"}))
+
+    # -- scripting ---------------------------------------------------------------------------
+
+    def on(self, route: str, *replies: Reply | Handler) -> None:
+        self._scripts[route] = deque(replies)
+
+    def on_future(self, request_id: str, *replies: Reply | Handler) -> None:
+        """Script the polls of one promise."""
+        self.on(f"future {request_id}", *replies)
+
+    def asked(self, route: str) -> list[Request]:
+        method, path = route.split(" ", 1)
+        return [
+            request for request in self.requests if (request.method, request.path) == (method, path)
+        ]
+
+    def wait_for(self, route: str, count: int = 1, timeout: float = 10.0) -> list[Request]:
+        """Block until `route` was asked so often."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: len(self.asked(route)) >= count, timeout)
+        assert arrived, f"{route} was asked {len(self.asked(route))} times, not {count}"
+        return self.asked(route)
+
+    # -- running -----------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close the port and every connection."""
+        done = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        done.result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._connections: set[_ServerConnection] = set()
+        self._server = self._loop.run_until_complete(
+            self._loop.create_server(lambda: _ServerConnection(self), "127.0.0.1", 0)
+        )
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _stop(self) -> None:
+        self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def reply_to(self, request: Request) -> Reply:
+        with self._changed:
+            self.requests.append(request)
+            self._changed.notify_all()
+            script = self._scripts.get(self._route(request))
+            if not script:
+                return Answer({"detail": f"no script for {request.method} {request.path}"}, 404)
+            reply = script.popleft() if len(script) > 1 else script[0]
+        return reply(request) if callable(reply) and not isinstance(reply, Hang | type) else reply  # type: ignore[return-value]
+
+    def _route(self, request: Request) -> str:
+        if request.path == "/api/v1/retrieve_future":
+            return f"future {request.json['request_id']}"
+        return f"{request.method} {request.path}"
+
+
+class _ServerConnection(asyncio.Protocol):
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._server._connections.add(self)
+        self._server.open_connections += 1
+        self._reset()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server._connections.discard(self)
+        self._server.open_connections -= 1
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._body = b"", b""
+        self._headers: dict[str, str] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        parts = urlsplit(self._url.decode())
+        request = Request(
+            self._parser.get_method().decode(),
+            parts.path,
+            dict(parse_qsl(parts.query, keep_blank_values=True)),
+            self._headers,
+            self._body,
+        )
+        self._url, self._headers, self._body = b"", {}, b""
+        task = asyncio.ensure_future(self._answer(request))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, request: Request) -> None:
+        reply = self._server.reply_to(request)
+        if isinstance(reply, Answer):
+            if reply.wait_for is not None:
+                await asyncio.to_thread(reply.wait_for.wait, 30)
+            self._transport.write(reply.encode())
+        elif isinstance(reply, Raw):
+            self._transport.write(reply.data)
+            self._transport.close()
+
+
+class FakeClock(Clock):
+    """Time that passes only by sleeping: short sleeps return at once, long ones wait for `advance`.
+
+    "Long" is what background work does between its rounds (heartbeats every 10 s); without that line it would
+    spin. `slept` lists the short ones.
+    """
+
+    def __init__(self, *, long: float = 10.0, chance: float = 0.0) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+        self._long = long
+        self._sleepers: list[tuple[float, asyncio.Event, asyncio.AbstractEventLoop]] = []
+        self._lock = threading.Lock()
+        super().__init__(
+            monotonic=lambda: self.now,
+            wall=lambda: self.now,
+            sleep=self._sleep,
+            random=lambda: chance,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:  # the parent is frozen
+        object.__setattr__(self, name, value)
+
+    async def _sleep(self, seconds: float) -> None:
+        if seconds < self._long:
+            self.now += seconds
+            self.slept.append(seconds)
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.Event()
+        with self._lock:
+            self._sleepers.append((self.now + seconds, woken, asyncio.get_running_loop()))
+        await woken.wait()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass and wake whoever slept until now."""
+        self.now += seconds
+        with self._lock:
+            due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self.now]
+            self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] > self.now]
+        for _, woken, loop in due:
+            loop.call_soon_threadsafe(woken.set)
+
+    @property
+    def sleeping(self) -> int:
+        with self._lock:
+            return len(self._sleepers)
