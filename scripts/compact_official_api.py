@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ def compact(described: dict[str, Any]) -> dict[str, Any]:
     written: dict[str, Any] = {"kind": kind}
     if kind == "exception":
         written["parents"] = [name for name in described["mro"][1:] if name != "Exception"]
-    for key in ("extra", "members", "value"):
+    for key in ("extra", "members"):
         if key in described:
             written[key] = described[key]
+    if described.get("value", "").startswith("typing.Literal["):
+        written["choices"] = list(literal_eval(described["value"].removeprefix("typing.Literal")))
     if "fields" in described:
         written["fields"] = fields(described["fields"])
     if "init" in described:

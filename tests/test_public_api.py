@@ -1,0 +1,326 @@
+"""What users and the official package's users may rely on: names, fields, parameters, import costs."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+import tinkex
+from tinkex import types
+
+OFFICIAL = json.loads((Path(__file__).parent / "data" / "official_api.json").read_text())
+ROOT = Path(tinkex.__file__)
+
+# -- the root ------------------------------------------------------------------------------------
+
+
+def test_root_names_are_sorted_and_listed_once():
+    assert tinkex.__all__ == sorted(set(tinkex.__all__))
+
+
+def test_every_root_name_can_be_imported():
+    namespace: dict[str, Any] = {}
+    exec("from tinkex import *", namespace)
+    assert set(tinkex.__all__) <= set(namespace)
+    assert dir(tinkex) == tinkex.__all__
+
+
+def test_other_root_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="no attribute 'ServiceKlient'"):
+        _ = tinkex.ServiceKlient
+    assert not hasattr(tinkex, "import_module_")
+
+
+def test_root_names_are_the_objects_of_their_home():
+    for name, home in tinkex._HOME.items():
+        assert getattr(tinkex, name) is getattr(importlib.import_module(home, "tinkex"), name)
+
+
+def imports_for_type_checkers() -> Iterator[tuple[str, str]]:
+    """Name and home of everything imported under `if TYPE_CHECKING`."""
+    for node in ast.parse(ROOT.read_text()).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                assert isinstance(statement, ast.ImportFrom), ast.unparse(statement)
+                home = "." * statement.level + (statement.module or "")
+                for alias in statement.names:
+                    assert alias.asname is None, alias.asname
+                    yield alias.name, home
+
+
+def test_type_checkers_see_exactly_the_lazy_names():
+    lazy = dict(tinkex._HOME) | dict.fromkeys(tinkex._MODULES, ".")
+    assert sorted(imports_for_type_checkers()) == sorted(lazy.items())
+
+
+# -- modules -------------------------------------------------------------------------------------
+
+MODULES = [
+    ".".join(path.relative_to(ROOT.parent.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(ROOT.parent.rglob("*.py"))
+    if not path.stem.endswith(("_pb2", "__main__"))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_exported_name_exists_and_is_listed_once(name):
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tinkex"):
+            raise
+        pytest.skip(f"needs {error.name}, which is not installed")
+    exported = getattr(module, "__all__", [])
+    assert len(set(exported)) == len(exported)
+    assert [missing for missing in exported if not hasattr(module, missing)] == []
+
+
+def test_every_type_is_exported_from_types():
+    for module in pkgutil.iter_modules(types.__path__, "tinkex.types."):
+        if not module.name.rpartition(".")[2].startswith("_"):
+            inner = {"packed", "console_url", "playground_url"}  # for the package's own use
+            exported = set(importlib.import_module(module.name).__all__)
+            assert exported - inner <= set(types.__all__), module.name
+
+
+# -- what an import costs ------------------------------------------------------------------------
+
+HEAVY = {"torch", "transformers", "fastapi", "starlette", "sqlalchemy", "rich", "numpy", "pydantic"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `statement`."""
+    script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(finished.stdout.split())
+
+
+def test_importing_tinkex_loads_nothing_heavy():
+    assert loaded_by("import tinkex; tinkex.__version__") & (HEAVY | {"pyqwest"}) == set()
+
+
+def test_importing_errors_loads_nothing_heavy():
+    assert loaded_by("from tinkex import BadRequestError") & (HEAVY | {"pyqwest"}) == set()
+
+
+def test_importing_types_loads_no_model_or_http_library():
+    needless = {"torch", "transformers", "pyqwest", "fastapi", "starlette", "sqlalchemy", "rich"}
+    assert loaded_by("import tinkex.types") & needless == set()
+
+
+def test_importing_the_codecs_loads_no_model_or_http_library():
+    needless = {"torch", "transformers", "pyqwest", "fastapi", "starlette", "sqlalchemy", "rich"}
+    codecs = "import tinkex._wire.json_codec, tinkex._wire.proto_codec, tinkex._wire.operations"
+    assert loaded_by(codecs) & needless == set()
+
+
+# -- the official package's types ----------------------------------------------------------------
+
+TYPES: dict[str, dict[str, Any]] = OFFICIAL["types"]
+
+# Where a name means something else here, and why.
+OTHER_KIND = {
+    "OptimizerConfig": "a class here, the common base of the configs, which also holds unknown ones; "
+    "officially the union of the same classes",
+    "ModelID": "an alias of str in both; the official description shows the class behind it",
+    "RequestID": "an alias of str in both; the official description shows the class behind it",
+}
+# Where a default differs, and why.
+OTHER_DEFAULT = {
+    "SampledSequence.sequence_id": "results written by hand or by old services have none",
+    "LoraConfig.rank": "32 is what create_lora_training_client uses; the official class has no default",
+}
+# Where a constructor differs, and why.
+OTHER_PARAMETERS: dict[str, str] = {}
+
+
+def of_kind(*kinds: str) -> Any:
+    found = [name for name, entry in TYPES.items() if entry["kind"] in kinds]
+    return pytest.mark.parametrize("name", [name for name in found if name not in OTHER_KIND])
+
+
+def test_every_official_type_exists():
+    assert sorted(set(TYPES) - set(types.__all__)) == []
+
+
+@of_kind("pydantic")
+def test_models_have_the_official_fields(name):
+    ours = getattr(types, name)
+    assert issubclass(ours, BaseModel)
+    assert list(TYPES[name]["fields"].keys() - ours.model_fields.keys()) == []
+
+
+@of_kind("pydantic")
+def test_models_require_no_more_than_officially(name):
+    ours = getattr(types, name).model_fields
+    optional = {field for field, default in TYPES[name]["fields"].items() if default is not None}
+    assert {field for field in optional if ours[field].is_required()} == set()
+    added = ours.keys() - TYPES[name]["fields"].keys()
+    assert {field for field in added if ours[field].is_required()} == set()
+
+
+@of_kind("pydantic")
+def test_models_have_the_official_defaults(name):
+    for field, default in TYPES[name]["fields"].items():
+        ours = getattr(types, name).model_fields[field]
+        if default is not None and f"{name}.{field}" not in OTHER_DEFAULT:
+            assert repr(ours.get_default(call_default_factory=True)) == default, field
+
+
+@of_kind("pydantic")
+def test_models_treat_unknown_fields_as_officially(name):
+    assert getattr(types, name).model_config["extra"] == TYPES[name]["extra"]
+
+
+@of_kind("dataclass")
+def test_dataclasses_have_the_official_fields(name):
+    ours = getattr(types, name)
+    known = (
+        {field.name for field in dataclasses.fields(ours)}
+        if dataclasses.is_dataclass(ours)
+        else set()
+    )
+    assert TYPES[name]["fields"].keys() - known - set(dir(ours)) == set()
+
+
+@of_kind("enum")
+def test_enums_have_the_official_members(name):
+    ours = getattr(types, name)
+    assert issubclass(ours, Enum)
+    assert {member.name: member.value for member in ours} == TYPES[name]["members"]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TYPES.items() if "choices" in entry])
+def test_literals_have_the_official_choices(name):
+    assert list(get_args(getattr(types, name))) == TYPES[name]["choices"]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TYPES.items() if "properties" in entry])
+def test_types_have_the_official_properties(name):
+    assert [
+        missing
+        for missing in TYPES[name]["properties"]
+        if not hasattr(getattr(types, name), missing)
+    ] == []
+
+
+# -- parameters ----------------------------------------------------------------------------------
+
+
+def complaints(function: Any, official: dict[str, str | None]) -> list[str]:
+    """What a caller who knows only the official signature could stumble over."""
+    ours = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name not in {"self", "cls"}
+    ]
+    by_name = {parameter.name: parameter for parameter in ours}
+    takes_anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours)
+    positions = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = []
+    for place, (name, default) in enumerate(official.items()):
+        bare = name.lstrip("*")
+        if name.startswith("**") or (bare not in by_name and takes_anything):
+            continue
+        if bare not in by_name:
+            found.append(f"{bare} is missing")
+        elif default is not None and by_name[bare].default is inspect.Parameter.empty:
+            found.append(f"{bare} is required")
+        elif not name.startswith("*") and positions[place : place + 1] != [bare]:
+            found.append(f"{bare} is not at position {place}")
+    known = {name.lstrip("*") for name in official}
+    found += [
+        f"{parameter.name} is an extra requirement"
+        for parameter in ours
+        if parameter.name not in known
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+    ]
+    return found
+
+
+@of_kind("dataclass")
+def test_dataclasses_take_the_official_arguments(name):
+    if name not in OTHER_PARAMETERS:
+        assert complaints(getattr(types, name), TYPES[name]["parameters"]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(name, method) for name, entry in TYPES.items() for method in entry.get("methods", ())],
+)
+def test_types_have_the_official_methods(name, method):
+    ours = getattr(getattr(types, name), method)
+    assert complaints(ours, TYPES[name]["methods"][method]) == []
+
+
+# -- the official package's other classes --------------------------------------------------------
+
+CLASSES: dict[str, dict[str, Any]] = OFFICIAL["classes"]
+# Names of `tinker` that `tinkex` may lack, and why. An entry costs nothing once the name is there.
+MAY_BE_MISSING = {
+    **dict.fromkeys(
+        ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient"]
+        + ["APIFuture", "LossHandle", "PerDatumLossFn", "RequestOptions", "Timeout", "auth"],
+        "part of the client, which is built on this foundation",
+    ),
+}
+EXCEPTIONS = [name for name, entry in CLASSES.items() if entry["kind"] == "exception"]
+PRESENT = [name for name in CLASSES if name in tinkex.__all__ and name not in EXCEPTIONS]
+# Made by the clients, never by callers: only their methods are for everyone.
+NOT_CONSTRUCTED = {
+    "TrainingClient",
+    "SamplingClient",
+    "APIFuture",
+    "LossHandle",
+    "QueueState",
+}
+
+
+def test_every_official_name_exists():
+    missing = set(OFFICIAL["names"]) - set(tinkex.__all__)
+    assert missing - MAY_BE_MISSING.keys() == set()
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_exceptions_are_official_ones(name):
+    ours = getattr(tinkex, name)
+    parents = [cls.__name__ for cls in ours.__mro__[1:]]
+    assert [parent for parent in CLASSES[name]["parents"] if parent not in parents] == []
+    if issubclass(ours, tinkex.TinkerError):
+        assert complaints(ours.__init__, CLASSES[name]["parameters"]) == []
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_classes_take_the_official_arguments(name):
+    if name not in NOT_CONSTRUCTED:
+        assert complaints(getattr(tinkex, name), CLASSES[name].get("parameters", {})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [(name, method) for name in PRESENT for method in CLASSES[name].get("methods", ())],
+)
+def test_classes_have_the_official_methods(name, method):
+    ours = getattr(getattr(tinkex, name), method)
+    assert complaints(ours, CLASSES[name]["methods"][method]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in PRESENT if "members" in CLASSES[name]])
+def test_enums_have_the_official_values(name):
+    assert {member.name: member.value for member in getattr(tinkex, name)} == CLASSES[name][
+        "members"
+    ]
