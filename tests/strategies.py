@@ -209,8 +209,8 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=8),
     Any: json_values,
     date: st.dates(),
-    datetime: st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)),  # noqa: DTZ001
-    AwareDatetime: st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)),  # noqa: DTZ001
+    datetime: st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)),
+    AwareDatetime: st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)),
     TensorData: tensors,
     ModelInput: model_inputs,
     EncodedTextChunk: text_chunks,
@@ -237,7 +237,8 @@ def values_of(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchSt
         case origin if origin is Union or origin is builtin_types.UnionType:
             return st.one_of([values_of(choice) for choice in arguments])
         case origin if origin is list or origin is Sequence:
-            return st.lists(values_of(arguments[0]), **_sizes(constraints))
+            smallest, largest = _sizes(constraints)
+            return st.lists(values_of(arguments[0]), min_size=smallest, max_size=largest)
         case origin if origin is dict:
             return st.dictionaries(names, values_of(arguments[1]), max_size=2)
     if annotation is type(None):
@@ -247,16 +248,17 @@ def values_of(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchSt
     return models(annotation)
 
 
-def _sizes(constraints: tuple[Any, ...]) -> dict[str, int]:
+def _sizes(constraints: tuple[Any, ...]) -> tuple[int, int]:
     smallest = max((mark.min_length for mark in constraints if isinstance(mark, MinLen)), default=0)
     largest = min((mark.max_length for mark in constraints if isinstance(mark, MaxLen)), default=3)
-    return {"min_size": smallest, "max_size": min(largest, 3)}
+    return smallest, min(largest, 3)
 
 
 def models(kind: type[M]) -> st.SearchStrategy[M]:
     """Instances of a pydantic model, each optional field given or left out."""
     hints = get_type_hints(kind, include_extras=True)
-    required, optional = {}, {}
+    required: dict[str, Any] = {}
+    optional: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         part = required if field.is_required() else optional
         part[name] = values_of(hints[name], tuple(field.metadata))

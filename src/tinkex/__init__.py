@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._wire.transform import OMIT as OMIT
     from ._wire.transform import NotGiven as NotGiven
     from ._wire.transform import Omit as Omit
+    from .compat import install_as_tinker as install_as_tinker
     from .config import Config as Config
     from .config import reset_defaults as reset_defaults
     from .config import set_defaults as set_defaults
@@ -107,6 +108,7 @@ _NAMES = {
     "._client.service": "ServiceClient",
     "._client.training": "TrainingClient",
     "._wire.transform": "NOT_GIVEN OMIT NotGiven Omit",
+    ".compat": "install_as_tinker",
     ".config": "Config reset_defaults set_defaults",
     ".errors": """
         APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError

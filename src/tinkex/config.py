@@ -592,6 +592,7 @@ _OTHER_VARIABLES = (
     Setting("Directory of the Hub's cache and token.", env="HF_HOME"),
     Setting("Parent directory of caches.", env="XDG_CACHE_HOME"),
     Setting("Directory of the local service's data.", env="TINKEX_DATA_DIR"),
+    Setting("Import path of Python, extended for children of tinkex.as_tinker.", env="PYTHONPATH"),
 )
 
 

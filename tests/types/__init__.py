@@ -1,3 +1,4 @@
+# ruff: noqa: A005  (`types` is what these tests are about)
 """What the tests of the types say about refusals: the field comes first, then what is wrong with it."""
 
 import re

@@ -198,7 +198,7 @@ def test_pages_have_no_negative_size(field):
 
 def test_access_scope_is_owned_or_accessible():
     with refuses_field("access_scope", "owned.*accessible"):
-        ListSessionsRequest(access_scope="all")  # type: ignore[arg-type]
+        ListSessionsRequest(access_scope="all")
 
 
 def test_keeping_a_checkpoint_for_good_has_to_be_said():
@@ -300,13 +300,13 @@ def test_a_search_refuses_what_the_service_would(fields, field):
 
 def test_search_cursors_need_a_time_zone():
     with refuses_field("last_created_at", "timezone"):
-        SessionSearchCursor(last_created_at="2026-05-27T20:00:00", last_session_id="s")  # type: ignore[arg-type]
+        SessionSearchCursor(last_created_at="2026-05-27T20:00:00", last_session_id="s")
 
 
 def test_trace_exports_are_pending_ready_or_failed():
     assert TraceExportResponse(status="ready", url="u").url == "u"
     with refuses_field("status"):
-        TraceExportResponse(status="lost")  # type: ignore[arg-type]
+        TraceExportResponse(status="lost")
 
 
 # -- audit and billing ---------------------------------------------------------------------------

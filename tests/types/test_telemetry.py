@@ -1,4 +1,5 @@
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,13 +17,13 @@ from tinkex.types import (
     telemetry_event,
 )
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "event_id": "e",
     "event_session_index": 0,
     "severity": "INFO",
     "timestamp": "2026-05-27T20:00:00Z",
 }
-EVENTS = [
+EVENTS: list[tuple[Any, dict[str, Any]]] = [
     (SessionStartEvent, {"event": "SESSION_START"}),
     (SessionEndEvent, {"event": "SESSION_END", "duration": "0:01:00"}),
     (

@@ -1,4 +1,4 @@
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -157,7 +157,7 @@ def test_a_step_that_returns_has_succeeded():
 
 
 def test_optimizer_configs_are_told_apart_by_type():
-    def config(**fields):
+    def config(**fields: Any) -> Any:
         request = {"session_id": "s", "model_seq_id": 0, "base_model": "b", **fields}
         return CreateModelRequest.model_validate(request).optimizer_config
 

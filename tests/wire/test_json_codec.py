@@ -1,4 +1,5 @@
 import base64
+import contextlib
 import dataclasses
 import json
 import math
@@ -255,7 +256,7 @@ OLD_REQUESTS = [
 ]
 
 
-def accepts_old_style(kind, values):
+def accepts_old_style(kind: Any, values: st.SearchStrategy[Any]) -> None:
     @settings(max_examples=40)
     @given(values)
     def check(value):
@@ -365,7 +366,7 @@ def test_topk_logprobs_may_be_pairs_or_objects():
 # -- bad input -----------------------------------------------------------------------------------
 
 SEQUENCE = {"stop_reason": "stop", "tokens": [1]}
-DATUM = {"model_input": {"chunks": []}, "loss_fn_inputs": {}}
+DATUM: dict[str, Any] = {"model_input": {"chunks": []}, "loss_fn_inputs": {}}
 
 
 def sampled(**fields: Any) -> tuple[Any, Any]:
@@ -476,6 +477,11 @@ def test_what_is_not_json_is_refused(data):
         parse(data)
 
 
+def reads_or_refuses(kind: Any, data: bytes) -> None:
+    with contextlib.suppress(DecodeError):
+        assert isinstance(decode(data, kind), kind)
+
+
 READ_KINDS = [
     SampleRequest,
     OptimStepRequest,
@@ -492,10 +498,7 @@ READ_KINDS = [
     st.binary(max_size=30) | json_values.map(json.dumps).map(str.encode),
 )
 def test_any_bytes_give_a_value_or_a_decode_error(kind, data):
-    try:
-        assert isinstance(decode(data, kind), kind)
-    except DecodeError:
-        pass
+    reads_or_refuses(kind, data)
 
 
 def places(body: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -558,7 +561,4 @@ def test_a_body_with_one_thing_replaced_gives_a_value_or_a_decode_error(value, d
     path = data.draw(st.sampled_from(places(body)))
     odd = json_values | st.sampled_from([-1, 2**31, 2**64, 0.5, [[1], [1, 2]], [None], [2**70]])
     changed = json.dumps(replaced(body, path, data.draw(odd))).encode()
-    try:
-        assert isinstance(decode(changed, type(value)), type(value))
-    except DecodeError as error:
-        assert str(error)
+    reads_or_refuses(type(value), changed)

@@ -1,5 +1,6 @@
 import re
 from datetime import UTC, date, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ D GET /api/v1/billing/usage/checkpoints/current
 OURS = {"D POST /api/v1/stream_sample"}
 
 
-def line(row: Operation) -> str:
+def line(row: Operation[Any]) -> str:
     return f"{'F' if row.queued else 'D'} {row.method} {row.path}"
 
 
@@ -218,9 +219,9 @@ def test_what_could_reach_another_path_is_refused(row, name, value):
 
 
 def test_a_missing_id_is_refused_by_name():
-    with pytest.raises(InvalidInputError, match="^checkpoint_id: "):
+    with pytest.raises(InvalidInputError, match=r"^checkpoint_id: "):
         CHECKPOINT.url_path({"training_run_id": "r"})
-    with pytest.raises(InvalidInputError, match="^session_id: "):
+    with pytest.raises(InvalidInputError, match=r"^session_id: "):
         SESSION.url_path()
 
 

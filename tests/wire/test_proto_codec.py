@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ from tinkex.types import (
     ImageChunk,
     ModelInput,
     PromptProvenanceSpan,
+    ProvenanceSpans,
     SampledProvenanceSpan,
     SampledSequence,
     SampleResponse,
@@ -168,7 +170,7 @@ def test_the_new_loss_config_supersedes_the_old_one():
 
 
 def test_provenance_spans_keep_their_kind_and_order():
-    spans = [
+    spans: ProvenanceSpans = [
         PromptProvenanceSpan(sequence_id="a", length=2),
         SampledProvenanceSpan(sequence_id="a", offset=2, length=3),
     ]
@@ -194,7 +196,7 @@ def test_tensors_are_read_without_copying(array):
 def test_an_image_the_service_already_has_cannot_be_trained_on():
     chunk = ImageAssetPointerChunk(location="a", format="png")
     inputs = ForwardBackwardInput([Datum(ModelInput(chunks=[chunk]))], "ppo")
-    with pytest.raises(InvalidInputError, match="model_input: .*image_asset_pointer"):
+    with pytest.raises(InvalidInputError, match=r"^model_input: .*image_asset_pointer"):
         encode_forward_backward_request(ForwardBackwardRequest(inputs, "m"))
 
 
@@ -206,15 +208,20 @@ def test_an_image_the_service_already_has_cannot_be_trained_on():
         (ForwardBackwardRequest(NOTHING, 5), "model_id"),  # type: ignore[arg-type]
         (ForwardBackwardRequest(NOTHING, "\ud800"), "model_id"),
         (ForwardBackwardRequest(ForwardBackwardInput([], None), "m"), "loss_fn"),  # type: ignore[arg-type]
-        *[
-            (ForwardBackwardRequest(ForwardBackwardInput([], "ppo", {"clip": bad}), "m"), "clip")
-            for bad in (None, [1], "\ud800", b"x")
-        ],
     ],
 )
 def test_a_request_that_does_not_fit_its_message_is_refused(request_, field):
-    with pytest.raises(InvalidInputError, match=rf"^(loss_fn_config\.)?{field}: "):
+    with pytest.raises(InvalidInputError, match=f"^{field}: "):
         encode_forward_backward_request(request_)
+
+
+@pytest.mark.parametrize("bad", [None, [1], "\ud800", b"x"], ids=ascii)
+def test_a_loss_config_holds_numbers_and_text(bad):
+    inputs = ForwardBackwardInput([], "ppo", {"clip": bad})
+    with pytest.raises(
+        InvalidInputError, match=r"^loss_fn_config\.clip: expected a number or text"
+    ):
+        encode_forward_backward_request(ForwardBackwardRequest(inputs, "m"))
 
 
 # -- training results ----------------------------------------------------------------------------
@@ -228,7 +235,7 @@ def record(count: int, **columns: pb.BatchedTensor) -> bytes:
     return message.SerializeToString()
 
 
-def column(data: bytes, *offsets: int, dtype: int = pb.DTYPE_FLOAT32, trailing: Any = ()) -> Any:
+def column(data: bytes, *offsets: int, dtype: Any = pb.DTYPE_FLOAT32, trailing: Any = ()) -> Any:
     return pb.BatchedTensor(
         data=data, offsets=packed(*offsets), dtype=dtype, trailing_shape=trailing
     )
@@ -342,13 +349,17 @@ def training(*, tensor: pb.Tensor | None = None, chunk: Any = None, span: Any = 
     return message.SerializeToString()
 
 
+def dense(data: bytes, *shape: int, dtype: Any = pb.DTYPE_INT64) -> pb.Tensor:
+    return pb.Tensor(dense=data, dtype=dtype, shape=shape)
+
+
 def sparse(**fields: bytes) -> pb.Tensor:
     listed = {"values": packed(7), "crow_indices": packed(0, 1), "col_indices": packed(2)} | fields
     return pb.Tensor(sparse_csr=pb.SparseCsr(**listed), dtype=pb.DTYPE_INT64, shape=[1, 3])
 
 
 def test_a_tensor_without_dimensions_did_not_say_its_shape():
-    data = training(tensor=pb.Tensor(dense=packed(1, 2), dtype=pb.DTYPE_INT64))
+    data = training(tensor=dense(packed(1, 2)))
     read = decode_forward_backward_request(data)
     assert isinstance(read, ForwardBackwardRequest)
     assert read.forward_backward_input.data[0].loss_fn_inputs["x"] == TensorData([1, 2], "int64")
@@ -361,15 +372,12 @@ def test_a_tensor_without_dimensions_did_not_say_its_shape():
             training(tensor=pb.Tensor(dense=packed(1))),
             r"data\.0\.loss_fn_inputs\.x: unknown dtype 0",
         ),
-        (training(tensor=pb.Tensor(dense=b"", dtype=7)), "x: unknown dtype 7"),
-        (training(tensor=pb.Tensor(dense=b"\0" * 7, dtype=2)), "x: 7 bytes are not whole int64"),
-        (
-            training(tensor=pb.Tensor(dense=packed(1), dtype=2, shape=[2])),
-            r"x: shape: \[2\] needs 2",
-        ),
-        (training(tensor=pb.Tensor(dense=packed(1), dtype=2, shape=[-1])), "x: shape: .*0 or more"),
-        (training(tensor=pb.Tensor(dtype=2, shape=[0, 2**62, 2**62])), "x: shape: "),
-        (training(tensor=pb.Tensor(dense=packed(1), dtype=2, shape=[1] * 70)), "x: shape: "),
+        (training(tensor=dense(b"", dtype=7)), "x: unknown dtype 7"),
+        (training(tensor=dense(b"\0" * 7)), "x: 7 bytes are not whole int64"),
+        (training(tensor=dense(packed(1), 2)), r"x: shape: \[2\] needs 2"),
+        (training(tensor=dense(packed(1), -1)), "x: shape: .*0 or more"),
+        (training(tensor=dense(b"", 0, 2**62, 2**62)), "x: shape: "),
+        (training(tensor=dense(packed(1), *[1] * 70)), "x: shape: "),
         (training(tensor=sparse(crow_indices=packed(0, 2))), "x: sparse_crow_indices: must rise"),
         (training(tensor=sparse(crow_indices=b"")), "x: sparse_crow_indices: must rise"),
         (training(tensor=sparse(col_indices=packed(3))), r"x: sparse_col_indices: .*\[0, 3\)"),
@@ -523,10 +531,8 @@ each_message = pytest.mark.parametrize(("decode", "messages"), MESSAGES.values()
 
 
 def reads_or_refuses(decode: Decoder, data: bytes) -> None:
-    try:
+    with contextlib.suppress(DecodeError):
         decode(data)
-    except DecodeError as error:
-        assert error.field, error
 
 
 @each_message

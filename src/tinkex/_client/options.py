@@ -1,0 +1,31 @@
+"""Small option types that code written for the official SDK mentions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+__all__ = ["RequestOptions", "Timeout"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of one request, by the official SDK's names."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float | None
+    params: Mapping[str, Any]
+    extra_json: Mapping[str, Any]
+    idempotency_key: str
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """Seconds by phase; tinkex itself takes one number for the whole, which is `timeout`."""
+
+    timeout: float | None = None
+    connect: float | None = None
+    read: float | None = None
+    write: float | None = None
+    pool: float | None = None

@@ -1,0 +1,40 @@
+"""Run unmodified code with tinkex in the place of the official SDK.
+
+python -m tinkex.as_tinker script.py [arguments…]
+python -m tinkex.as_tinker -m module [arguments…]
+
+Processes that the code starts find tinkex as `tinker` too.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from .compat import SHIM, install_as_tinker
+from .config import read_env
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> None:
+    by_name = arguments[:1] == ["-m"]
+    target = arguments[1:] if by_name else arguments
+    if not target or target[0].startswith("-"):
+        raise SystemExit(f"usage:\n{(__doc__ or '').partition(os.linesep * 2)[2]}")
+    install_as_tinker()
+    inherited = read_env("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), inherited]))
+    sys.argv = target
+    if by_name:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(target[0]).resolve().parent))
+        runpy.run_path(target[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""tinkex in the place of the official SDK.
+
+After `install_as_tinker()`, `import tinker`, `from tinker import types`, `tinker.lib.public_interfaces…` and the
+version of the distribution `tinker` are tinkex's. Modules are made when they are asked for, by the table below;
+everything else of the process stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import tinkex
+
+from ._version import PARITY_VERSION
+
+__all__ = ["SHIM", "install_as_tinker"]
+
+#: A directory that, on the path of any Python process, makes tinkex its `tinker`.
+SHIM: Final = Path(__file__).parent / "_shim"
+
+#: Official module → where tinkex has its names, and those that are called differently there.
+_ALIASES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
+    "_exceptions": (("tinkex.errors",), {}),
+    "_types": (("tinkex._wire.transform",), {}),
+    "_version": (("tinkex._version",), {}),
+    "auth": (("tinkex._client.auth",), {}),
+    "lib": ((), {}),
+    "lib.api_future_impl": (
+        ("tinkex._client.runtime", "tinkex.types"),
+        {"QueueStateObserver": "tinkex._client.queue_state:Observer"},
+    ),
+    "lib.internal_client_holder": (
+        ("tinkex._client.session",),
+        {"InternalClientHolder": "tinkex._client.session:Session"},
+    ),
+    "lib.public_interfaces": (
+        ("tinkex",),
+        {"AwaitableConcurrentFuture": "tinkex._client.runtime:APIFuture"},
+    ),
+    "lib.public_interfaces.api_future": (
+        ("tinkex",),
+        {"AwaitableConcurrentFuture": "tinkex._client.runtime:APIFuture"},
+    ),
+    "lib.public_interfaces.rest_client": (("tinkex",), {}),
+    "lib.public_interfaces.sampling_client": (("tinkex",), {}),
+    "lib.public_interfaces.service_client": (("tinkex",), {}),
+    "lib.public_interfaces.training_client": (("tinkex", "tinkex._client.custom_loss"), {}),
+    "lib.retry_handler": (("tinkex._client.retry",), {}),
+    "lib.retryable_exception": ((), {"RetryableException": "tinkex.errors:GoneError"}),
+    "proto": ((), {}),
+    "proto.tinker_public_pb2": (("tinkex._wire.tinkex_pb2",), {}),
+    "resources": ((), {}),
+    "types": (("tinkex.types",), {}),
+}
+
+#: Names at the root that tinkex keeps elsewhere.
+_ROOT: Final = {
+    "AsyncAPIResponse": "tinkex._client.http:APIResponse",
+    "RequestOptions": "tinkex._client.options:RequestOptions",
+    "Timeout": "tinkex._client.options:Timeout",
+}
+
+
+def install_as_tinker() -> None:
+    """Make tinkex answer to the name `tinker` in this process and in those it spawns.
+
+    An official SDK that is installed stays installed but is no longer found; one that was imported already
+    is replaced for later imports.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    if str(SHIM) not in sys.path:  # carries the distribution's metadata, and spawned children along
+        sys.path.insert(0, str(SHIM))
+    for name in [name for name in sys.modules if name == "tinker" or name.startswith("tinker.")]:
+        if not isinstance(sys.modules[name], _Alias):
+            del sys.modules[name]
+    import_module("tinker")
+
+
+class _Alias(ModuleType):
+    """A module whose names are looked up elsewhere."""
+
+    def __init__(self, name: str, homes: Sequence[str], renamed: dict[str, str]) -> None:
+        super().__init__(name, f"{name}, as tinkex provides it.")
+        self._homes = tuple(homes)
+        self._renamed = renamed
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = self._find(name)
+        setattr(self, name, value)
+        return value
+
+    def _find(self, name: str) -> Any:
+        if name in self._renamed:
+            module, _, attribute = self._renamed[name].partition(":")
+            return getattr(import_module(module), attribute)
+        for home in self._homes:
+            try:
+                return getattr(import_module(home), name)
+            except AttributeError:
+                continue
+        child = f"{self.__name__}.{name}"
+        if _knows(child):
+            return import_module(child)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        listed = {name for home in self._homes for name in dir(import_module(home))}
+        return sorted(listed | self._renamed.keys() | set(super().__dir__()))
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Answers for `tinker` and what is below it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not _knows(name):
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name == "tinker":
+            root = _Alias("tinker", ("tinkex",), _ROOT)
+            root.__version__ = PARITY_VERSION  # type: ignore[attr-defined]
+            root.__title__ = "tinker"  # type: ignore[attr-defined]
+            root.__all__ = _root_names()  # type: ignore[attr-defined]
+            return root
+        inner = spec.name.removeprefix("tinker.")
+        if inner in _ALIASES:
+            homes, renamed = _ALIASES[inner]
+            alias = _Alias(spec.name, homes, renamed)
+            if inner == "types":
+                alias.__all__ = tinkex.types.__all__  # type: ignore[attr-defined]
+            return alias
+        return _Alias(spec.name, ("tinkex.types",), {})
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: names are looked up when they are used."""
+
+
+def _root_names() -> list[str]:
+    return sorted({*tinkex.__all__, *_ROOT, "auth"} - {"config", "errors"})
+
+
+def _knows(name: str) -> bool:
+    if name == "tinker":
+        return True
+    inner = name.removeprefix("tinker.")
+    if inner == name:
+        return False
+    return inner in _ALIASES or _is_module_of_types(inner)
+
+
+def _is_module_of_types(inner: str) -> bool:
+    """The official SDK has a module for nearly every type: `types.tensor_data` for TensorData."""
+    package, _, module = inner.rpartition(".")
+    if inner in {"types.shared", "types._pydantic_types"}:
+        return True
+    if package not in {"types", "types.shared", "types._pydantic_types"}:
+        return False
+    return module in _snake_names()
+
+
+@cache
+def _snake_names() -> frozenset[str]:
+    return frozenset({*map(_snake, tinkex.types.__all__), *_GROUPED})
+
+
+#: Official modules named for a group of types rather than for one.
+_GROUPED: Final = (
+    "search_owner",
+    "session_status",
+    "session_status_query",
+    "billing_usage_request",
+)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
