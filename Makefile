@@ -23,6 +23,8 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python scripts/generate_async.py --check
+	$(BIN)/python scripts/docs.py --check
 
 fix: install
 	$(BIN)/ruff check --fix .
@@ -30,6 +32,7 @@ fix: install
 
 bench: install
 	$(BIN)/python benchmarks/foundation.py
+	$(BIN)/python benchmarks/clients.py
 
 docs: install
 	$(BIN)/python scripts/docs.py

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 from annotated_types import MaxLen, MinLen
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from pydantic import AwareDatetime, BaseModel
@@ -35,6 +36,12 @@ from tinkex.types import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+
+# A busy machine is slow, not wrong.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 # -- numbers and text ----------------------------------------------------------------------------
 

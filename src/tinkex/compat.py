@@ -30,26 +30,39 @@ SHIM: Final = Path(__file__).parent / "_shim"
 #: Official module → where tinkex has its names, and those that are called differently there.
 _ALIASES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "_exceptions": (("tinkex.errors",), {}),
-    "_types": (("tinkex._wire.transform",), {}),
-    "_version": (("tinkex._version",), {}),
+    "_models": (
+        (),
+        {
+            "BaseModel": "tinkex.types._base:ResponseModel",
+            "StrictBase": "tinkex.types._base:RequestModel",
+        },
+    ),
+    "_response": (
+        ("tinkex._client.http",),
+        {"AsyncAPIResponse": "tinkex._client.http:APIResponse"},
+    ),
+    "_types": (
+        ("tinkex._wire.transform",),
+        {
+            "RequestOptions": "tinkex._client.options:RequestOptions",
+            "Timeout": "tinkex._client.options:Timeout",
+        },
+    ),
+    "_version": ((), {"__version__": "tinkex._version:PARITY_VERSION"}),
     "auth": (("tinkex._client.auth",), {}),
     "lib": ((), {}),
     "lib.api_future_impl": (
         ("tinkex._client.runtime", "tinkex.types"),
         {"QueueStateObserver": "tinkex._client.queue_state:Observer"},
     ),
+    "lib.base_url": ((), {"DEFAULT_BASE_URL": "tinkex.config:DEFAULT_BASE_URL"}),
     "lib.internal_client_holder": (
         ("tinkex._client.session",),
         {"InternalClientHolder": "tinkex._client.session:Session"},
     ),
-    "lib.public_interfaces": (
-        ("tinkex",),
-        {"AwaitableConcurrentFuture": "tinkex._client.runtime:APIFuture"},
-    ),
-    "lib.public_interfaces.api_future": (
-        ("tinkex",),
-        {"AwaitableConcurrentFuture": "tinkex._client.runtime:APIFuture"},
-    ),
+    "lib.public_interfaces": (("tinkex", "tinkex._client.runtime"), {}),
+    "lib.public_interfaces.admin_client": (("tinkex",), {}),
+    "lib.public_interfaces.api_future": (("tinkex", "tinkex._client.runtime"), {}),
     "lib.public_interfaces.rest_client": (("tinkex",), {}),
     "lib.public_interfaces.sampling_client": (("tinkex",), {}),
     "lib.public_interfaces.service_client": (("tinkex",), {}),

@@ -72,4 +72,4 @@ def _names(value: Any) -> tuple[str, ...]:
         return _PUBLIC_NAMES[kind.__name__]
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
-    return tuple(getattr(kind, "model_fields", ()))
+    return (*getattr(kind, "model_fields", ()), *(getattr(value, "model_extra", None) or ()))

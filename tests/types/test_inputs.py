@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -405,6 +405,7 @@ def test_a_datum_needs_an_input_and_a_mapping():
         Datum(INPUT, [1])  # type: ignore[arg-type]
 
 
+@settings(max_examples=50)
 @given(datums)
 def test_datums_pickle_and_copy(datum):
     for again in (pickle.loads(pickle.dumps(datum)), copy.copy(datum), copy.deepcopy(datum)):

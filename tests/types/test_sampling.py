@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.strategies import sample_responses, sampled_sequences
 from tests.types import refuses, refuses_field
@@ -225,6 +225,7 @@ def test_topk_prompt_logprobs_are_pairs_or_none():
     assert response.topk_prompt_logprobs == [None, [(3, -0.5), (4, -1.5)]]
 
 
+@settings(max_examples=30)
 @given(sample_responses)
 def test_responses_pickle(response):
     again = pickle.loads(pickle.dumps(response))

@@ -113,6 +113,7 @@ def same_response(first: SampleResponse, second: SampleResponse) -> bool:
     )
 
 
+@settings(max_examples=50)
 @given(training_requests(datums | datums_with_spans))
 def test_training_requests_arrive_as_they_were_sent(request):
     assert decode_forward_backward_request(encode_forward_backward_request(request)) == request
@@ -123,11 +124,13 @@ def holds_rows(output: LossFnOutput) -> bool:
     return all(0 not in (tensor.shape or [])[1:] for tensor in output.values())
 
 
+@settings(max_examples=50)
 @given(training_outputs.filter(lambda output: all(map(holds_rows, output.loss_fn_outputs))))
 def test_training_outputs_arrive_as_they_were_sent(output):
     assert decode_forward_backward_output(encode_forward_backward_output(output)) == output
 
 
+@settings(max_examples=50)
 @given(sample_responses)
 def test_sample_responses_arrive_as_they_were_sent(response):
     assert same_response(decode_sample_response(encode_sample_response(response)), response)
@@ -536,7 +539,7 @@ def reads_or_refuses(decode: Decoder, data: bytes) -> None:
 
 
 @each_message
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_messages_cut_at_any_byte_are_read_or_refused(decode, messages, data):
     whole = data.draw(messages)
@@ -545,6 +548,7 @@ def test_messages_cut_at_any_byte_are_read_or_refused(decode, messages, data):
 
 
 @each_message
+@settings(max_examples=60)
 @given(data=st.data())
 def test_messages_with_one_byte_changed_are_read_or_refused(decode, messages, data):
     whole = bytearray(data.draw(messages.filter(bool)))

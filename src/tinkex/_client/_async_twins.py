@@ -236,7 +236,7 @@ class SamplingClientAsync:
         prompt: ModelInput,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
+        include_prompt_logprobs: bool | None = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
         target_prompt_logprobs: TensorData | None = None,

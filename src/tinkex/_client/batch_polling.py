@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Final
 from tinkex._wire.operations import operation
 from tinkex.errors import APIConnectionError, TinkerError
 from tinkex.types import (
+    FutureFinished,
     FuturesRetrieveRequest,
     FuturesRetrieveResponse,
     SamplingSessionFuturesTarget,
 )
 
+from .polling import backoff
 from .retry import is_transient
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["BatchPoller"]
 
 _HOLD: Final = 30.0
-_MAX_BACKOFF: Final = 30.0
+#: Completions remembered for requests whose promise has not been read yet; far more than are under way.
+_MAX_EARLY: Final = 10_000
 
 
 class BatchPoller:
@@ -34,76 +37,100 @@ class BatchPoller:
     def __init__(self, session: Session, sampling_session_id: str) -> None:
         self._session = session
         self._sampling_session_id = sampling_session_id
-        self._waiting: dict[int, dict[str, asyncio.Future[None]]] = {}
-        self._early: dict[int, set[str]] = {}
-        self._cursor: dict[int, int] = {}
-        self._fetched: dict[int, list[str]] = {}
+        self._streams: dict[int, _Stream] = {}
 
-    async def finished(self, request_id: str, clone: int) -> None:
-        """Wait until the request is finished or failed."""
-        if request_id in self._early.get(clone, ()):
-            self._early[clone].discard(request_id)
-            return
-        waiting = self._waiting.setdefault(clone, {})
-        done = waiting[request_id] = asyncio.get_running_loop().create_future()
-        if len(waiting) == 1:
-            self._session.in_background(self._run(clone))
+    async def finished(self, request_id: str, clone: int) -> int | None:
+        """Wait until the request is finished or failed; the size of its result, if the service tells."""
+        stream = self._streams.setdefault(clone, _Stream())
+        if request_id in stream.early:
+            return stream.early.pop(request_id)
+        done = stream.waiting[request_id] = asyncio.get_running_loop().create_future()
+        if not stream.running:
+            stream.running = True
+            self._session.in_background(self._run(clone, stream))
         try:
-            await done
+            return await done
         finally:
-            waiting.pop(request_id, None)
-            self._fetched.setdefault(clone, []).append(request_id)
+            stream.waiting.pop(request_id, None)
 
-    async def _run(self, clone: int) -> None:
-        waiting = self._waiting[clone]
-        failures = 0
-        while waiting:
-            try:
-                answer = await self._ask(clone)
-            except TinkerError as error:
-                if not is_transient(error):
-                    self._fail(clone, error)
-                    return
-                failures += 1
-                self._session.transport.notices.retry(
-                    "retrieve_futures",
-                    error,
-                    failures - 1,
-                    0.0,
-                    2.0 ** min(failures, 5),
-                    "until it answers",
-                )
-                if isinstance(error, APIConnectionError) or error.status_code == 429:
-                    wait = min(2.0 ** (failures - 1), _MAX_BACKOFF)
-                    await self._session.clock.sleep(wait)
-                continue
-            failures = 0
-            self._cursor[clone] = answer.cursor
-            for completion in answer.completions:
-                self._complete(clone, completion.request_id)
+    def fetched(self, request_id: str, clone: int) -> None:
+        """Let the service forget a result that nobody will ask for again."""
+        if clone in self._streams:
+            self._streams[clone].fetched.append(request_id)
 
-    async def _ask(self, clone: int) -> FuturesRetrieveResponse:
+    async def _run(self, clone: int, stream: _Stream) -> None:
+        try:
+            while stream.waiting:
+                await self._step(clone, stream)
+        except Exception as error:  # nobody else would tell them
+            for done in stream.waiting.values():
+                if not done.done():
+                    done.set_exception(error)
+            stream.waiting.clear()
+        finally:
+            stream.running = False
+
+    async def _step(self, clone: int, stream: _Stream) -> None:
+        reported = len(stream.fetched)
+        try:
+            answer = await self._ask(clone, stream)
+        except TinkerError as error:
+            if not is_transient(error):
+                raise
+            await self._after_error(stream, error)
+            return
+        stream.failures = 0
+        stream.cursor = answer.cursor
+        del stream.fetched[:reported]
+        for completion in answer.completions:
+            finished = isinstance(completion, FutureFinished)
+            size = completion.response_payload_uncompressed_size if finished else None
+            stream.complete(completion.request_id, size)
+
+    async def _ask(self, clone: int, stream: _Stream) -> FuturesRetrieveResponse:
         request = FuturesRetrieveRequest(
             target=SamplingSessionFuturesTarget(
                 sampling_session_id=self._sampling_session_id, cloned_sampler_id=clone
             ),
-            prev_cursor=self._cursor.get(clone, 0),
+            prev_cursor=stream.cursor,
             timeout=_HOLD,
-            retrieved_request_ids=self._fetched.pop(clone, []),
+            retrieved_request_ids=list(stream.fetched),
         )
         answer: FuturesRetrieveResponse = await self._session.transport.call(
             operation("retrieve_futures"), request
         )
         return answer
 
-    def _complete(self, clone: int, request_id: str) -> None:
-        done = self._waiting[clone].get(request_id)
-        if done is None:  # its promise has not been read yet
-            self._early.setdefault(clone, set()).add(request_id)
-        elif not done.done():
-            done.set_result(None)
+    async def _after_error(self, stream: _Stream, error: TinkerError) -> None:
+        if error.status_code == 408:
+            return  # nothing was finished while the service held the request
+        slow = isinstance(error, APIConnectionError) or error.status_code == 429
+        wait = backoff(stream.failures) if slow else 0.0
+        self._session.transport.notices.retry(
+            "retrieve_futures", error, stream.failures, 0.0, wait, "until it answers"
+        )
+        stream.failures += 1
+        await self._session.clock.sleep(wait)
 
-    def _fail(self, clone: int, error: TinkerError) -> None:
-        for done in self._waiting[clone].values():
-            if not done.done():
-                done.set_exception(error)
+
+class _Stream:
+    """The completions one copy of a client hears of."""
+
+    __slots__ = ("cursor", "early", "failures", "fetched", "running", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, asyncio.Future[int | None]] = {}
+        self.early: dict[str, int | None] = {}
+        self.fetched: list[str] = []
+        self.cursor = 0
+        self.failures = 0
+        self.running = False
+
+    def complete(self, request_id: str, size: int | None) -> None:
+        done = self.waiting.pop(request_id, None)
+        if done is None:  # its promise has not been read yet, or nobody wants it any more
+            self.early[request_id] = size
+            if len(self.early) > _MAX_EARLY:
+                del self.early[next(iter(self.early))]
+        elif not done.done():
+            done.set_result(size)

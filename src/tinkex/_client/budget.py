@@ -53,9 +53,8 @@ class Budget:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.give_back(cost)  # served and cancelled at the same moment
-            else:
+            elif entry in self._waiters:  # unless it was passed over since
                 self._waiters.remove(entry)
-                self._serve()
             raise
 
     def give_back(self, cost: float) -> None:

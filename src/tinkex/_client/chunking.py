@@ -107,7 +107,7 @@ def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
         found = [(metrics[name], weight) for metrics, weight in parts if name in metrics]
         values = [value for value, _ in found]
         weights = [weight for _, weight in found]
-        reduction = name.rpartition(":")[2]
+        reduction = name.rpartition(":")[2] if ":" in name else ""
         if reduction == "unique":
             reduced |= _keep_all(name, values)
         elif reduction in {"hash_unordered", "hash2"}:

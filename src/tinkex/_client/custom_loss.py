@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinkex.errors import InvalidInputError
+from tinkex.errors import APIResponseValidationError, InvalidInputError
 from tinkex.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def surrogate(
     """Evaluate `loss_fn` at the logprobs of the first pass and differentiate it."""
     import torch
 
-    leaves = [leaf.requires_grad_() for leaf in _logprobs(forward, len(data))]
+    leaves = [leaf.requires_grad_() for leaf in _logprobs(forward, data)]
     returned = loss_fn(data, leaves)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise InvalidInputError(
@@ -72,6 +72,10 @@ def surrogate(
             raise InvalidInputError(
                 f"the loss does not depend on the logprobs of datum {index}", field="loss_fn"
             )
+        if not torch.isfinite(gradient).all():
+            raise InvalidInputError(
+                f"the gradient at the logprobs of datum {index} is not finite", field="loss_fn"
+            )
         linear.append(_linear(datum, index, TensorData.from_torch(-gradient)))
     return Surrogate(
         float(loss.detach()),
@@ -80,18 +84,27 @@ def surrogate(
     )
 
 
-def _logprobs(forward: ForwardBackwardOutput, count: int) -> list[torch.Tensor]:
-    if len(forward.loss_fn_outputs) != count:
-        raise InvalidInputError(
-            f"the service returned {len(forward.loss_fn_outputs)} outputs for {count} datums",
-            field="loss_fn_outputs",
+def _logprobs(forward: ForwardBackwardOutput, data: Sequence[Datum]) -> list[torch.Tensor]:
+    outputs = forward.loss_fn_outputs
+    if len(outputs) != len(data):
+        raise APIResponseValidationError(
+            message=f"The service returned {len(outputs)} outputs for {len(data)} datums."
         )
-    try:
-        return [output["logprobs"].to_torch() for output in forward.loss_fn_outputs]
-    except KeyError as error:
-        raise InvalidInputError(
-            "the service returned no logprobs", field="loss_fn_outputs"
-        ) from error
+    tensors = []
+    for index, (output, datum) in enumerate(zip(outputs, data, strict=True)):
+        if "logprobs" not in output:
+            raise APIResponseValidationError(
+                message=f"The service returned no logprobs for datum {index}."
+            )
+        tensor = output["logprobs"].to_torch()
+        expected = datum.loss_fn_inputs["target_tokens"].to_numpy().size
+        if tensor.numel() != expected:
+            raise APIResponseValidationError(
+                message=f"The service returned {tensor.numel()} logprobs for the {expected} "
+                f"targets of datum {index}."
+            )
+        tensors.append(tensor)
+    return tensors
 
 
 def _check_loss(loss: Any) -> None:

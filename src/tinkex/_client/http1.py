@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
 from tinkex._wire.compression import decode_body
-from tinkex.errors import DecodeError
+from tinkex.errors import DecodeError, InvalidInputError
 
 __all__ = ["HTTP1Client", "HTTP1Response"]
 
@@ -58,6 +58,7 @@ class HTTP1Client:
         self._max_idle = max_idle
         self._origins: dict[tuple[str, int], _Origin] = {}
         self._open: set[_Connection] = set()
+        self._closed = False
 
     async def get(self, url: str, headers: Mapping[str, str]) -> HTTP1Response:
         return await self._request("GET", url, headers, None)
@@ -83,15 +84,23 @@ class HTTP1Client:
         headers: Mapping[str, str],
         content: bytes | None = None,
     ) -> AsyncIterator[HTTP1Stream]:
-        """An answer whose `content` is iterated over while it arrives."""
+        """An answer whose `content` is iterated over while it arrives.
+
+        The connection belongs to the caller alone, who may be on another event loop than the rest.
+        """
         origin, head = self._prepare(method, url, headers, content)
         connection = await self._connect(origin)
         try:
-            yield await connection.stream(head, content)
+            response = await connection.stream(head, content)
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding != "identity":  # none was asked for, and parts cannot be unpacked
+                raise ConnectionError(f"the stream is encoded as {encoding}")
+            yield response
         finally:
             connection.close()
 
     async def aclose(self) -> None:
+        self._closed = True
         for connection in list(self._open):
             connection.close()
         self._origins.clear()
@@ -106,6 +115,9 @@ class HTTP1Client:
             except _StaleConnectionError:
                 continue  # the service closed it while it was idle; the next may be fresher
         connection = await self._connect(origin)
+        self._open.add(connection)
+        connection.on_lost = self._forget
+        connection.origin = origin
         return await self._exchange(connection, origin, head, content)
 
     async def _exchange(
@@ -136,19 +148,30 @@ class HTTP1Client:
         if origin is None:
             origin = self._origins[host, port] = _Origin(host, port)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if lines.count("\n") != len(headers):
-            raise ValueError("a header holds a line break")
+        if not lines.count("\n") == lines.count("\r") == len(headers) or "\0" in lines:
+            raise InvalidInputError("a header holds a line break", field="headers")
+        host = "" if "host" in headers else f"host: {authority}\r\n"
         length = "" if content is None else f"content-length: {len(content)}\r\n"
-        head = f"{method} {target} HTTP/1.1\r\nhost: {authority}\r\n{lines}{length}\r\n"
-        return origin, head.encode("latin-1")
+        head = f"{method} {target} HTTP/1.1\r\n{host}{lines}{length}\r\n"
+        try:
+            return origin, head.encode("latin-1")
+        except UnicodeEncodeError:  # says nothing of the text, which may be a secret
+            raise InvalidInputError("a header is not Latin-1 text", field="headers") from None
 
     async def _connect(self, origin: _Origin) -> _Connection:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._connect_timeout):
-            _, connection = await loop.create_connection(_Connection, origin.host, origin.port)
-        self._open.add(connection)
-        connection.on_lost = self._forget
-        connection.origin = origin
+        try:
+            async with asyncio.timeout(self._connect_timeout) as limit:
+                _, connection = await loop.create_connection(_Connection, origin.host, origin.port)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no connection within {self._connect_timeout:g} s") from error
+        except UnicodeError as error:  # what Python's name lookup says of impossible names
+            raise OSError(f"not the name of a host: {origin.host!r:.80}") from error
+        if self._closed:
+            connection.close()
+            raise ConnectionError("the client is closed")
         return connection
 
     def _forget(self, connection: _Connection) -> None:
@@ -161,9 +184,10 @@ class HTTP1Client:
 def _split(url: str) -> tuple[str, int, str, str]:
     parts = urlsplit(url)
     host = parts.hostname or ""
-    target = parts.path or "/"
+    # Escapes only what may not stand in a request line; what the caller escaped stays as it is.
+    target = quote(parts.path, safe="/%:@!$&'()*+,;=~") or "/"
     if parts.query:
-        target = f"{target}?{parts.query}"
+        target += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?[]")
     return host, parts.port or 80, parts.netloc.rpartition("@")[2], target
 
 
@@ -183,6 +207,7 @@ class _Connection(asyncio.Protocol):
         self._heard = False
         self._in_body = False
         self._closed = False
+        self._paused = False
         self.reusable = False
         self.on_lost: Any = None
 
@@ -216,14 +241,16 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         if not self._closed and self._transport is not None:
-            self._transport.close()
+            self._transport.abort()  # an upload that was given up must not be finished first
 
     def pause(self) -> None:
-        if self._transport is not None:
+        if self._transport is not None and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None:
+        if self._transport is not None and self._paused and not self._transport.is_closing():
+            self._paused = False
             self._transport.resume_reading()
 
     # -- asyncio's side ----------------------------------------------------------------------
@@ -248,7 +275,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True
-        if self._in_body and self._ends_with_connection():
+        if self._in_body and error is None and self._ends_with_connection():
             self._finish()
         elif self._answer is not None or self._stream is not None:
             if self._exchanges > 1 and not self._heard:
@@ -262,6 +289,11 @@ class _Connection(asyncio.Protocol):
             self.on_lost(self)
 
     # -- the parser's side -------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._answer is None and self._stream is None:
+            # Taken for the answer to the next request, it would shift all that follow by one.
+            raise ConnectionError("an answer that nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -296,7 +328,7 @@ class _Connection(asyncio.Protocol):
         """Whether the end of the connection is the end of the body: no length was announced."""
         return "content-length" not in self._headers and "chunked" not in self._headers.get(
             "transfer-encoding", ""
-        )
+        ).lower()
 
     def _finish(self) -> None:
         self._in_body = False
@@ -304,7 +336,8 @@ class _Connection(asyncio.Protocol):
             self._stream.feed(None)
             self._stream = None
             return
-        content = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body, self._body = self._body, []  # an idle connection keeps no body in memory
+        content = body[0] if len(body) == 1 else b"".join(body)
         self._deliver(HTTP1Response(self._parser.get_status_code(), self._headers, content))
 
     def _deliver(self, answer: Any) -> None:

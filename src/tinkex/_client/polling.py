@@ -46,7 +46,7 @@ from .queue_state import QueueWatch
 from .retry import BILLING_WAIT
 from .transport import RawResponse, Transport
 
-__all__ = ["Poll"]
+__all__ = ["Poll", "backoff"]
 
 R = TypeVar("R")
 
@@ -56,6 +56,11 @@ _PAUSED_WAIT: Final = 1.0
 _BAD_REQUESTS: Final = 3
 #: A service that has not answered for so long is taken to be gone for good.
 UNREACHABLE_LIMIT: Final = 7200.0
+
+
+def backoff(attempt: int) -> float:
+    """1, 2, 4 … 30 seconds."""
+    return min(2.0 ** min(attempt, 10), _MAX_BACKOFF)
 
 
 @dataclass(slots=True)
@@ -69,21 +74,24 @@ class Poll(Generic[R]):
     watch: QueueWatch = field(default_factory=QueueWatch)
     deadline: float | None = None
     promise_seconds: float | None = None
-    metadata_first: bool = True
+    size: int | None = None  # of the result in bytes, if the service has told already
     poll_backoff: Any = None
 
     async def result(self) -> R:
         """Poll until the result is there; gives up at the deadline with the last error seen."""
         state = _Progress(self.transport.clock.monotonic())
         with Lease() as lease:
+            if self.size is not None:
+                state.reserved = True
+                await lease.take(self.room, self.size)
             while True:
                 self._check_deadline(state)
                 try:
-                    response = await self._ask(state, lease)
+                    response = await self._ask(state)
                 except APIConnectionError as error:
                     await self._after_silence(state, error)
                     continue
-                state.heard(self.transport.clock.monotonic())
+                state.heard(self.transport.clock.monotonic(), response.status)
                 if response.status == 200:
                     if _is_proto(response):
                         return self._read_binary(response)
@@ -99,10 +107,9 @@ class Poll(Generic[R]):
 
     # -- asking ------------------------------------------------------------------------------
 
-    async def _ask(self, state: _Progress, lease: Lease) -> RawResponse:
-        metadata = self.metadata_first and not state.reserved
+    async def _ask(self, state: _Progress) -> RawResponse:
         body = orjson.dumps(
-            {"request_id": self.promise.request_id, "allow_metadata_only": metadata}
+            {"request_id": self.promise.request_id, "allow_metadata_only": not state.reserved}
         )
         headers = {
             "content-type": "application/json",
@@ -215,7 +222,7 @@ class Poll(Generic[R]):
         elif status == 429:
             self.watch.see(error.body)
             state.busy += 1
-            await self._wait(min(2.0 ** (state.busy - 1), _MAX_BACKOFF), error)
+            await self._wait(backoff(state.busy - 1), error)
         elif status == 402 and state.unpaid < self.transport.billing_window:
             state.unpaid += BILLING_WAIT
             await self._wait(BILLING_WAIT, error)
@@ -237,7 +244,7 @@ class Poll(Generic[R]):
         state.last_error = error
         if silent >= UNREACHABLE_LIMIT:
             raise error
-        wait = min(2.0**state.silences, _MAX_BACKOFF)
+        wait = backoff(state.silences)
         state.silences += 1
         self.transport.notices.retry(
             self._name,
@@ -267,9 +274,16 @@ class _Progress:
     reserved: bool = False
     last_error: TinkerError | None = None
 
-    def heard(self, now: float) -> None:
+    def heard(self, now: float, status: int) -> None:
+        """Any answer ends a silence, and an answer of another kind a series of one kind."""
         self.last_heard = now
         self.silences = 0
+        if status != 429:
+            self.busy = 0
+        if status != 402:
+            self.unpaid = 0.0
+        if status != 400:
+            self.bad_requests = 0
 
 
 _PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}

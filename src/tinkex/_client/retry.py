@@ -87,9 +87,9 @@ class HTTPRetryPolicy:
     ) -> float | None:
         if isinstance(error, BillingError):
             return BILLING_WAIT if elapsed + BILLING_WAIT <= self.billing_window else None
-        if _is_blank_400(error):
-            return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
         should = _should_retry(error)
+        if should is None and _is_blank_400(error):
+            return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
         if should is False or (should is None and not is_transient(error)):
             return None
         if attempt < self.max_retries:
@@ -107,7 +107,8 @@ def is_transient(error: TinkerError) -> bool:
 
 def _is_blank_400(error: TinkerError) -> bool:
     # The service always says what was wrong with a request; a 400 without a word is a proxy's doing.
-    return error.status_code == 400 and not error.body
+    body = error.body
+    return error.status_code == 400 and not (body.strip() if isinstance(body, str) else body)
 
 
 def _should_retry(error: TinkerError) -> bool | None:
@@ -141,7 +142,7 @@ class RetryConfig:
         for name in ("progress_timeout", "retry_delay_base"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(f"must be positive, not {getattr(self, name)}", field=name)
-        if self.retry_delay_max < self.retry_delay_base:
+        if not self.retry_delay_max >= self.retry_delay_base:
             raise InvalidInputError(
                 "must not be smaller than retry_delay_base", field="retry_delay_max"
             )

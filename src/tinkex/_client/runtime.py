@@ -14,12 +14,22 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from tinkex.errors import WrongThreadError
 
-__all__ = ["APIFuture", "Runtime", "SampleFuture", "TaskGroup", "fail", "runtime"]
+__all__ = [
+    "APIFuture",
+    "Runtime",
+    "SampleFuture",
+    "TaskGroup",
+    "begin_anew_in_forks",
+    "deliver_result",
+    "fail",
+    "leave_behind",
+    "runtime",
+]
 
 T = TypeVar("T")
 
@@ -30,20 +40,23 @@ class _Mailbox:
     __slots__ = ("_calls", "_lock", "_loop", "_woken")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = ref(loop)  # a strong one would keep every loop that ever waited here
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()
         self._woken = False
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
         """Run `call(*args)` on the loop soon; raises RuntimeError if the loop is closed."""
+        loop = self._loop()
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
         with self._lock:
             self._calls.append((call, args))
             if self._woken:
                 return
             self._woken = True
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
+            loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
             self._calls.clear()
             raise
@@ -78,14 +91,39 @@ class APIFuture(concurrent.futures.Future[T]):
 
     _cancel_with_waiter = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = _process
+
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; raises TimeoutError if it is not there within `timeout` seconds."""
-        if threading.get_ident() == _runtime_thread() and not self.done():
-            raise WrongThreadError(
-                "result() was called on tinkex's own thread, which would wait for itself for ever; "
-                "await the future, or call result() on another thread."
-            )
+        self._check_waiting_helps(blocking=True)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; what `result` would raise, or None."""
+        self._check_waiting_helps(blocking=True)
+        return super().exception(timeout)
+
+    def cancel(self) -> bool:
+        if not super().cancel():
+            return False
+        with self._condition:
+            if self._state == "CANCELLED":  # `wait` and `as_completed` look only for the next state
+                self.set_running_or_notify_cancel()
+        return True
+
+    def _check_waiting_helps(self, *, blocking: bool) -> None:
+        if blocking and threading.get_ident() == _runtime_thread() and not self.done():
+            raise WrongThreadError(
+                "A future was waited for on tinkex's own thread, which would wait for itself for "
+                "ever; await the future, or call result() on another thread."
+            )
+        if self._process is not _process and not self.done():
+            raise WrongThreadError(
+                "This result is on its way to the process that asked for it, not to its fork; "
+                "ask again in this process."
+            )
 
     async def result_async(self, timeout: float | None = None) -> T:
         if timeout is None:
@@ -102,6 +140,7 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
+            self._check_waiting_helps(blocking=False)
             loop = asyncio.get_running_loop()
             arrived = loop.create_future()
             mailbox = _mailbox_of(loop)
@@ -156,7 +195,6 @@ class Runtime:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pid: int | None = None
         self._thread: threading.Thread | None = None
         self._mailbox: _Mailbox | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -174,7 +212,7 @@ class Runtime:
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
         """Run `call(*args)` on the loop soon."""
-        if self._mailbox is None or self._pid != os.getpid():
+        if self._mailbox is None:
             self._ensure_started()
         assert self._mailbox is not None
         self._mailbox.post(call, *args)
@@ -195,24 +233,22 @@ class Runtime:
         task.add_done_callback(deliver)
         if future._cancel_with_waiter:
 
-            def give_up(done: concurrent.futures.Future[T]) -> None:
-                if done.cancelled():
+            def give_up(_: concurrent.futures.Future[T]) -> None:
+                if not task.done():  # cancelled, or its caller's time is up
                     self.post(task.cancel)
 
             future.add_done_callback(give_up)
 
     def _ensure_started(self) -> None:
         with self._lock:
-            if self._thread is not None and self._pid == os.getpid():
+            if self._thread is not None:
                 return
-            # A forked child inherits the objects but not the thread: begin anew.
-            self._pid = os.getpid()
             self.loop = _new_event_loop()
-            self._mailbox = _mailbox_of(self.loop)
             self._thread = threading.Thread(
                 target=self._run, args=(self.loop,), name="tinkex", daemon=True
             )
             self._thread.start()
+            self._mailbox = _mailbox_of(self.loop)
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -234,14 +270,56 @@ def _deliver(task: asyncio.Task[T], future: APIFuture[T]) -> None:
     elif (error := task.exception()) is not None:
         fail(future, error)
     else:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
-            future.set_result(task.result())
+        deliver_result(future, task.result())
+
+
+def deliver_result(future: APIFuture[T], result: T) -> None:
+    """Set a result unless the future is done already."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+        future.set_result(result)
 
 
 def fail(future: APIFuture[Any], error: BaseException) -> None:
     """Set an exception unless the future is done already."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_exception(error)
+
+
+# -- forks ---------------------------------------------------------------------------------------
+# A forked child inherits every object but none of the threads, and shares its sockets with the parent.
+
+
+class _BeginsAnew(Protocol):
+    def _begin_anew(self) -> None: ...
+
+
+_process = object()  # another one in each process
+_affected: WeakSet[_BeginsAnew] = WeakSet()
+_left_behind: list[object] = []
+
+
+def begin_anew_in_forks(thing: _BeginsAnew) -> None:
+    """Call `thing._begin_anew()` in every child forked from this process while it lives."""
+    _affected.add(thing)
+
+
+def leave_behind(*things: object) -> None:
+    """Keep what belongs to the parent from being closed here, which would reach into its event loop."""
+    _left_behind.extend(things)
+
+
+def _after_fork() -> None:
+    global _process, _mailboxes_lock, _shared  # noqa: PLW0603
+    _process = object()
+    _mailboxes_lock = threading.Lock()  # another thread may have held it
+    leave_behind(_shared)
+    _shared = Runtime()
+    for thing in list(_affected):
+        thing._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 _shared = Runtime()

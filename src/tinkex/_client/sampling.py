@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import itertools
-import random
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from itertools import zip_longest
 from typing import Any, Final, Literal, cast
@@ -20,6 +20,8 @@ from tinkex.config import Config
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
+    APITimeoutError,
+    ClientClosedError,
     InvalidInputError,
     NotFoundError,
     TinkerError,
@@ -46,12 +48,19 @@ from .chunking import input_bytes
 from .polling import Poll
 from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
 from .retry import RetryConfig, SampleRetryPolicy, retrying
-from .runtime import APIFuture, SampleFuture
+from .runtime import (
+    APIFuture,
+    SampleFuture,
+    begin_anew_in_forks,
+    deliver_result,
+    fail,
+    leave_behind,
+)
 from .session import Session
 from .tokenizers import load_tokenizer, tokenizer_id
 from .transport import RawResponse
 
-__all__ = ["SamplingClient"]
+__all__ = ["SamplingClient", "open_sampling_session"]
 
 _ASAMPLE: Final = operation("asample")
 _STREAM: Final = operation("stream_sample")
@@ -88,6 +97,12 @@ class SamplingClient(SamplingClientAsync):
         self._seq_ids: itertools.count[int] | None = None if shadow else itertools.count()
         self._joining: asyncio.Lock | None = None
         self._flight: _Flight | None = None
+        begin_anew_in_forks(self)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: a copy like one that was pickled, with numbers of its own."""
+        leave_behind(self._flight, self._joining)
+        self._seq_ids = self._joining = self._flight = None
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
@@ -119,7 +134,7 @@ class SamplingClient(SamplingClientAsync):
         async def made() -> SamplingClient:
             opened = sampling_session_id
             if opened is None:
-                opened = await SamplingClient.open_sampling_session(
+                opened = await open_sampling_session(
                     holder, model_path=model_path, base_model=base_model, deadline=deadline
                 )
             return SamplingClient(
@@ -131,27 +146,6 @@ class SamplingClient(SamplingClientAsync):
 
         return holder.submit(made(), timeout=timeout)
 
-    @staticmethod
-    async def open_sampling_session(
-        session: Session,
-        *,
-        model_path: str | None,
-        base_model: str | None,
-        deadline: float | None,
-    ) -> str:
-        session_id = await session.opened()
-        created = await session.call(
-            "create_sampling_session",
-            CreateSamplingSessionRequest(
-                session_id=session_id,
-                sampling_session_seq_id=session.next_sampling_seq(),
-                base_model=base_model,
-                model_path=model_path,
-            ),
-            deadline=deadline,
-        )
-        return cast("str", created.sampling_session_id)
-
     # -- sampling ----------------------------------------------------------------------------
 
     def sample(
@@ -159,7 +153,7 @@ class SamplingClient(SamplingClientAsync):
         prompt: ModelInput,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
+        include_prompt_logprobs: bool | None = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
         target_prompt_logprobs: TensorData | None = None,
@@ -184,9 +178,10 @@ class SamplingClient(SamplingClientAsync):
             "prompt": prompt,
             "sampling_params": params,
             "sampling_session_id": self._sampling_session_id,
-            "prompt_logprobs": bool(include_prompt_logprobs),
             "topk_prompt_logprobs": _count("topk_prompt_logprobs", topk_prompt_logprobs, 0),
         }
+        if include_prompt_logprobs is not None:  # None leaves it to the service
+            fields["prompt_logprobs"] = bool(include_prompt_logprobs)
         if topk_sample_logprobs:
             fields["topk_sample_logprobs"] = _count("topk_sample_logprobs", topk_sample_logprobs, 0)
         if target_prompt_logprobs is not None:
@@ -361,9 +356,9 @@ class SamplingClient(SamplingClientAsync):
             promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
+            request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
             try:
-                if flight.poller is not None:
-                    await flight.poller.finished(promise.request_id, seq_id // _CLONE_STRIDE)
+                size = None if poller is None else await poller.finished(request_id, clone)
                 poll: Poll[SampleResponse] = Poll(
                     session.transport,
                     _ASAMPLE,
@@ -372,12 +367,16 @@ class SamplingClient(SamplingClientAsync):
                     watch,
                     deadline,
                     seconds,
+                    size,
                 )
                 return await poll.result()
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, APITimeoutError):  # nobody waits any more
                 if session.dynamic.sample_cancel_enabled and not session.closed:
-                    session.in_background(self._cancel_at_service(promise.request_id))
+                    session.in_background(self._cancel_at_service(request_id))
                 raise
+            finally:
+                if poller is not None:
+                    poller.fetched(request_id, clone)
         finally:
             flight.room.give_back(1)
 
@@ -421,7 +420,8 @@ class SamplingClient(SamplingClientAsync):
         self._joining = self._joining or asyncio.Lock()
         async with self._joining:
             if self._seq_ids is None:
-                clone = random.randrange(1, _CLONE_STRIDE)  # noqa: S311
+                # Not from `random`: workers are often seeded alike.
+                clone = 1 + secrets.randbelow(_CLONE_STRIDE - 1)
                 if self._session.flags.sample_join_sampling_session:
                     request = JoinSamplingSessionRequest(
                         sampling_session_id=self._sampling_session_id
@@ -452,7 +452,10 @@ class SamplingClient(SamplingClientAsync):
             except NotFoundError:
                 await self._sample_instead(request, put)
             put(None)
-        except BaseException as error:
+        except asyncio.CancelledError:  # by the reader, who is gone, or by closing the client
+            put(ClientClosedError("The client was closed before the stream had ended."))
+            raise
+        except Exception as error:
             put(error)
             raise
 
@@ -465,9 +468,9 @@ class SamplingClient(SamplingClientAsync):
         decoder = SSEDecoder()
         async for part in response.content:
             for event in decoder.feed(bytes(part)):
-                put(_stream_chunk(event))
+                _put_event(event, put)
         for event in decoder.flush():
-            put(_stream_chunk(event))
+            _put_event(event, put)
 
     async def _sample_instead(self, request: SampleRequest, put: Any) -> None:
         fields = {name: value for name, value in request.__dict__.items() if value is not None}
@@ -482,6 +485,28 @@ class SamplingClient(SamplingClientAsync):
                     total_tokens=len(sequence.tokens),
                 )
             )
+
+
+# Not a method: tools list the coroutine methods of the class and expect the official ones.
+async def open_sampling_session(
+    session: Session,
+    *,
+    model_path: str | None,
+    base_model: str | None,
+    deadline: float | None,
+) -> str:
+    session_id = await session.opened()
+    created = await session.call(
+        "create_sampling_session",
+        CreateSamplingSessionRequest(
+            session_id=session_id,
+            sampling_session_seq_id=session.next_sampling_seq(),
+            base_model=base_model,
+            model_path=model_path,
+        ),
+        deadline=deadline,
+    )
+    return cast("str", created.sampling_session_id)
 
 
 class _Flight:
@@ -559,6 +584,11 @@ class _Answer:
         self.status, self.headers, self.content = status, headers, content
 
 
+def _put_event(event: ServerSentEvent, put: Any) -> None:
+    if event.data:  # without data it only keeps the connection awake
+        put(_stream_chunk(event))
+
+
 def _stream_chunk(event: ServerSentEvent) -> SampleStreamChunk:
     body = event.json()
     if not isinstance(body, dict):
@@ -591,12 +621,12 @@ def _mapped(source: APIFuture[Any], change: Any) -> APIFuture[Any]:
         if done.cancelled():
             target.cancel()
         elif (error := done.exception()) is not None:
-            target.set_exception(error)
+            fail(target, error)
         else:
             try:
-                target.set_result(change(done.result()))
-            except TinkerError as raised:
-                target.set_exception(raised)
+                deliver_result(target, change(done.result()))
+            except Exception as raised:  # who waits must hear of it, whatever it is
+                fail(target, raised)
 
     source.add_done_callback(deliver)
     target.add_done_callback(lambda done: source.cancel() if done.cancelled() else None)

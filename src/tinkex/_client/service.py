@@ -270,6 +270,8 @@ class ServiceClient(ServiceClientAsync):
     ) -> TrainingClient:
         session = self._session
         session_id = await session.opened()
+        if user_metadata is None:
+            user_metadata = session.config.user_metadata
         if session.flags.create_model_via_load_weights:
             model_seq_id = session.next_model_seq()
             loaded = await session.run(

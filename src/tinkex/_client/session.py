@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar
 
@@ -43,7 +44,7 @@ from .notices import logger
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
 from .retry import Clock
-from .runtime import APIFuture, TaskGroup, fail, runtime
+from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
 from .transport import RawResponse, Transport
 
 __all__ = ["FinishReason", "Session"]
@@ -69,6 +70,8 @@ class Session:
     `session_id` adopts a session that another process opened: its heartbeat goes on here too, but closing
     leaves it to its owner to finish it.
     """
+
+    _pyqwest_lost = False
 
     def __init__(
         self,
@@ -101,6 +104,25 @@ class Session:
         self.sample_budget: SampleBudget
         self.response_room: Budget
         self.training_room: Budget
+        begin_anew_in_forks(self)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: go on in the same session, with connections, tasks and numbers of its own."""
+        leave_behind(self._transport, self._group, self._background, self._configured, self._opened)
+        if self._transport is not None and self._uses_pyqwest:
+            Session._pyqwest_lost = True
+        self._transport = self._configured = self._opened = None
+        self._group, self._background = TaskGroup(), set()
+        if self._closing is not None:
+            self._closing = APIFuture()
+            self._closing.set_result(None)
+        if self.session_id is not None:
+            self._owner = False
+            # The service takes equal numbers for the same request sent twice.
+            first = (1 << 20) + secrets.randbelow(1 << 30)
+            self._model_seq = itertools.count(first)
+            self._sampling_seq = itertools.count(first)
+            self._custom_loss_seq = itertools.count(first)
 
     # -- running work ------------------------------------------------------------------------
 
@@ -162,8 +184,19 @@ class Session:
                     "running service",
                     field="base_url",
                 )
+            if self._pyqwest_lost and self._uses_pyqwest:
+                raise TinkerError(
+                    "TLS connections do not survive a fork: their library has threads of its own. "
+                    "Start worker processes with the spawn method, or fork before the first call."
+                )
             self._transport = Transport(self.config, clock=self.clock)
         return self._transport
+
+    @property
+    def _uses_pyqwest(self) -> bool:
+        config = self.config
+        secure = config.base_url.startswith("https:") or config.proxy is not None
+        return secure and config.http_client is None
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -336,6 +369,7 @@ class Session:
         deadline: float | None = None,
     ) -> Any:
         """Submit a queued operation and wait for its result."""
+        await self.configured()
         row = operation(name)
         promised, seconds = await self.promise(row, request, deadline=deadline)
         return await self.outcome(row, promised, seconds, observers=observers, deadline=deadline)

@@ -45,7 +45,7 @@ from ._async_twins import TrainingClientAsync
 from .budget import Lease
 from .custom_loss import CustomLossFn
 from .queue_state import Observer, QueueLogger, observer_of
-from .runtime import APIFuture
+from .runtime import APIFuture, begin_anew_in_forks, leave_behind
 from .session import Session
 from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
 from .transport import encode_training
@@ -297,7 +297,7 @@ class TrainingClient(TrainingClientAsync):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        from .sampling import SamplingClient
+        from .sampling import SamplingClient, open_sampling_session
 
         if name is not None:
             _check_name(name)
@@ -313,7 +313,7 @@ class TrainingClient(TrainingClientAsync):
             if saved.sampling_session_id is not None:
                 sampling_session_id = saved.sampling_session_id
             else:
-                sampling_session_id = await SamplingClient.open_sampling_session(
+                sampling_session_id = await open_sampling_session(
                     session, model_path=_path_of(saved), base_model=None, deadline=None
                 )
             return SamplingClient(
@@ -571,6 +571,13 @@ class _Turns:
         self._current = 0
         self._seq_id = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        begin_anew_in_forks(self)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: what was in line before the fork is the parent's; numbers go on from there."""
+        leave_behind(self._waiting)
+        self._lock, self._waiting = threading.Lock(), {}
+        self._current = self._tickets
 
     def ticket(self) -> _Turn:
         with self._lock:

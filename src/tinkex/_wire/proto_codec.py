@@ -184,13 +184,15 @@ def _read_spans(messages: Iterable[pb.ProvenanceSpan], field: str) -> Provenance
     return spans
 
 
-def _write_datum(datum: Datum, message: pb.Datum) -> None:
+def _encode_datum(datum: Datum) -> bytes:
+    message = pb.Datum()
     for chunk in datum.model_input.chunks:
         _write_chunk(chunk, message.model_input.add())
     for name, tensor in datum.loss_fn_inputs.items():
         _write_tensor(tensor, message.loss_fn_inputs[name])
     _write_spans(datum.model_input_spans or [], message.model_input_spans)
     _write_spans(datum.loss_fn_input_spans or [], message.loss_fn_input_spans)
+    return message.SerializeToString()
 
 
 def _read_datum(message: pb.Datum, field: str) -> Datum:
@@ -229,9 +231,27 @@ def encode_forward_backward_request(request: ForwardBackwardRequest | ForwardReq
         except (TypeError, ValueError) as error:  # of the wrong type, or too large for its field
             raise InvalidInputError(f"{value!r:.80}: {error}", field=name) from error
     _write_loss_config(inputs.loss_fn_config or {}, message)
+    # Datums are serialised one by one and strung together, which is what a repeated field is on the wire:
+    # building them all in one message first would take twice the memory again.
+    parts = [message.SerializeToString()]
     for datum in inputs.data:
-        _write_datum(datum, message.data.add())
-    return message.SerializeToString()
+        encoded = _encode_datum(datum)
+        parts += (_DATA_FIELD, _varint(len(encoded)), encoded)
+    return b"".join(parts)
+
+
+_LENGTH_DELIMITED: Final = 2
+_DATA_FIELD: Final = bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _write_loss_config(

@@ -1,0 +1,176 @@
+"""Run the unit tests of tinker-cookbook with the official SDK and with tinkex in its place.
+
+python scripts/run_cookbook.py [--only official|tinkex] [pytest arguments…]
+
+The environment is made once under .scratch/cookbook and kept until `make clean`. Prints a summary as
+JSON; the exit code is 1 if a test passes with the official SDK and not with ours. Tests that need the
+network fail with both and say nothing about either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+import venv
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / ".scratch" / "cookbook"
+VERSION = "0.5.8"
+SOURCES = HOME / f"tinker_cookbook-{VERSION}"
+PYTHON = HOME / "env" / "bin" / "python"
+
+REQUIREMENTS = (
+    f"tinker-cookbook[litellm,math-rl,modal]=={VERSION}",
+    "tinker==0.36.0",
+    "inspect-ai",
+    "pandas",
+    "plotly",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+)
+#: Beside the code lie unit tests; of the others only the second need no service. Run apart, because
+#: together with tests that want a key the first are skipped when there is none.
+SELECTED = (("tinker_cookbook",), ("tests/downstream_compat",))
+#: What runs the tests, with one SDK and with the other.
+RUNNERS = {
+    "official": ("-m", "pytest"),
+    "tinkex": ("-m", "tinkex.as_tinker", "-m", "pytest"),
+}
+TEST_TIMEOUT = 120  # seconds for one test
+RUN_TIMEOUT = 3600  # seconds for one run of them
+
+Outcomes = dict[str, str]
+
+
+def prepare() -> None:
+    """Make the environment and unpack the sources, unless that was done for the same requirements."""
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = "\n".join([*REQUIREMENTS, *ours])
+    ready = HOME / ".ready"
+    if ready.exists() and ready.read_text() == wanted:
+        return
+    shutil.rmtree(HOME, ignore_errors=True)
+    venv.create(HOME / "env", with_pip=True)
+    constraint = ("--constraint", str(ROOT / "constraints.txt"))
+    pip("install", *constraint, *REQUIREMENTS, *ours)
+    pip("install", "--no-deps", "--editable", str(ROOT))
+    pip(
+        *("download", "--no-deps", "--no-binary", ":all:", "--dest", str(HOME)),
+        f"tinker-cookbook=={VERSION}",
+    )
+    with tarfile.open(next(HOME.glob("tinker_cookbook-*.tar.gz"))) as archive:
+        archive.extractall(HOME, filter="data")
+    ready.write_text(wanted)
+
+
+def pip(*arguments: str) -> None:
+    command = [PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def run(sdk: str, extra: list[str]) -> tuple[Outcomes, dict[str, Any]]:
+    """The outcome of every test with one SDK, and their numbers."""
+    started = time.monotonic()
+    outcomes: Outcomes = {}
+    log = HOME / f"{sdk}.log"
+    with log.open("w") as output:
+        for targets in [extra] if extra else SELECTED:
+            outcomes |= run_pytest(RUNNERS[sdk], targets, output)
+    counted = Counter(outcomes.values())
+    return outcomes, {
+        **{kind: counted[kind] for kind in ("passed", "failed", "errors", "skipped")},
+        "seconds": round(time.monotonic() - started),
+        "log": str(log.relative_to(ROOT)),
+    }
+
+
+def run_pytest(runner: Sequence[str], targets: Sequence[str], output: IO[str]) -> Outcomes:
+    report = HOME / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [
+        *(str(PYTHON), *runner),
+        *("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
+        *(f"--timeout={TEST_TIMEOUT}", f"--junitxml={report}"),
+        *targets,
+    ]
+    try:
+        subprocess.run(
+            command,
+            cwd=SOURCES,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=RUN_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        output.write(f"\nstopped after {RUN_TIMEOUT} s\n")
+    return read_report(report)
+
+
+def environment() -> dict[str, str]:
+    """No service, no model hub, nothing of the caller's own settings."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TINKER_", "TINKEX_", "HF_", "PYTEST_", "PYTHON"))
+    }
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(HOME / "hub"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "WANDB_MODE": "disabled",
+        "TINKER_TELEMETRY": "0",
+    }
+    return kept | offline | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def read_report(report: Path) -> Outcomes:
+    if not report.exists():  # the run crashed or was stopped
+        return {}
+    kinds = {"failure": "failed", "error": "errors", "skipped": "skipped"}
+    outcomes = {}
+    for case in ET.parse(report).iter("testcase"):  # noqa: S314  pytest wrote it for us
+        name = "::".join(filter(None, [case.get("classname"), case.get("name")]))
+        found = [kinds[child.tag] for child in case if child.tag in kinds]
+        outcomes[name] = found[0] if found else "passed"
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=RUNNERS, help="run with one of the two SDKs")
+    options, extra = parser.parse_known_args()
+    prepare()
+    outcomes: dict[str, Outcomes] = {}
+    summary: dict[str, Any] = {}
+    for sdk in [options.only] if options.only else RUNNERS:
+        outcomes[sdk], summary[sdk] = run(sdk, extra)
+    worse: list[str] = []
+    if not options.only:
+        worse = sorted(
+            name
+            for name, outcome in outcomes["official"].items()
+            if outcome == "passed" and outcomes["tinkex"].get(name) != "passed"
+        )
+        summary["passes_with_official_only"] = worse
+    print(json.dumps(summary, indent=2))
+    ran = all("passed" in found.values() for found in outcomes.values())
+    return 0 if ran and not worse else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,704 @@
+"""The lean HTTP/1.1 client, on both event loops, against sockets that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from tinkex._client.http1 import HTTP1Client, HTTP1Response
+from tinkex.errors import InvalidInputError
+
+from ..scripted import Answer, Hang, Raw, ScriptedServer
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        yield runner.run
+
+
+@asynccontextmanager
+async def client(**options: Any) -> AsyncIterator[HTTP1Client]:
+    made = HTTP1Client(**options)
+    try:
+        yield made
+    finally:
+        await made.aclose()
+        await settle()
+
+
+async def settle() -> None:
+    """Let what is ready on the loop happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Turn the loop until something is so; the test's own timeout is the limit."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+class Wire:
+    """One connection of a hand-written server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def request(self) -> bytes:
+        """The head of the next request, and its body behind it."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = 0
+        for line in head.decode().lower().split("\r\n"):
+            if line.startswith("content-length:"):
+                length = int(line.partition(":")[2])
+        return head + await self.reader.readexactly(length)
+
+    def send(self, *parts: str | bytes) -> None:
+        for part in parts:
+            self.writer.write(part.encode() if isinstance(part, str) else part)
+
+
+@asynccontextmanager
+async def serving(
+    serve: Callable[[Wire], Awaitable[None]], host: str = "127.0.0.1"
+) -> AsyncIterator[str]:
+    """A server on this loop that runs `serve` for every connection and then closes it."""
+    failures: list[BaseException] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(Wire(reader, writer))
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client went away
+        except BaseException as error:  # noqa: BLE001 - shown at the end
+            failures.append(error)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, host, 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.close()
+        await settle()
+    assert not failures
+
+
+def answering(*answers: str | bytes) -> Callable[[Wire], Awaitable[None]]:
+    """Give these answers on one connection, whatever is asked, then close it."""
+
+    async def serve(wire: Wire) -> None:
+        for answer in answers:
+            await wire.request()
+            wire.send(answer)
+
+    return serve
+
+
+async def answer_of(*answers: str | bytes) -> HTTP1Response:
+    async with serving(answering(*answers)) as url, client() as http:
+        return await http.get(url, {})
+
+
+OK = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def test_each_verb_says_what_it_should(run):
+    seen = []
+
+    async def serve(wire: Wire) -> None:
+        while True:
+            seen.append((await wire.request()).decode())
+            wire.send(OK)
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            address = url.removeprefix("http://")
+            await http.get(f"{url}/a?b=c", {"accept": "x"})
+            await http.post(f"{url}/a", {}, b"body")
+            await http.post(f"{url}/a", {})
+            await http.put(f"{url}/a", {}, b"put")
+            await http.delete(url, {})
+        assert seen == [
+            f"GET /a?b=c HTTP/1.1\r\nhost: {address}\r\naccept: x\r\n\r\n",
+            f"POST /a HTTP/1.1\r\nhost: {address}\r\ncontent-length: 4\r\n\r\nbody",
+            f"POST /a HTTP/1.1\r\nhost: {address}\r\ncontent-length: 0\r\n\r\n",
+            f"PUT /a HTTP/1.1\r\nhost: {address}\r\ncontent-length: 3\r\n\r\nput",
+            f"DELETE / HTTP/1.1\r\nhost: {address}\r\n\r\n",
+        ]
+
+    run(work())
+
+
+@pytest.mark.parametrize("value", ["a\nb: c", "a\r\nb: c", "a\rb", "a\0b", "snow ☃"])
+@pytest.mark.parametrize("where", ["name", "value"])
+def test_a_header_that_would_not_stay_in_its_line_is_refused(run, server, value, where):
+    async def work():
+        async with client() as http:
+            headers = {value: "x"} if where == "name" else {"x": value}
+            with pytest.raises(InvalidInputError):
+                await http.get(server.url, headers)
+
+    run(work())
+    assert server.requests == []
+
+
+def test_a_path_is_escaped_where_it_must_be_and_left_alone_where_not(run):
+    seen = []
+
+    async def serve(wire: Wire) -> None:
+        while True:
+            seen.append((await wire.request()).split(b" HTTP/1.1\r\n")[0].decode())
+            wire.send(OK)
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            await http.get(f"{url}/a b/ü?q=x y", {})
+            await http.get(f"{url}/run:1/a%20b?q=%2F&r=a+b", {})
+        assert seen == ["GET /a%20b/%C3%BC?q=x%20y", "GET /run:1/a%20b?q=%2F&r=a+b"]
+
+    run(work())
+
+
+def test_a_host_header_of_the_callers_own_is_sent_once(run):
+    heads = []
+
+    async def serve(wire: Wire) -> None:
+        heads.append((await wire.request()).decode())
+        wire.send(OK)
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            await http.get(url, {"host": "example.org"})
+        assert heads == ["GET / HTTP/1.1\r\nhost: example.org\r\n\r\n"]
+
+    run(work())
+
+
+def test_an_ipv6_address_stands_in_brackets_in_the_host_header(run):
+    heads = []
+
+    async def serve(wire: Wire) -> None:
+        heads.append((await wire.request()).decode())
+        wire.send(OK)
+
+    async def work():
+        try:
+            async with serving(serve, "::1") as url, client() as http:
+                await http.get(url, {})
+        except OSError:
+            pytest.skip("no IPv6 here")
+        assert f"host: {url.removeprefix('http://')}\r\n" in heads[0]
+        assert "host: [::1]:" in heads[0]
+
+    run(work())
+
+
+@pytest.mark.parametrize("verb", ["post", "put"])
+def test_twenty_megabytes_go_both_ways(run, server, verb):
+    body = bytes(range(256)) * (20 * MEGABYTE // 256)
+    server.on(f"{verb.upper()} /echo", lambda request: Answer(request.body))
+
+    async def work():
+        async with client() as http:
+            return await getattr(http, verb)(f"{server.url}/echo", {}, body)
+
+    assert run(work()).content == body
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_status_headers_in_lower_case_and_body(run):
+    response = run(
+        answer_of("HTTP/1.1 418 Tea\r\nX-One: 1\r\nx-one: 2\r\nContent-Length: 3\r\n\r\ntea")
+    )
+    assert response.status == 418
+    assert response.headers == {"x-one": "1, 2", "content-length": "3"}
+    assert response.content == b"tea"
+
+
+@pytest.mark.parametrize("coding", ["chunked", "Chunked"])
+def test_a_chunked_body_is_put_together(run, coding):
+    head = f"HTTP/1.1 200 OK\r\ntransfer-encoding: {coding}\r\n\r\n"
+    response = run(answer_of(f"{head}3\r\nabc\r\n4;ext=1\r\ndefg\r\n0\r\nx-trailer: 1\r\n\r\n"))
+    assert response.content == b"abcdefg"
+
+
+def test_a_body_may_end_with_the_connection(run):
+    assert run(answer_of("HTTP/1.1 200 OK\r\n\r\nall of it")).content == b"all of it"
+    assert run(answer_of("HTTP/1.0 200 OK\r\n\r\n")).content == b""
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_without_a_body_needs_no_length(run, status):
+    async def work():
+        async with serving(answering(f"HTTP/1.1 {status} X\r\n\r\n", OK)) as url, client() as http:
+            assert (await http.get(url, {})).content == b""
+            assert (await http.get(url, {})).content == b"ok"
+
+    run(work())
+
+
+def test_interim_answers_are_skipped(run):
+    interim = "HTTP/1.1 100 Continue\r\nx-early: 1\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n"
+    response = run(answer_of(f"{interim}{OK}"))
+    assert (response.status, response.content) == (200, b"ok")
+    assert "x-early" not in response.headers
+
+
+def test_an_answer_may_come_byte_by_byte(run):
+    async def serve(wire: Wire) -> None:
+        await wire.request()
+        for byte in OK.encode():
+            wire.send(bytes([byte]))
+            await settle()
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            assert (await http.get(url, {})).content == b"ok"
+
+    run(work())
+
+
+def test_a_compressed_body_is_unpacked(run):
+    body = gzip.compress(b"text" * 1000)
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n"
+    assert run(answer_of(head.encode() + body)).content == b"text" * 1000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "HTTP/1.1 200 O",
+        "HTTP/1.1 200 OK\r\ncontent-le",
+        "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n5\r\nabcde\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nnope",
+        "HTTP/1.1 200 OK\r\ncontent-encoding: br\r\ncontent-length: 4\r\n\r\nnope",
+        "SSH-2.0-OpenSSH_9.6\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nwhatever",
+    ],
+)
+def test_an_answer_that_is_broken_off_or_broken_is_a_connection_error(run, answer):
+    with pytest.raises(ConnectionError):
+        run(answer_of(answer))
+
+
+def test_a_body_that_ends_with_a_reset_is_not_taken_for_complete(run):
+    async def serve(wire: Wire) -> None:
+        await wire.request()
+        wire.send("HTTP/1.1 200 OK\r\n\r\nhalf of")
+        await wire.reader.readexactly(1)  # the client has the half
+        raw = wire.writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        wire.writer.transport.abort()
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            async with http.stream("GET", url, {}) as response:
+                parts = response.content
+                assert await anext(parts) == b"half of"
+                response._connection._transport.write(b"!")
+                with pytest.raises(ConnectionError):
+                    await anext(parts)
+
+    run(work())
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def test_one_connection_serves_one_request_after_another(run, server):
+    server.on("GET /", Answer())
+
+    async def work():
+        async with client() as http:
+            for _ in range(5):
+                await http.get(server.url, {})
+                assert server.open_connections == 1
+
+    run(work())
+
+
+def test_requests_at_the_same_time_have_connections_of_their_own(run, server):
+    server.on("GET /", Answer())
+
+    async def work():
+        async with client() as http:
+            await asyncio.gather(*[http.get(server.url, {}) for _ in range(7)])
+            assert server.open_connections == 7
+            await asyncio.gather(*[http.get(server.url, {}) for _ in range(7)])
+            assert server.open_connections == 7
+
+    run(work())
+
+
+def test_no_more_connections_are_kept_than_allowed(run, server):
+    server.on("GET /", Answer())
+
+    async def work():
+        async with client(max_idle=2) as http:
+            await asyncio.gather(*[http.get(server.url, {}) for _ in range(7)])
+            await until(lambda: server.open_connections == 2)
+
+    run(work())
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.1 200 OK\r\nconnection: close", "HTTP/1.0 200 OK"])
+def test_a_connection_the_service_wants_closed_is_not_used_again(run, version):
+    served = 0
+
+    async def serve(wire: Wire) -> None:
+        nonlocal served
+        served += 1
+        await wire.request()
+        wire.send(f"{version}\r\ncontent-length: 2\r\n\r\nok")
+        assert await wire.reader.read() == b""
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            for _ in range(3):
+                assert (await http.get(url, {})).content == b"ok"
+        assert served == 3
+
+    run(work())
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_unnoticed(run):
+    connections = 0
+
+    async def serve(wire: Wire) -> None:
+        nonlocal connections
+        connections += 1
+        await wire.request()
+        wire.send(OK)
+        if connections == 1:
+            await wire.request()  # taken, and closed without a word
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            for _ in range(2):
+                assert (await http.post(url, {}, b"x")).content == b"ok"
+        assert connections == 2
+
+    run(work())
+
+
+def test_a_fresh_connection_that_closes_without_a_word_is_an_error(run):
+    connections = 0
+
+    async def serve(wire: Wire) -> None:
+        nonlocal connections
+        connections += 1
+        await wire.request()
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            with pytest.raises(ConnectionError, match="without an answer"):
+                await http.get(url, {})
+        assert connections == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("surplus", ["HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nno", OK, "???"])
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, when):
+    said = asyncio.Event()
+    connections = 0
+
+    async def serve(wire: Wire) -> None:
+        nonlocal connections
+        connections += 1
+        if connections == 2:
+            return await answering("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nmine")(wire)
+        await wire.request()
+        wire.send(OK + surplus if when == "at once" else OK)
+        if when == "later":
+            await settle()
+            wire.send(surplus)
+        said.set()
+        await wire.reader.read()
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            assert (await http.get(url, {})).content == b"ok"
+            await said.wait()
+            await settle()
+            assert (await http.get(url, {})).content == b"mine"
+
+    run(work())
+
+
+def test_a_cancelled_request_closes_its_connection(run, server):
+    server.on("GET /", Hang())
+
+    async def work():
+        async with client() as http:
+            task = asyncio.create_task(http.get(server.url, {}))
+            await until(lambda: len(server.requests) == 1)
+            task.cancel()
+            await until(lambda: server.open_connections == 0)
+            assert task.cancelled()
+
+    run(work())
+
+
+def test_a_cancelled_upload_closes_its_connection_at_once(run):
+    gone = asyncio.Event()
+
+    async def serve(wire: Wire) -> None:
+        await wire.reader.readuntil(b"\r\n\r\n")
+        wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await gone.wait()
+        wire.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert len(await wire.reader.read()) < 64 * MEGABYTE
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            task = asyncio.create_task(http.post(url, {}, bytes(64 * MEGABYTE)))
+            await settle()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await settle()
+            assert not http._open
+            gone.set()
+            await settle()
+
+    run(work())
+
+
+def test_an_answer_before_the_upload_is_finished_counts(run):
+    async def serve(wire: Wire) -> None:
+        await wire.reader.readuntil(b"\r\n\r\n")
+        wire.send("HTTP/1.1 413 No\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbig")
+        await wire.reader.read()
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            response = await http.post(url, {}, bytes(32 * MEGABYTE))
+            assert (response.status, response.content) == (413, b"big")
+
+    run(work())
+
+
+def test_a_refused_connection_is_a_connection_error(run):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+        async def work():
+            async with client() as http:
+                with pytest.raises(ConnectionRefusedError):
+                    await http.get(url, {})
+
+        run(work())
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_cannot_exist_is_a_connection_error(run, host):
+    async def work():
+        async with client() as http:
+            with pytest.raises(OSError, match="host"):
+                await http.get(f"http://{host}/", {})
+
+    run(work())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems answer for a full backlog")
+def test_a_connection_that_does_not_come_about_ends_with_its_own_timeout(run):
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for filler in (first, second):
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+
+        async def work():
+            async with client(connect_timeout=0.05) as http:
+                with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
+                    await http.get(f"http://127.0.0.1:{full.getsockname()[1]}", {})
+
+        run(work())
+
+
+def test_closing_ends_every_connection_and_what_is_under_way(run, server):
+    server.on("GET /", Answer())
+    server.on("GET /slow", Answer(), Hang())
+
+    async def work():
+        async with client() as http:
+            await asyncio.gather(*[http.get(server.url, {}) for _ in range(3)])
+            await http.get(f"{server.url}/slow", {})
+            slow = asyncio.create_task(http.get(f"{server.url}/slow", {}))  # on a kept connection
+            await until(lambda: len(server.asked("GET /slow")) == 2)
+            await http.aclose()
+            with pytest.raises(ConnectionError):
+                await slow
+            with pytest.raises(ConnectionError, match="closed"):
+                await http.get(server.url, {})
+            await until(lambda: server.open_connections == 0)
+
+    run(work())
+    assert len(server.requests) == 5
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def test_a_stream_hands_out_parts_as_they_arrive(run):
+    async def work():
+        taken = asyncio.Queue[bytes]()
+
+        async def serve(wire: Wire) -> None:
+            await wire.request()
+            wire.send("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for number in range(3):
+                wire.send(f"1\r\n{number}\r\n")
+                assert await taken.get() == str(number).encode()  # only then comes the next
+            wire.send("0\r\n\r\n")
+
+        async with serving(serve) as url, client() as http:
+            async with http.stream("GET", url, {"accept": "text/event-stream"}) as response:
+                assert response.status == 200
+                assert response.headers["transfer-encoding"] == "chunked"
+                async for part in response.content:
+                    taken.put_nowait(part)
+
+    run(work())
+
+
+@pytest.mark.parametrize("length", [None, 64 * MEGABYTE])
+def test_a_stream_that_is_not_read_stops_the_service(run, length):
+    total = 64 * MEGABYTE
+    sent = 0
+
+    async def serve(wire: Wire) -> None:
+        nonlocal sent
+        await wire.request()
+        announced = "" if length is None else f"content-length: {length}\r\n"
+        wire.send(f"HTTP/1.1 200 OK\r\n{announced}\r\n")
+        while sent < total:
+            wire.send(bytes(MEGABYTE))
+            await wire.writer.drain()
+            sent += MEGABYTE
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            async with http.stream("GET", url, {}) as response:
+                for _ in range(2000):
+                    await asyncio.sleep(0)
+                assert sent < total / 2
+                received = 0
+                async for part in response.content:
+                    received += len(part)
+                assert received == total
+
+    run(work())
+
+
+def test_the_end_of_a_stream_may_arrive_before_its_parts_are_read(run):
+    async def serve(wire: Wire) -> None:
+        await wire.request()
+        wire.send("HTTP/1.1 200 OK\r\n\r\n", bytes(100_000))
+
+    async def work():
+        async with serving(serve) as url, client() as http:
+            async with http.stream("GET", url, {}) as response:
+                await until(lambda: response._connection._closed)
+                parts = [part async for part in response.content]
+                assert sum(map(len, parts)) == 100_000
+
+    run(work())
+
+
+def test_a_stream_that_is_broken_off_says_so_after_what_did_arrive(run):
+    async def work():
+        answer = "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf"
+        async with serving(answering(answer)) as url, client() as http:
+            async with http.stream("POST", url, {}, b"x") as response:
+                parts = response.content
+                assert await anext(parts) == b"half"
+                with pytest.raises(ConnectionError, match="in the middle"):
+                    await anext(parts)
+
+    run(work())
+
+
+@pytest.mark.parametrize("answer", ["", "SSH-2.0\r\n"])
+def test_a_stream_that_never_begins_is_a_connection_error(run, answer):
+    async def work():
+        async with serving(answering(answer)) as url, client() as http:
+            with pytest.raises(ConnectionError):
+                async with http.stream("GET", url, {}):
+                    pass
+
+    run(work())
+
+
+def test_a_compressed_stream_is_refused_rather_than_misread(run):
+    async def work():
+        answer = "HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\nxx"
+        async with serving(answering(answer)) as url, client() as http:
+            with pytest.raises(ConnectionError, match="gzip"):
+                async with http.stream("GET", url, {}):
+                    pass
+
+    run(work())
+
+
+def test_leaving_a_stream_closes_its_connection(run, server: ScriptedServer):
+    server.on("GET /", Answer(bytes(MEGABYTE)))
+
+    async def work():
+        async with client() as http:
+            async with http.stream("GET", server.url, {}) as response:
+                assert response.status == 200
+            await until(lambda: server.open_connections == 0)
+
+    run(work())
+
+
+def test_a_cancelled_stream_closes_its_connection(run, server: ScriptedServer):
+    server.on("GET /", Raw(b""), Hang())
+
+    async def work():
+        async with client() as http:
+
+            async def read() -> None:
+                async with http.stream("GET", server.url, {}) as response:
+                    async for _ in response.content:
+                        pass
+
+            with pytest.raises(ConnectionError):
+                await read()
+            task = asyncio.create_task(read())
+            await until(lambda: len(server.requests) == 2)
+            task.cancel()
+            await until(lambda: server.open_connections == 0)
+            assert task.cancelled()
+
+    run(work())

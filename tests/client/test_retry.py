@@ -1,0 +1,395 @@
+"""When a call is tried again, and after how long."""
+
+from __future__ import annotations
+
+import asyncio
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkex._client.retry import (
+    DISPATCH_WINDOW,
+    Clock,
+    HTTPRetryPolicy,
+    RetryConfig,
+    SampleRetryPolicy,
+    retry_delay,
+    retryable_status,
+    retrying,
+)
+from tinkex._wire.failures import error_from_response
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APITimeoutError,
+    BadRequestError,
+    ClientClosedError,
+    DecodeError,
+    GoneError,
+    HTTPRequest,
+    InternalServerError,
+    InvalidInputError,
+    RequestFailedError,
+    TinkerError,
+)
+
+from ..scripted import FakeClock
+
+NOW = 1_700_000_000.0
+RETRYABLE = (408, 409, 429, 500, 502, 503, 504, 529, 599)
+FINAL = (400, 401, 403, 404, 405, 410, 413, 415, 418, 422)
+chances = st.floats(0, 1, exclude_max=True)
+
+
+def failure(status: int, body: bytes = b'{"detail": "no"}', **headers: str) -> TinkerError:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return error_from_response(status, named, body, HTTPRequest("POST", "/x"), now=NOW)
+
+
+def wait(
+    error: TinkerError,
+    attempt: int = 0,
+    elapsed: float = 0.0,
+    chance: float = 0.0,
+    policy: Any = None,
+) -> float | None:
+    seconds: float | None = (policy or HTTPRetryPolicy()).wait_before_retry(
+        error, attempt, elapsed, chance
+    )
+    return seconds
+
+
+# -- what is tried again --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", RETRYABLE)
+def test_a_status_that_may_pass_is_tried_again(status):
+    assert retryable_status(status)
+    assert wait(failure(status)) == 0.5
+
+
+@pytest.mark.parametrize("status", FINAL)
+def test_a_status_that_will_not_change_is_final(status):
+    assert not retryable_status(status)
+    assert wait(failure(status)) is None
+
+
+@pytest.mark.parametrize("error", [APIConnectionError(), APITimeoutError()])
+def test_no_answer_is_tried_again(error):
+    assert wait(error) == 0.5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestFailedError("no", "r-1", "server"),
+        APIResponseValidationError(),
+        DecodeError("no"),
+        ClientClosedError("closed"),
+        InvalidInputError("no"),
+    ],
+)
+def test_what_is_no_matter_of_the_connection_is_final(error):
+    assert wait(error) is None
+
+
+@pytest.mark.parametrize("most", [0, 1, 10])
+def test_a_call_is_repeated_max_retries_times(most):
+    policy = HTTPRetryPolicy(most)
+    waits = [wait(failure(503), attempt, policy=policy) for attempt in range(most + 1)]
+    assert None not in waits[:-1]
+    assert waits[-1] is None
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE"])
+def test_the_service_can_force_a_retry(word):
+    assert wait(failure(400, x_should_retry=word)) == 0.5
+    assert wait(failure(404, x_should_retry=word), 10) is None
+
+
+@pytest.mark.parametrize("word", ["false", "False", "FALSE"])
+@pytest.mark.parametrize("body", [b"", b'{"detail": "no"}'])
+def test_the_service_can_forbid_a_retry(word, body):
+    for status in (400, 409, 500):
+        assert wait(failure(status, body, x_should_retry=word)) is None
+
+
+def test_other_words_about_retries_say_nothing():
+    assert wait(failure(500, x_should_retry="maybe")) == 0.5
+    assert wait(failure(404, x_should_retry="1")) is None
+
+
+def test_a_refusal_holds_in_the_dispatch_window_and_a_demand_ends_with_the_retries():
+    policy = HTTPRetryPolicy(2, DISPATCH_WINDOW)
+    assert wait(failure(503, x_should_retry="false"), 2, 1.0, policy=policy) is None
+    assert wait(failure(404, x_should_retry="true"), 2, 1.0, policy=policy) is None
+
+
+# -- how long -------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 5000), chances)
+def test_a_delay_lies_in_the_upper_quarter_of_the_capped_exponential(attempt, chance):
+    full = min(0.5 * 2.0 ** min(attempt, 100), 10.0)
+    assert 0.75 * full <= retry_delay(attempt, chance=chance) <= full
+    if attempt < 10:
+        assert wait(failure(503), attempt, chance=chance) == retry_delay(attempt, chance=chance)
+
+
+def test_the_first_delay_is_half_a_second_and_the_longest_ten():
+    assert retry_delay(0, chance=0.0) == 0.5
+    assert retry_delay(0, chance=1.0) == 0.375
+    assert [retry_delay(attempt, chance=0.0) for attempt in (1, 4, 5, 20)] == [1, 8, 10, 10]
+
+
+@pytest.mark.parametrize("status", RETRYABLE)
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry_after_ms": "1500"}, 1.5),
+        ({"retry_after_ms": "2.5"}, 0.0025),
+        ({"retry_after": "7"}, 7.0),
+        ({"retry_after": "1.25"}, 1.25),
+        ({"retry_after": "60"}, 60.0),
+        ({"retry_after": formatdate(NOW + 20, usegmt=True)}, 20.0),
+        ({"retry_after_ms": "1500", "retry_after": "30"}, 1.5),
+        ({"retry_after_ms": "soon", "retry_after": "30"}, 30.0),
+    ],
+)
+def test_the_service_says_how_long_to_wait(status, headers, seconds):
+    error = failure(status, **headers)
+    assert wait(error) == seconds
+    assert error.retry_after == seconds
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["61", "-1", "0", "nan", "inf", "soon", "", formatdate(NOW + 90), formatdate(NOW - 5)],
+)
+def test_a_wait_that_makes_no_sense_is_not_kept(asked):
+    assert wait(failure(503, retry_after=asked), 1) == 1.0
+
+
+def test_what_was_asked_for_is_kept_on_the_error_even_when_it_is_too_long():
+    error = failure(429, retry_after="120")
+    assert error.retry_after == 120.0
+    assert error.retry_after_ms == 120_000
+
+
+# -- the service wants money ----------------------------------------------------------------------
+
+
+def test_a_billing_problem_pauses_for_as_long_as_the_service_allows():
+    policy = HTTPRetryPolicy(0, billing_window=20.0)
+    waits = [wait(failure(402), n, 5.0 * n, policy=policy) for n in range(5)]
+    assert waits == [5.0, 5.0, 5.0, 5.0, None]
+
+
+def test_a_billing_pause_lasts_an_hour_unless_the_service_says_otherwise():
+    assert wait(failure(402), 700, 3595.0) == 5.0
+    assert wait(failure(402), 700, 3596.0) is None
+
+
+def test_no_billing_pause_is_allowed_where_the_service_allows_none():
+    assert wait(failure(402), policy=HTTPRetryPolicy(billing_window=0.0)) is None
+
+
+# -- a 400 without a word -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"  \r\n", b'""'])
+def test_a_blank_400_is_repeated_three_times_at_once(body):
+    assert [wait(failure(400, body), attempt) for attempt in range(4)] == [0.0, 0.0, 0.0, None]
+
+
+def test_a_blank_400_is_not_repeated_more_often_than_anything_else():
+    assert wait(failure(400, b""), 1, policy=HTTPRetryPolicy(1)) is None
+
+
+def test_a_blank_400_that_asks_for_a_retry_is_a_failure_like_others():
+    assert wait(failure(400, b"", x_should_retry="true"), 5) == 10.0
+
+
+# -- the dispatch window --------------------------------------------------------------------------
+
+
+def test_after_the_retries_a_dispatch_goes_on_until_its_window_ends():
+    policy = HTTPRetryPolicy(10, DISPATCH_WINDOW)
+    error = APIConnectionError()
+    assert wait(error, 10, 60.0, policy=policy) == 30.0
+    assert wait(error, 18, 290.0, policy=policy) == 10.0
+    assert wait(error, 19, 300.0, policy=policy) is None
+
+
+def test_in_the_window_the_service_still_says_how_long_to_wait():
+    policy = HTTPRetryPolicy(0, DISPATCH_WINDOW)
+    assert wait(failure(503, retry_after="3"), 0, 0.0, policy=policy) == 3.0
+    assert wait(failure(503, retry_after="45"), 9, 280.0, policy=policy) == 20.0
+
+
+def test_the_window_is_five_minutes_and_only_for_what_may_pass():
+    assert DISPATCH_WINDOW == 300.0
+    assert wait(failure(404), 10, 1.0, policy=HTTPRetryPolicy(10, DISPATCH_WINDOW)) is None
+
+
+# -- the loop -------------------------------------------------------------------------------------
+
+
+def run(failures: list[BaseException], policy: Any = None, **options: Any) -> tuple[Any, FakeClock]:
+    """Fail as listed, then return the number of the attempt that succeeded."""
+    clock = FakeClock(long=1e9)
+
+    async def once(attempt: int) -> int:
+        if attempt < len(failures):
+            raise failures[attempt]
+        return attempt
+
+    deadline = options.pop("within", None)
+    if deadline is not None:
+        deadline += clock.now
+    work = retrying(once, policy or HTTPRetryPolicy(), clock, deadline=deadline, **options)
+    try:
+        return asyncio.run(work), clock
+    except TinkerError as error:
+        return error, clock
+
+
+def test_a_call_is_repeated_until_it_succeeds():
+    result, clock = run([failure(503), failure(429, retry_after="3"), APIConnectionError()])
+    assert result == 3
+    assert clock.slept == [0.5, 3.0, 2.0]
+
+
+def test_the_last_error_is_raised_as_it_came():
+    last = failure(503)
+    result, _ = run([failure(500), failure(500), last], HTTPRetryPolicy(2))
+    assert result is last
+
+
+def test_a_wait_across_the_deadline_is_not_begun():
+    second = failure(503)
+    result, clock = run([failure(503), second, failure(503)], within=1.5)
+    assert result is second
+    assert clock.slept == [0.5]
+
+
+def test_whoever_listens_hears_of_every_wait_before_it_begins():
+    heard: list[tuple[int, float, float]] = []
+    first = failure(503)
+
+    def listen(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
+        assert attempt or error is first
+        heard.append((attempt, elapsed, wait))
+
+    run([first, failure(503), failure(503)], on_wait=listen)
+    assert heard == [(0, 0.0, 0.5), (1, 0.5, 1.0), (2, 1.5, 2.0)]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), asyncio.CancelledError()])
+def test_what_is_no_error_of_ours_is_never_repeated(error):
+    async def once(_: int) -> None:
+        raise error
+
+    clock = FakeClock()
+    with pytest.raises(type(error)):
+        asyncio.run(retrying(once, HTTPRetryPolicy(), clock))
+    assert clock.slept == []
+
+
+def test_the_real_clock_is_the_machines_own():
+    clock = Clock()
+    assert clock.monotonic() <= clock.monotonic()
+    assert clock.wall() > 1_700_000_000
+    assert 0 <= clock.random() < 1
+
+
+# -- sampling -------------------------------------------------------------------------------------
+
+
+def sample_wait(error: TinkerError, attempt: int = 0, chance: float = 0.5, **options: Any) -> Any:
+    return wait(error, attempt, 0.0, chance, SampleRetryPolicy(RetryConfig(**options)))
+
+
+def test_the_defaults_of_sampling_are_the_documented_ones():
+    config = RetryConfig()
+    assert (config.max_connections, config.max_retries) == (1000, None)
+    assert (config.progress_timeout, config.jitter_factor) == (7200, 0.25)
+    assert (config.retry_delay_base, config.retry_delay_max) == (0.5, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("progress_timeout", 0),
+        ("progress_timeout", float("nan")),
+        ("retry_delay_base", 0.0),
+        ("retry_delay_base", -1.0),
+        ("retry_delay_max", 0.1),
+        ("retry_delay_max", float("nan")),
+        ("jitter_factor", -0.1),
+        ("jitter_factor", 1.5),
+        ("jitter_factor", float("nan")),
+        ("max_connections", 0),
+        ("max_connections", True),
+        ("max_retries", -1),
+        ("max_retries", True),
+    ],
+)
+def test_a_setting_of_sampling_that_cannot_work_is_refused(field, value):
+    with pytest.raises(InvalidInputError) as refused:
+        RetryConfig(**{field: value})
+    assert refused.value.field == field
+
+
+def test_the_limits_of_sampling_may_be_lifted():
+    config = RetryConfig(max_connections=None, max_retries=0, jitter_factor=0, retry_delay_max=0.5)
+    assert config.max_connections is None
+
+
+@pytest.mark.parametrize("error", [APITimeoutError(), APIConnectionError(), failure(410)])
+def test_a_sample_outlives_lost_connections_and_lost_results(error):
+    assert sample_wait(error, 10_000) == 10.0
+
+
+@pytest.mark.parametrize("status", RETRYABLE)
+def test_a_sample_outlives_a_status_that_may_pass(status):
+    assert sample_wait(failure(status)) == 0.5
+
+
+@pytest.mark.parametrize(
+    "error", [failure(400), failure(404), RequestFailedError("no"), InvalidInputError("no")]
+)
+def test_a_sample_that_was_refused_is_final(error):
+    assert sample_wait(error) is None
+
+
+def test_sampling_retries_can_be_limited_or_switched_off():
+    assert sample_wait(failure(503), 1, max_retries=2) == 1.0
+    assert sample_wait(failure(503), 2, max_retries=2) is None
+    assert sample_wait(failure(503), enable_retry_logic=False) is None
+
+
+def test_more_exceptions_can_be_declared_passing():
+    chosen = (BadRequestError,)
+    assert sample_wait(failure(400), retryable_exceptions=chosen) == 0.5
+    assert sample_wait(GoneError("gone"), retryable_exceptions=chosen) is None
+    assert sample_wait(InternalServerError("no"), retryable_exceptions=()) == 0.5
+
+
+@given(st.integers(0, 5000), chances, st.floats(0, 1), st.floats(0.01, 100), st.floats(1, 100))
+def test_a_sample_waits_about_the_capped_exponential(attempt, chance, jitter, base, factor):
+    most = base * factor
+    waited = sample_wait(
+        APIConnectionError(),
+        attempt,
+        chance,
+        retry_delay_base=base,
+        retry_delay_max=most,
+        jitter_factor=jitter,
+    )
+    full = min(base * 2.0 ** min(attempt, 32), most)
+    assert 0 <= waited <= most
+    assert full * (1 - jitter) * 0.999 <= waited <= full * (1 + jitter) * 1.001
