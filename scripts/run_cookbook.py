@@ -22,7 +22,7 @@ import venv
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,13 @@ RUNNERS = {
 TEST_TIMEOUT = 120  # seconds for one test
 RUN_TIMEOUT = 3600  # seconds for one run of them
 
-Outcomes = dict[str, str]
+
+class Outcome(NamedTuple):
+    kind: str
+    raised: str = ""
+
+
+Outcomes = dict[str, Outcome]
 
 
 def prepare() -> None:
@@ -77,7 +83,7 @@ def prepare() -> None:
 
 
 def pip(*arguments: str) -> None:
-    command = [PYTHON, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
@@ -89,7 +95,7 @@ def run(sdk: str, extra: list[str]) -> tuple[Outcomes, dict[str, Any]]:
     with log.open("w") as output:
         for targets in [extra] if extra else SELECTED:
             outcomes |= run_pytest(RUNNERS[sdk], targets, output)
-    counted = Counter(outcomes.values())
+    counted = Counter(outcome.kind for outcome in outcomes.values())
     return outcomes, {
         **{kind: counted[kind] for kind in ("passed", "failed", "errors", "skipped")},
         "seconds": round(time.monotonic() - started),
@@ -102,7 +108,8 @@ def run_pytest(runner: Sequence[str], targets: Sequence[str], output: IO[str]) -
     report.unlink(missing_ok=True)
     command = [
         *(str(PYTHON), *runner),
-        *("-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
+        # Native tracebacks: to show more, pytest parses sources, on which Python 3.11 may trip.
+        *("-q", "--tb=native", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
         *(f"--timeout={TEST_TIMEOUT}", f"--junitxml={report}"),
         *targets,
     ]
@@ -145,9 +152,31 @@ def read_report(report: Path) -> Outcomes:
     outcomes = {}
     for case in ET.parse(report).iter("testcase"):  # noqa: S314  pytest wrote it for us
         name = "::".join(filter(None, [case.get("classname"), case.get("name")]))
-        found = [kinds[child.tag] for child in case if child.tag in kinds]
-        outcomes[name] = found[0] if found else "passed"
+        found = [Outcome(kinds[child.tag], raised(child)) for child in case if child.tag in kinds]
+        outcomes[name] = found[0] if found else Outcome("passed")
     return outcomes
+
+
+def raised(child: ET.Element) -> str:
+    """The class of the exception that ended a test, without its message."""
+    message = child.get("message", "").removeprefix('failed on setup with "')
+    return message.partition(":")[0]
+
+
+def compare(official: Outcomes, tinkex: Outcomes) -> dict[str, list[str]]:
+    """Tests that fail only with ours, and those that fail with both but not for the same reason."""
+    missing = Outcome("missing")
+    pairs = [(name, found, tinkex.get(name, missing)) for name, found in official.items()]
+    return {
+        "passes_with_official_only": sorted(
+            name for name, theirs, ours in pairs if theirs.kind == "passed" != ours.kind
+        ),
+        "ends_otherwise_with_tinkex": sorted(
+            f"{name}: {theirs.raised or theirs.kind} / {ours.raised or ours.kind}"
+            for name, theirs, ours in pairs
+            if theirs.kind != "passed" and theirs != ours
+        ),
+    }
 
 
 def main() -> int:
@@ -159,17 +188,11 @@ def main() -> int:
     summary: dict[str, Any] = {}
     for sdk in [options.only] if options.only else RUNNERS:
         outcomes[sdk], summary[sdk] = run(sdk, extra)
-    worse: list[str] = []
     if not options.only:
-        worse = sorted(
-            name
-            for name, outcome in outcomes["official"].items()
-            if outcome == "passed" and outcomes["tinkex"].get(name) != "passed"
-        )
-        summary["passes_with_official_only"] = worse
+        summary |= compare(**outcomes)
     print(json.dumps(summary, indent=2))
-    ran = all("passed" in found.values() for found in outcomes.values())
-    return 0 if ran and not worse else 1
+    ran = all(numbers["passed"] for numbers in summary.values() if isinstance(numbers, dict))
+    return 0 if ran and not summary.get("passes_with_official_only") else 1
 
 
 if __name__ == "__main__":

@@ -897,6 +897,7 @@ def test_settings_list_every_environment_variable_once():
         "HF_TOKEN",
         "HF_TOKEN_PATH",
         "HUGGING_FACE_HUB_TOKEN",
+        "PYTHONPATH",
         "TINKER_API_KEY",
         "TINKER_BASE_URL",
         "TINKER_CREDENTIAL_CMD",

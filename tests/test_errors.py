@@ -461,6 +461,7 @@ def test_failed_work_arrives_as_it_was_reported(category):
     [
         (InvalidInputError("is odd", field="rank"), "rank: is odd", User),
         (NotFoundError("no such model"), "no such model", User),
+        (BadRequestError("bad rank", body={"category": "server"}), "bad rank", User),
         (InternalServerError("oops"), "oops", Server),
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", Server),
     ],

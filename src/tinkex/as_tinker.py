@@ -18,15 +18,20 @@ from .config import read_env
 
 __all__ = ["main"]
 
+_USAGE = """\
+usage: python -m tinkex.as_tinker script.py [arguments…]
+       python -m tinkex.as_tinker -m module [arguments…]
+"""
+
 
 def main(arguments: list[str]) -> None:
     by_name = arguments[:1] == ["-m"]
     target = arguments[1:] if by_name else arguments
     if not target or target[0].startswith("-"):
-        raise SystemExit(f"usage:\n{(__doc__ or '').partition(os.linesep * 2)[2]}")
+        sys.stderr.write(_USAGE)
+        raise SystemExit(2)
     install_as_tinker()
-    inherited = read_env("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), inherited]))
+    _pass_on()
     sys.argv = target
     if by_name:
         sys.path.insert(0, str(Path.cwd()))
@@ -34,6 +39,13 @@ def main(arguments: list[str]) -> None:
     else:
         sys.path.insert(0, str(Path(target[0]).resolve().parent))
         runpy.run_path(target[0], run_name="__main__")
+
+
+def _pass_on() -> None:
+    """Have processes that inherit the environment find tinkex as `tinker`."""
+    inherited = (read_env("PYTHONPATH") or "").split(os.pathsep)
+    others = [path for path in inherited if path and path != str(SHIM)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *others])
 
 
 if __name__ == "__main__":

@@ -109,8 +109,6 @@ class _Alias(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = self._find(name)
         setattr(self, name, value)
         return value
@@ -119,19 +117,26 @@ class _Alias(ModuleType):
         if name in self._renamed:
             module, _, attribute = self._renamed[name].partition(":")
             return getattr(import_module(module), attribute)
-        for home in self._homes:
-            try:
-                return getattr(import_module(home), name)
-            except AttributeError:
-                continue
-        child = f"{self.__name__}.{name}"
-        if _knows(child):
-            return import_module(child)
+        if name == "__all__":
+            return sorted(self._exported())
+        if not name.startswith("__"):
+            child = f"{self.__name__}.{name}"
+            if _knows(child):
+                return import_module(child)
+            for home in self._homes:
+                try:
+                    return getattr(import_module(home), name)
+                except AttributeError:
+                    continue
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
+    def _exported(self) -> set[str]:
+        homes = map(import_module, self._homes)
+        listed = {name for home in homes for name in getattr(home, "__all__", dir(home))}
+        return listed | self._renamed.keys()
+
     def __dir__(self) -> list[str]:
-        listed = {name for home in self._homes for name in dir(import_module(home))}
-        return sorted(listed | self._renamed.keys() | set(super().__dir__()))
+        return sorted(self._exported() | set(super().__dir__()))
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -152,13 +157,7 @@ class _Finder(MetaPathFinder, Loader):
             root.__all__ = _root_names()  # type: ignore[attr-defined]
             return root
         inner = spec.name.removeprefix("tinker.")
-        if inner in _ALIASES:
-            homes, renamed = _ALIASES[inner]
-            alias = _Alias(spec.name, homes, renamed)
-            if inner == "types":
-                alias.__all__ = tinkex.types.__all__  # type: ignore[attr-defined]
-            return alias
-        return _Alias(spec.name, ("tinkex.types",), {})
+        return _Alias(spec.name, *_ALIASES.get(inner, _ALIASES["types"]))
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: names are looked up when they are used."""
@@ -189,17 +188,18 @@ def _is_module_of_types(inner: str) -> bool:
 
 @cache
 def _snake_names() -> frozenset[str]:
-    return frozenset({*map(_snake, tinkex.types.__all__), *_GROUPED})
+    types = [name for name in tinkex.types.__all__ if name[0].isupper()]
+    return frozenset({*map(_snake, types), *_GROUPED})
 
 
-#: Official modules named for a group of types rather than for one.
+#: Official modules that are not called after one type of the same name.
 _GROUPED: Final = (
-    "search_owner",
-    "session_status",
-    "session_status_query",
     "billing_usage_request",
+    "current_checkpoint_storage_usage_request",
+    "optimizer",
 )
 
 
 def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    """`UntypedAPIFuture` → `untyped_api_future`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

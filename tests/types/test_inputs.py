@@ -56,6 +56,13 @@ def test_reading_the_list_changes_nothing_else(chunk):
     }
 
 
+def test_the_list_of_tokens_does_not_travel():
+    chunk = EncodedTextChunk(tokens=range(1000))
+    size = len(pickle.dumps(chunk))
+    _ = chunk.tokens
+    assert len(pickle.dumps(chunk)) == size
+
+
 def test_int32_arrays_are_not_copied():
     tokens = np.arange(5, dtype=np.int32)
     assert np.shares_memory(EncodedTextChunk(tokens=tokens).tokens_np, tokens)

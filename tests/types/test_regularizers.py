@@ -70,8 +70,8 @@ def test_a_mapping_has_to_be_complete(missing):
 
 
 def test_a_mapping_has_no_other_fields():
-    with pytest.raises(ValueError, match="wieght"):
-        RegularizerSpec.create({"fn": penalty, "weight": 1, "name": "p", "wieght": 2})
+    with pytest.raises(ValueError, match="strength"):
+        RegularizerSpec.create({"fn": penalty, "weight": 1, "name": "p", "strength": 2})
 
 
 @given(st.floats(0, 1e6), st.floats(-1e6, 1e6), st.none() | st.floats(0, 1e6))

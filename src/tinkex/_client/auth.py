@@ -59,8 +59,9 @@ class Auth:
                 self._key = await asyncio.to_thread(_from_command, self._config.credential_cmd)
             if self._exchange is not None and self.stale:
                 self._token = None  # the exchange itself is made with the key
-                self._token = await self._exchange()
-                self._expires = float(claims(self._token)["exp"])
+                token = await self._exchange()
+                self._expires = claims(token)["exp"]
+                self._token = token
 
     def refresh_in(self) -> float:
         """Seconds until the token should be renewed in the background."""
@@ -88,12 +89,23 @@ def claims(token: str) -> dict[str, Any]:
     return content
 
 
-def _from_command(command: str | None) -> str:
+def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str:
     if not command:
         raise ConfigError("set TINKER_API_KEY or pass api_key=…", field="api_key")
-    done = subprocess.run(  # noqa: S602  # the user's own shell command is the point of the setting
-        command, shell=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False
-    )
+    # No error repeats the command or what it printed: either may hold the key.
+    try:
+        done = subprocess.run(  # noqa: S602  # the user's own shell command is the point of the setting
+            command,
+            shell=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = f"the command did not end within {timeout:g} s"
+        raise ConfigError(message, field="credential_cmd") from None
     key = done.stdout.strip()
     if done.returncode != 0 or not key:
         raise ConfigError(
@@ -101,6 +113,8 @@ def _from_command(command: str | None) -> str:
             f"{'no key' if not key else 'an error'}: {done.stderr.strip()[:200]}",
             field="credential_cmd",
         )
+    if len(key.split()) > 1:
+        raise ConfigError("the command printed more than a key", field="credential_cmd")
     return key
 
 
@@ -112,10 +126,10 @@ def stored_key(path: Path | None = None) -> str | None:
     """The default key of a stored login, if there is one."""
     try:
         stored = json.loads((path or credentials_file()).read_text())
-        key: str = stored["keys"][str(stored["default"])]["key"]
+        key = stored["keys"][str(stored["default"])]["key"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return key
+    return key if isinstance(key, str) and key else None
 
 
 def get_tinker_token() -> str | None:

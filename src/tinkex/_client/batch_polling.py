@@ -44,7 +44,8 @@ class BatchPoller:
         stream = self._streams.setdefault(clone, _Stream())
         if request_id in stream.early:
             return stream.early.pop(request_id)
-        done = stream.waiting[request_id] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        stream.waiting[request_id] = done
         if not stream.running:
             stream.running = True
             self._session.in_background(self._run(clone, stream))
@@ -83,8 +84,9 @@ class BatchPoller:
         stream.cursor = answer.cursor
         del stream.fetched[:reported]
         for completion in answer.completions:
-            finished = isinstance(completion, FutureFinished)
-            size = completion.response_payload_uncompressed_size if finished else None
+            size = None
+            if isinstance(completion, FutureFinished):
+                size = completion.response_payload_uncompressed_size
             stream.complete(completion.request_id, size)
 
     async def _ask(self, clone: int, stream: _Stream) -> FuturesRetrieveResponse:

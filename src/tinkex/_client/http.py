@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Body, Operation, Pool
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import DecodeError, InvalidInputError, TinkerError
 
 from .multipart import Files, encode_multipart
 from .retry import HTTPRetryPolicy, retrying
 from .runtime import APIFuture
 from .session import Session
-from .transport import RawResponse
+from .transport import RawResponse, clean_headers
 
 __all__ = ["APIResponse", "HTTPClient", "StreamResponse"]
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
+_METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ class APIResponse:
 
     @property
     def data(self) -> Any:
-        """The body as JSON; `{}` when it is empty."""
+        """The body as JSON; `{}` when it is empty. Of a redirect, where it leads and until when."""
+        if self.status in _REDIRECTS:
+            expires = self.header("expires")
+            return {"url": self.header("location"), "status": self.status, "expires": expires}
         return json_codec.parse(self.body)
 
     def header(self, name: str) -> str | None:
@@ -98,7 +103,8 @@ class HTTPClient:
     """The four verbs on a service's paths, with the client's headers, retries and errors.
 
     Plain calls give the body as JSON; `with_raw_response` gives an `APIResponse` instead, and
-    `with_streaming_response` opens a `StreamResponse` without waiting for the body.
+    `with_streaming_response` opens a `StreamResponse` without waiting for the body. Redirects are
+    reported, not followed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -118,7 +124,13 @@ class HTTPClient:
 
     def _parsed(self, method: Method, path: str, options: dict[str, Any]) -> APIFuture[Any]:
         async def data() -> Any:
-            return (await self._request(method, path, **options)).data
+            response = await self._request(method, path, **options)
+            try:
+                return response.data
+            except DecodeError as error:
+                answer = _Answer(response.status, response.headers, response.body)
+                row = _row(method, path)
+                raise self._session.transport.misunderstood(row, answer, error) from error
 
         return self._session.submit(data(), timeout=options.get("timeout"))
 
@@ -126,7 +138,7 @@ class HTTPClient:
         self, method: Method, path: str, **options: Any
     ) -> APIFuture[APIResponse]:
         """The whole answer instead of its body."""
-        work = self._request(method, path, **options)
+        work = self._request(_checked(method), path, **options)
         return self._session.submit(work, timeout=options.get("timeout"))
 
     @asynccontextmanager
@@ -140,9 +152,12 @@ class HTTPClient:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[StreamResponse]:
         """Open an answer and read it as it arrives, on the caller's own event loop."""
-        transport = self._session.transport
+        method, transport = _checked(method), self._session.transport
         url = transport.url(path, query)
         content, extra = _body(body, None, headers)
+        await self._session.submit(transport.ready(Pool.SESSION))
+        if method != "GET":
+            extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
         sent = {**transport.headers(), **extra}
         async with transport.open_stream(Pool.SESSION, method, url, sent, content) as response:
             lowered = {name.lower(): value for name, value in response.headers.items()}
@@ -168,11 +183,13 @@ class HTTPClient:
     ) -> APIResponse:
         session, transport = self._session, self._session.transport
         url = transport.url(path, query)
+        if idempotency_key is not None:
+            headers = {"x-idempotency-key": idempotency_key, **(headers or {})}
         content, extra = _body(body, files, headers)
+        if content is not None and method in {"GET", "DELETE"}:
+            raise InvalidInputError(f"a {method} carries none", field="body")
         if method != "GET":
-            extra.setdefault(
-                "x-idempotency-key", idempotency_key or transport.new_idempotency_key()
-            )
+            extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
         row, deadline = _row(method, path), session.deadline(timeout)
         started, attempts = session.clock.monotonic(), 0
 
@@ -182,17 +199,17 @@ class HTTPClient:
             response = await transport.exchange(
                 row, url, extra, content, attempt=attempt, deadline=deadline
             )
-            if response.status >= 400:
+            if response.status >= 300 and not _leads_on(response):
                 raise transport.error(row, url, response)
             return response
 
         def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
-            transport.notices.retry(
-                f"{method} {path}", error, attempt, elapsed, wait, "then giving up"
-            )
+            limit = transport.limit_of(policy, deadline, error)
+            transport.notices.retry(row.name, error, attempt, elapsed, wait, limit)
 
         retries = session.config.max_retries if max_retries is None else max_retries
-        response = await retrying(once, HTTPRetryPolicy(retries), session.clock, waiting, deadline)
+        policy = HTTPRetryPolicy(retries, billing_window=transport.billing_window)
+        response = await retrying(once, policy, session.clock, waiting, deadline)
         return APIResponse(
             response.status,
             {name.lower(): value for name, value in response.headers.items()},
@@ -209,6 +226,19 @@ class _Answer:
         self.status, self.headers, self.content = status, headers, content
 
 
+def _checked(method: str) -> Method:
+    verb = str(method).upper()
+    if verb not in _METHODS:
+        raise InvalidInputError(f"{method!r:.80} is not one of {sorted(_METHODS)}", field="method")
+    return cast("Method", verb)
+
+
+def _leads_on(response: RawResponse) -> bool:
+    return response.status in _REDIRECTS and any(
+        name.lower() == "location" for name in response.headers
+    )
+
+
 def _row(method: Method, path: str) -> Operation[Any]:
     return Operation(f"{method} {path}", method, path, object, object, Pool.SESSION, Body.JSON)
 
@@ -216,7 +246,7 @@ def _row(method: Method, path: str) -> Operation[Any]:
 def _body(
     body: Any, files: Files | None, headers: Mapping[str, str] | None
 ) -> tuple[bytes | None, dict[str, str]]:
-    extra = {name.lower(): value for name, value in (headers or {}).items()}
+    extra = clean_headers(headers or {})
     multipart = extra.get("content-type", "").startswith("multipart/form-data")
     if files or multipart:
         content, content_type = encode_multipart(body or {}, files or {}, extra.get("content-type"))

@@ -183,6 +183,8 @@ class HTTP1Client:
 @lru_cache(maxsize=1024)
 def _split(url: str) -> tuple[str, int, str, str]:
     parts = urlsplit(url)
+    if parts.scheme != "http":
+        raise InvalidInputError(f"not an http address: {url!r:.200}", field="url")
     host = parts.hostname or ""
     # Escapes only what may not stand in a request line; what the caller escaped stays as it is.
     target = quote(parts.path, safe="/%:@!$&'()*+,;=~") or "/"
@@ -326,9 +328,10 @@ class _Connection(asyncio.Protocol):
 
     def _ends_with_connection(self) -> bool:
         """Whether the end of the connection is the end of the body: no length was announced."""
-        return "content-length" not in self._headers and "chunked" not in self._headers.get(
-            "transfer-encoding", ""
-        ).lower()
+        return (
+            "content-length" not in self._headers
+            and "chunked" not in self._headers.get("transfer-encoding", "").lower()
+        )
 
     def _finish(self) -> None:
         self._in_body = False

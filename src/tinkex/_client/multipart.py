@@ -41,7 +41,8 @@ def encode_multipart(
     parts += [_file(name, file) for name, file in listed]
     delimiter = f"--{boundary}\r\n".encode()
     body = b"".join(delimiter + part + b"\r\n" for part in parts)
-    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
+    named = content_type if chosen else f"multipart/form-data; boundary={boundary}"
+    return body + f"--{boundary}--\r\n".encode(), str(named)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -29,6 +29,7 @@ REPEAT = 30.0
 class _Wait:
     what: str
     since: float
+    limit: float
     mentioned: float | None = None
 
 
@@ -42,11 +43,12 @@ class Notices:
         self._next = 0
         self._tick: asyncio.TimerHandle | None = None
         self._last_spoken: dict[str, float] = {}
+        self._deprecated: set[str] = set()
 
-    def begin(self, what: str) -> int:
-        """Note that a call was sent; `end` it with the number returned."""
+    def begin(self, what: str, limit: float) -> int:
+        """Note that a call was sent that may take `limit` seconds; `end` it with the number returned."""
         self._next += 1
-        self._flights[self._next] = _Wait(what, self._clock.monotonic())
+        self._flights[self._next] = _Wait(what, self._clock.monotonic(), limit)
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(PATIENCE / 2, self._look)
         return self._next
@@ -63,11 +65,12 @@ class Notices:
             oldest = min(fresh, key=lambda wait: wait.since)
             others = f" and {len(late) - 1} other calls" if len(late) > 1 else ""
             logger.warning(
-                "No answer yet from %s to %s%s, sent %.0f s ago.",
+                "No answer yet from %s to %s%s, sent %.0f s ago, given up after %.0f s.",
                 self._where,
                 oldest.what,
                 others,
                 now - oldest.since,
+                oldest.limit,
             )
             for wait in late:
                 wait.mentioned = now
@@ -91,7 +94,15 @@ class Notices:
     def paused(self, what: str, reason: str) -> None:
         self._say_seldom(what, lambda: f"{what}: {reason} ({self._where}).")
 
-    def _say_seldom(self, subject: str, message: Callable[[], str]) -> None:
+    def deprecated(self, note: str, level: str | None) -> None:
+        """The service says that something will go away; once is enough."""
+        if note not in self._deprecated:
+            self._deprecated.add(note)
+            say = logger.error if (level or "").lower() == "error" else logger.warning
+            say("%s says: %s", self._where, note)
+
+    def _say_seldom(self, what: str, message: Callable[[], str]) -> None:
+        subject = what.partition(" (")[0]  # one line for all of a kind, not one for each request
         now = self._clock.monotonic()
         last = self._last_spoken.get(subject)
         if last is None or now - last >= REPEAT:

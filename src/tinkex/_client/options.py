@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypedDict
 
 __all__ = ["RequestOptions", "Timeout"]
@@ -25,7 +25,12 @@ class Timeout:
     """Seconds by phase; tinkex itself takes one number for the whole, which is `timeout`."""
 
     timeout: float | None = None
+    _: KW_ONLY
     connect: float | None = None
     read: float | None = None
     write: float | None = None
     pool: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        phases = ("connect", "read", "write", "pool")
+        return {phase: getattr(self, phase) for phase in phases}

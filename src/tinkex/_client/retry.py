@@ -136,7 +136,7 @@ class RetryConfig:
     retryable_exceptions: tuple[type[Exception], ...] = field(
         default=(asyncio.TimeoutError, APIConnectionError, GoneError)
     )
-    max_retries: int | None = None
+    max_retries: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("progress_timeout", "retry_delay_base"):

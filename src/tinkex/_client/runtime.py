@@ -14,13 +14,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from tinkex.errors import WrongThreadError
 
 __all__ = [
     "APIFuture",
+    "AwaitableConcurrentFuture",
     "Runtime",
     "SampleFuture",
     "TaskGroup",
@@ -81,6 +82,13 @@ def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
     return mailbox
 
 
+class _Itself:
+    """An attribute that is the object itself, unless something else is assigned to it."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else instance
+
+
 class APIFuture(concurrent.futures.Future[T]):
     """A result on its way: block for it with `.result(timeout)`, or `await` it on any event loop.
 
@@ -127,34 +135,74 @@ class APIFuture(concurrent.futures.Future[T]):
 
     async def result_async(self, timeout: float | None = None) -> T:
         if timeout is None:
-            return await self
+            return await _Arrival(self)
         async with asyncio.timeout(timeout):
-            return await self
+            return await _Arrival(self)
 
     def future(self) -> concurrent.futures.Future[T]:
         return self
 
-    @property
-    def _future(self) -> concurrent.futures.Future[T]:
-        return self
+    _future = _Itself()
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
-            self._check_waiting_helps(blocking=False)
-            loop = asyncio.get_running_loop()
-            arrived = loop.create_future()
-            mailbox = _mailbox_of(loop)
-            self.add_done_callback(lambda _: _post_quietly(mailbox, _wake, arrived))
-            try:
-                yield from arrived
-            except asyncio.CancelledError:
-                if self._cancel_with_waiter:
-                    self.cancel()
-                raise
+        # The official class is abstract: code that derives its own future from it overrides
+        # `result_async`, never calls our constructor, and expects `await` to come out there.
+        if type(self).result_async is not APIFuture.result_async:
+            return (yield from self.result_async().__await__())
+        return (yield from _wait(self))
+
+
+def _wait(future: APIFuture[T]) -> Generator[Any, None, T]:
+    if not future.done():
+        future._check_waiting_helps(blocking=False)
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        mailbox = _mailbox_of(loop)
+        future.add_done_callback(lambda _: _post_quietly(mailbox, _wake, arrived))
         try:
-            return super().result(0)
-        except concurrent.futures.CancelledError:
-            raise asyncio.CancelledError from None
+            yield from arrived
+        except asyncio.CancelledError:
+            if future._cancel_with_waiter:
+                future.cancel()
+            raise
+    try:
+        return concurrent.futures.Future.result(future, 0)
+    except concurrent.futures.CancelledError:
+        raise asyncio.CancelledError from None
+
+
+class _Arrival(Generic[T]):
+    """Waits for a future, whatever its class makes of `await`."""
+
+    __slots__ = ("_awaited",)
+
+    def __init__(self, awaited: APIFuture[T]) -> None:
+        self._awaited = awaited
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return _wait(self._awaited)
+
+
+class AwaitableConcurrentFuture(APIFuture[T]):
+    """Somebody else's `concurrent.futures.Future`, made awaitable; cancelling one cancels both."""
+
+    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+        super().__init__()
+        self._future = future
+        future.add_done_callback(self._follow)
+        self.add_done_callback(lambda done: future.cancel() if done.cancelled() else None)
+
+    def future(self) -> concurrent.futures.Future[T]:
+        source: concurrent.futures.Future[T] = self._future
+        return source
+
+    def _follow(self, done: concurrent.futures.Future[T]) -> None:
+        if done.cancelled():
+            self.cancel()
+        elif (error := done.exception()) is not None:
+            fail(self, error)
+        else:
+            deliver_result(self, done.result())
 
 
 class SampleFuture(APIFuture[T]):

@@ -28,7 +28,7 @@ from .rest import RestClient
 from .retry import Clock, RetryConfig
 from .runtime import APIFuture
 from .sampling import SamplingClient
-from .session import FinishReason, Session
+from .session import FinishReason, Session, refusing_bad_values
 from .training import TrainingClient
 
 __all__ = ["ServiceClient"]
@@ -418,10 +418,11 @@ def _lora_config(
         raise InvalidInputError(
             "at least one of train_mlp, train_attn, train_unembed must be true", field="train_mlp"
         )
-    return LoraConfig(
-        rank=rank,
-        seed=seed,
-        train_mlp=train_mlp,
-        train_attn=train_attn,
-        train_unembed=train_unembed,
-    )
+    with refusing_bad_values():
+        return LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )

@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
@@ -22,6 +26,7 @@ from tinkex.errors import (
     ConfigError,
     DecodeError,
     GoneError,
+    InvalidInputError,
     NotFoundError,
     TinkerError,
 )
@@ -47,7 +52,7 @@ from .retry import Clock
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
 from .transport import RawResponse, Transport
 
-__all__ = ["FinishReason", "Session"]
+__all__ = ["FinishReason", "Session", "refusing_bad_values"]
 
 T = TypeVar("T")
 FinishReason = Literal["success", "errored", "interrupted"]
@@ -96,6 +101,7 @@ class Session:
         self._configured: asyncio.Task[ClientConfigResponse] | None = None
         self._opened: asyncio.Task[str] | None = None
         self._closing: APIFuture[None] | None = None
+        self._close_lock = threading.Lock()
         self._model_seq = itertools.count()
         self._sampling_seq = itertools.count()
         self._custom_loss_seq = itertools.count()
@@ -113,6 +119,7 @@ class Session:
             Session._pyqwest_lost = True
         self._transport = self._configured = self._opened = None
         self._group, self._background = TaskGroup(), set()
+        self._close_lock = threading.Lock()
         if self._closing is not None:
             self._closing = APIFuture()
             self._closing.set_result(None)
@@ -387,11 +394,11 @@ class Session:
 
     def close(self, reason: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
         """End everything: work under way fails with ClientClosedError, the service is told."""
-        if self._closing is None:
-            group = TaskGroup()
-            self._closing = APIFuture()
-            runtime().submit(self._close(reason, detail), self._closing, group)
-        return self._closing
+        with self._close_lock:
+            if self._closing is None:
+                self._closing = APIFuture()
+                runtime().submit(self._close(reason, detail), self._closing, TaskGroup())
+            return self._closing
 
     async def _close(self, reason: FinishReason, detail: str | None) -> None:
         self._group.close(ClientClosedError("The client was closed before this was finished."))
@@ -419,6 +426,17 @@ class Session:
     @property
     def closed(self) -> bool:
         return self._closing is not None
+
+
+@contextmanager
+def refusing_bad_values() -> Iterator[None]:
+    """Say which argument of a request does not fit, in the words every other check uses."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or None
+        raise InvalidInputError(first["msg"].removeprefix("Value error, "), field=field) from error
 
 
 async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]]) -> T:

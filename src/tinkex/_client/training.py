@@ -10,7 +10,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import APIResponseValidationError, InvalidInputError
+from tinkex.errors import APIResponseValidationError, APITimeoutError, InvalidInputError
 from tinkex.types import (
     AdamParams,
     Datum,
@@ -46,7 +46,7 @@ from .budget import Lease
 from .custom_loss import CustomLossFn
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture, begin_anew_in_forks, leave_behind
-from .session import Session
+from .session import Session, refusing_bad_values
 from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
 from .transport import encode_training
 
@@ -369,9 +369,7 @@ class TrainingClient(TrainingClientAsync):
     def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
         """Free the model at the service; its checkpoints stay."""
         request = UnloadModelRequest(model_id=self.model_id)
-        deadline = self._session.deadline(timeout)
-        work = self._session.run("unload_model", request, deadline=deadline)
-        return self._session.submit(work, timeout=timeout)
+        return self._simple("unload_model", lambda _: request, timeout, numbered=False)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loads it."""
@@ -415,11 +413,14 @@ class TrainingClient(TrainingClientAsync):
         request: Callable[[int], Any],
         timeout: float | None,
         then: Callable[[Any], Any] | None = None,
+        *,
+        numbered: bool = True,
     ) -> APIFuture[Any]:
         """One request in its turn; `then` makes the result of the service's answer."""
         # A request with a bad value fails here, in the caller's face, and takes no turn.
-        request(0)
-        return self._ordered(timeout, self._run_simple, operation(name), request, then)
+        with refusing_bad_values():
+            request(0)
+        return self._ordered(timeout, self._run_simple, operation(name), request, then, numbered)
 
     def _ordered(
         self, timeout: float | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
@@ -436,11 +437,14 @@ class TrainingClient(TrainingClientAsync):
         row: Operation[Any],
         request: Callable[[int], Any],
         then: Callable[[Any], Any] | None,
+        numbered: bool,
     ) -> Any:
         async with turn:
             await self._session.opened()
+            self._check_time(deadline)
+            numbered_request = request(turn.next_seq() if numbered else 0)
             promised, seconds = await self._session.promise(
-                row, request(turn.next_seq()), deadline=deadline
+                row, numbered_request, deadline=deadline
             )
         result = await self._outcome(row, promised, seconds, deadline)
         if then is None:
@@ -492,6 +496,7 @@ class TrainingClient(TrainingClientAsync):
     ) -> list[tuple[Any, float]]:
         """Post all chunks of one pass; the first goes last, so that none is begun before all are there."""
         await self._session.opened()
+        self._check_time(deadline)
         flags = self._session.flags
         chunks = list(
             chunking.split(
@@ -510,6 +515,11 @@ class TrainingClient(TrainingClientAsync):
             return [await self._post_pass(request, deadline) for request in requests]
         later = await _all([self._post_pass(request, deadline) for request in requests[1:]])
         return [await self._post_pass(requests[0], deadline), *later]
+
+    def _check_time(self, deadline: float | None) -> None:
+        """Give up before a number is taken: the service waits for whoever has one and does not come."""
+        if deadline is not None and self._session.clock.monotonic() >= deadline:
+            raise APITimeoutError(message="The operation's time was up before its turn came.")
 
     async def _post_pass(
         self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None
@@ -681,12 +691,15 @@ def _config_value(key: str, value: Any) -> float | str:
     field = f"loss_fn_config.{key}"
     if isinstance(value, str):
         try:
-            return float(value.strip())
+            number = float(value.strip())
         except ValueError:
             return value
-    if isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
+        if key == "loss_id":  # a name, even where it looks like a number
+            return value
+    elif isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
         raise InvalidInputError(f"expected a number or text, got {value!r:.80}", field=field)
-    number = float(value)
+    else:
+        number = float(value)
     if not isfinite(number):
         raise InvalidInputError(f"must be finite, not {number}", field=field)
     return number

@@ -6,28 +6,33 @@ import asyncio
 import itertools
 import logging
 import platform
+import re
 import secrets
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from typing import Any, Final, Protocol, TypeVar, cast
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import error_from_response
-from tinkex._wire.operations import Body, Operation, Pool, query_of
+from tinkex._wire.operations import Body, Operation, Pool, operation, query_of
 from tinkex.config import Config, redact_headers
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
     APITimeoutError,
+    BillingError,
     ClientClosedError,
+    ConfigError,
     DecodeError,
     HTTPRequest,
     HTTPResponse,
+    InvalidInputError,
     TinkerError,
 )
 
@@ -37,7 +42,7 @@ from .http1 import HTTP1Client
 from .notices import Notices, logger
 from .retry import DISPATCH_WINDOW, Clock, HTTPRetryPolicy, retrying
 
-__all__ = ["RawResponse", "Transport"]
+__all__ = ["RawResponse", "Transport", "clean_headers"]
 
 R = TypeVar("R")
 
@@ -66,11 +71,14 @@ class Transport:
         self.config = config
         self.clock = clock or Clock()
         self.auth = Auth(config, self.clock)
-        self.notices = Notices(config.base_url, self.clock)
+        # Userinfo goes into a header, so that no address in a log or an error holds a password.
+        self._base_url, userinfo = _split_userinfo(config.base_url)
+        self.notices = Notices(self._base_url, self.clock)
         self.billing_window = 3600.0
         self._clients: dict[Pool, Any] = {}
         self._limits: dict[Pool, Budget] = {}
-        self._headers = _default_headers(config)
+        self._headers = _default_headers(config, userinfo)
+        clean_headers({"x-api-key": config.api_key or ""})
         self._query = dict(config.default_query)
         self._nonce = secrets.token_hex(8)
         self._counter = itertools.count()
@@ -108,7 +116,7 @@ class Transport:
         """Send an operation, trying again as the policy says; returns the first good answer."""
         url = self._url(operation, request, path)
         body, content_headers = encode_body(operation, request)
-        extra = {**content_headers, **(headers or {})}
+        extra = {**content_headers, **clean_headers(headers or {})}
         if operation.method != "GET" and "x-idempotency-key" not in extra:
             extra["x-idempotency-key"] = self.new_idempotency_key()
         policy = policy or self.policy_for(operation)
@@ -122,7 +130,7 @@ class Transport:
             raise self.error(operation, url, response)
 
         def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
-            limit = _limit_text(policy, deadline)
+            limit = self.limit_of(policy, deadline, error)
             self.notices.retry(operation.name, error, attempt, elapsed, wait, limit)
 
         return await retrying(once, policy, self.clock, waiting, deadline)
@@ -132,6 +140,16 @@ class Transport:
             return HTTPRetryPolicy(0, 0.0, self.billing_window)
         window = DISPATCH_WINDOW if operation.window else 0.0
         return HTTPRetryPolicy(self.config.max_retries, window, self.billing_window)
+
+    def limit_of(self, policy: HTTPRetryPolicy, deadline: float | None, error: TinkerError) -> str:
+        """Until when a call is tried, in words."""
+        if deadline is not None:
+            left = deadline - self.clock.monotonic()
+            return f"giving up when the call's own timeout ends in {left:.0f} s"
+        window = policy.billing_window if isinstance(error, BillingError) else policy.window
+        if window:
+            return f"giving up {window:.0f} s after the first"
+        return f"giving up after try {policy.max_retries + 1}"
 
     def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
         """Read the body of a good answer; what is not of the protocol is an error, never a guess."""
@@ -144,16 +162,13 @@ class Transport:
         self, operation: Operation[Any], response: RawResponse, error: TinkerError
     ) -> APIResponseValidationError:
         url = self._url(operation, None, None, check=False)
-        facts = HTTPResponse(
-            response.status, _lower(response.headers), HTTPRequest(operation.method, url)
-        )
+        headers = _lower(response.headers)
         return APIResponseValidationError(
-            facts,
+            HTTPResponse(response.status, headers, HTTPRequest(operation.method, url)),
             response.content[:2000],
             f"{operation.name}: the service answered {response.status} with "
-            f"{response.headers.get('content-type', 'no content type')} that is not understood: "
-            f"{error}",
-            request_id=response.headers.get("x-request-id"),
+            f"{headers.get('content-type', 'no content type')} that is not understood: {error}",
+            request_id=headers.get("x-request-id"),
         )
 
     def error(self, operation: Operation[Any], url: str, response: RawResponse) -> TinkerError:
@@ -179,14 +194,13 @@ class Transport:
         quiet: bool = False,
     ) -> RawResponse:
         """One request and its answer, whatever its status; raises only if there is no answer."""
-        if self._closed:
-            raise ClientClosedError("The client is closed; make a new one.")
-        if self.auth.stale:
+        self._check_open()
+        if self.auth.stale and operation is not _EXCHANGE:
             await self.auth.ensure()
         sent = {
-            **self._headers,
             "x-api-key": self.auth.credential,
             "x-stainless-retry-count": str(attempt),
+            **self._headers,
             **headers,
         }
         timeout = self._timeout(operation, deadline)
@@ -196,12 +210,17 @@ class Transport:
         limit = self._limits.get(pool) or self._open_pool(pool)
         if not limit.try_take(1):
             await limit.take(1)
-        flight = None if quiet else self.notices.begin(operation.name)
+        flight = None if quiet else self.notices.begin(operation.name, timeout)
         try:
+            self._check_open()  # it may have been closed during the wait
             async with asyncio.timeout(timeout):
-                return await self._perform(pool, operation.method, url, sent, body)
+                response = await self._perform(pool, operation.method, url, sent, body)
         except _foreign_errors() as error:
             raise _connection_error(error, operation.method, url, timeout) from error
+        else:
+            if note := response.headers.get("x-deprecation-note"):
+                self.notices.deprecated(note, response.headers.get("x-deprecation-level"))
+            return response
         finally:
             limit.give_back(1)
             if flight is not None:
@@ -216,7 +235,8 @@ class Transport:
         if method == "GET":
             return cast("RawResponse", await client.get(url, headers=headers))
         if method == "PUT":
-            return cast("RawResponse", await client.put(url, headers=headers, content=body))
+            put = _method_of(client, "put")
+            return cast("RawResponse", await put(url, headers=headers, content=body))
         return cast("RawResponse", await client.delete(url, headers=headers))
 
     @asynccontextmanager
@@ -226,17 +246,25 @@ class Transport:
         """Send an operation once and hand out its answer while it is still arriving."""
         url = self._url(operation, request, None)
         body, content_headers = encode_body(operation, request)
-        if self.auth.stale:
-            await self.auth.ensure()
+        await self.ready(operation.pool)
         sent = {
-            **self._headers,
-            "x-api-key": self.auth.credential,
+            **self.headers(),
             "x-idempotency-key": self.new_idempotency_key(),
             **content_headers,
-            **(headers or {}),
+            **clean_headers(headers or {}),
         }
-        async with self.open_stream(operation.pool, operation.method, url, sent, body) as response:
+        async with self.open_stream(
+            operation.pool, operation.method, url, sent, body, name=operation.name
+        ) as response:
             yield response
+
+    async def ready(self, pool: Pool) -> None:
+        """Have a fresh credential and a client for `pool`; on the runtime's loop only."""
+        self._check_open()
+        if self.auth.stale:
+            await self.auth.ensure()
+        if pool not in self._limits:
+            self._open_pool(pool)
 
     @asynccontextmanager
     async def open_stream(
@@ -246,18 +274,31 @@ class Transport:
         url: str,
         headers: Mapping[str, str],
         body: bytes | None = None,
+        *,
+        name: str | None = None,
     ) -> AsyncIterator[Any]:
-        if self._closed:
-            raise ClientClosedError("The client is closed; make a new one.")
+        """An answer from its first byte on; with a `name`, waiting for that byte is explained.
+
+        Only the first byte has to come in time: how long the rest takes is the caller's business.
+        """
+        self._check_open()
         if pool not in self._limits:
             self._open_pool(pool)
-        try:
-            async with self._clients[pool].stream(
-                method, url, headers=headers, content=body
-            ) as response:
-                yield response
-        except _foreign_errors() as error:
-            raise _connection_error(error, method, url, None) from error
+        client, timeout = self._clients[pool], self.config.timeout
+        if isinstance(client, HTTP1Client) and url.startswith("https:"):  # the service sent us on
+            client = self._pyqwest_client()
+        opened = _method_of(client, "stream")(method, url, headers=headers, content=body)
+        flight = None if name is None else self.notices.begin(name, timeout)
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(timeout):
+                    response = await stack.enter_async_context(opened)
+            except _foreign_errors() as error:
+                raise _connection_error(error, method, url, timeout) from error
+            finally:
+                if flight is not None:
+                    self.notices.end(flight)
+            yield _Streamed(response, method, url)
 
     # -- details -----------------------------------------------------------------------------
 
@@ -265,17 +306,28 @@ class Transport:
         return f"tinkex-{self._nonce}-{next(self._counter):x}"
 
     def headers(self) -> dict[str, str]:
-        """The headers of every request, credential included."""
-        return {**self._headers, "x-api-key": self.auth.credential}
+        """The headers of a first attempt, credential included."""
+        return {
+            "x-api-key": self.auth.credential,
+            "x-stainless-retry-count": "0",
+            **self._headers,
+        }
 
     def url(self, path: str, query: Mapping[str, Any] | None = None) -> str:
         """The full address of a path: default query < query in the path < explicit query."""
+        if not path.startswith("/"):
+            path = f"/{path}"
         if not query and not self._query:
-            return f"{self.config.base_url}{path}"
+            return f"{self._base_url}{path}"
         base, _, inline = path.partition("?")
-        merged = {**self._query, **dict(_pairs(inline)), **_given(query or {})}
+        given = _given(query or {})
+        # In a path a name may stand more than once; it is replaced as a whole or not at all.
+        kept = [pair for pair in parse_qsl(inline, keep_blank_values=True) if pair[0] not in given]
+        named = given.keys() | {name for name, _ in kept}
+        merged = [pair for pair in self._query.items() if pair[0] not in named]
+        merged += [*kept, *given.items()]
         suffix = f"?{urlencode(merged)}" if merged else ""
-        return f"{self.config.base_url}{base}{suffix}"
+        return f"{self._base_url}{base}{suffix}"
 
     def _url(
         self,
@@ -311,6 +363,9 @@ class Transport:
             return chosen() if isinstance(chosen, type) else chosen
         if not self._multiplexed and self.config.proxy is None:
             return HTTP1Client(connect_timeout=self.config.connect_timeout)
+        return self._pyqwest_client()
+
+    def _pyqwest_client(self) -> Any:
         import pyqwest
 
         proxy = self.config.proxy
@@ -325,6 +380,10 @@ class Transport:
         )
         return pyqwest.Client(transport)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClientClosedError("The client is closed; make a new one.")
+
     async def close(self) -> None:
         self._closed = True
         self.notices.close()
@@ -334,6 +393,24 @@ class Transport:
                 await closing()
         self._clients.clear()
         self._limits.clear()
+
+
+class _Streamed:
+    """A stream whose parts fail as everything else does here."""
+
+    def __init__(self, response: Any, method: str, url: str) -> None:
+        self.status: int = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._parts = response.content
+        self._method, self._url = method, url
+
+    @property
+    async def content(self) -> AsyncIterator[Any]:
+        try:
+            async for part in self._parts:
+                yield part
+        except _foreign_errors() as error:
+            raise _connection_error(error, self._method, self._url, None) from error
 
 
 def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, dict[str, str]]:
@@ -346,6 +423,7 @@ def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, 
 
 
 _JSON: Final = {"content-type": "application/json"}
+_EXCHANGE: Final = operation("auth_token")  # made with the key itself
 
 
 def encode_training(request: Any, *, zstd: bool) -> tuple[bytes, dict[str, str]]:
@@ -361,22 +439,53 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
+_LINE: Final = re.compile(r"[^\r\n\0]*")
+
+
+def clean_headers(headers: Mapping[str, Any]) -> dict[str, str]:
+    """Headers somebody gave, with lower-case names; what would not stay in its line is refused.
+
+    The values are not repeated in the error: one of them may be a key.
+    """
+    clean = {str(name).strip().lower(): str(value) for name, value in headers.items()}
+    for name, value in clean.items():
+        if not _TOKEN.fullmatch(name):
+            raise InvalidInputError(f"{name!r:.80} is not the name of a header", field="headers")
+        if not _LINE.fullmatch(value):
+            raise InvalidInputError(f"{name} holds a line break", field="headers")
+    return clean
+
+
 def _given(query: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in query.items() if value is not None}
+    given = {}
+    for name, value in query.items():
+        if not str(name).strip():
+            raise InvalidInputError("has a blank name", field="query")
+        if isinstance(value, bool):
+            given[str(name)] = str(value).lower()
+        elif isinstance(value, str | int | float):
+            given[str(name)] = str(value)
+        elif value is not None:
+            raise InvalidInputError(
+                f"must be text or a number, not {type(value).__name__}", field=f"query.{name}"
+            )
+    return given
 
 
-def _pairs(inline: str) -> list[tuple[str, str]]:
-    from urllib.parse import parse_qsl
+def _split_userinfo(url: str) -> tuple[str, str]:
+    """The address without `user:password@`, and that as a header has it."""
+    parts = urlsplit(url)
+    userinfo, _, address = parts.netloc.rpartition("@")
+    plain = parts._replace(netloc=address).geturl() if userinfo else url
+    return plain, b64encode(unquote(userinfo).encode()).decode()
 
-    return parse_qsl(inline, keep_blank_values=True)
 
-
-def _limit_text(policy: HTTPRetryPolicy, deadline: float | None) -> str:
-    if deadline is not None:
-        return "until the call's own timeout"
-    if policy.window:
-        return f"giving up {policy.window:.0f} s after the first"
-    return f"at most {policy.max_retries} times"
+def _method_of(client: Any, name: str) -> Any:
+    method = getattr(client, name, None)
+    if method is None:
+        raise ConfigError(f"offers no {name!r}, which this call needs", field="http_client")
+    return method
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:
@@ -398,11 +507,12 @@ def _connection_error(
     error: BaseException, method: str, url: str, timeout: float | None
 ) -> APIConnectionError:
     request = HTTPRequest(method, url)
-    detail = str(error).partition("\n")[0] or type(error).__name__
+    detail = str(error).partition("\n")[0]
     if isinstance(error, TimeoutError):
-        within = f" within {timeout:.0f} s" if timeout else " in time"
-        return APITimeoutError(request, f"No answer{within}: {detail}")
-    return APIConnectionError(request, f"Connection failed: {detail}")
+        if detail:  # the library's own limit, not ours
+            return APITimeoutError(request, f"No answer: {detail}")
+        return APITimeoutError(request, f"No answer within {timeout or 0:g} s")
+    return APIConnectionError(request, f"Connection failed: {detail or type(error).__name__}")
 
 
 def _dump(
@@ -421,18 +531,22 @@ def _dump(
     )
 
 
+_SHOWN: Final = 2000
+
+
 def _printable(body: bytes) -> str:
     try:
-        return body.decode()
+        text = body.decode()
     except UnicodeDecodeError:
         return f"<{len(body)} bytes>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… <{len(body)} bytes>"
 
 
 _OS: Final = {"darwin": "MacOS", "linux": "Linux", "win32": "Windows"}
 _ARCH: Final = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
 
 
-def _default_headers(config: Config) -> dict[str, str]:
+def _default_headers(config: Config, userinfo: str) -> dict[str, str]:
     headers = {
         "accept": "application/json",
         "user-agent": f"AsyncTinkex/Python {__version__}",
@@ -444,8 +558,10 @@ def _default_headers(config: Config) -> dict[str, str]:
         "x-stainless-async": "async:asyncio",
         "x-stainless-read-timeout": f"{config.timeout:.3f}",
     }
+    if userinfo:
+        headers["authorization"] = f"Basic {userinfo}"
     if config.cf_access_client_id:
         headers["cf-access-client-id"] = config.cf_access_client_id
     if config.cf_access_client_secret:
         headers["cf-access-client-secret"] = config.cf_access_client_secret
-    return headers | _lower(config.default_headers)
+    return clean_headers({**headers, **_lower(config.default_headers)})

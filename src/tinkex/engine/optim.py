@@ -1,0 +1,64 @@
+"""AdamW on an adapter, with the hyper-parameters of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .values import AdamStep
+
+__all__ = ["AdamW"]
+
+
+class AdamW:
+    """The state is two moments per parameter and the number of steps; everything else comes with the step.
+
+    The arithmetic is torch.optim.AdamW's, in its order of operations.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.steps = 0
+        self.first = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.second = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def step(self, options: AdamStep) -> dict[str, float]:
+        """Apply the accumulated gradients and clear them; none counts as zero."""
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self.parameters
+        ]
+        norm = _global_norm(gradients)
+        if options.grad_clip_norm > 0:
+            factor = min(1.0, options.grad_clip_norm / (norm + 1e-6))
+            torch._foreach_mul_(gradients, factor)
+        self.steps += 1
+        torch._foreach_mul_(self.parameters, 1 - options.learning_rate * options.weight_decay)
+        torch._foreach_lerp_(self.first, gradients, 1 - options.beta1)
+        torch._foreach_mul_(self.second, options.beta2)
+        torch._foreach_addcmul_(self.second, gradients, gradients, 1 - options.beta2)
+        correction1 = 1 - options.beta1**self.steps
+        correction2 = 1 - options.beta2**self.steps
+        denominator = torch._foreach_sqrt(self.second)
+        torch._foreach_div_(denominator, correction2**0.5)
+        torch._foreach_add_(denominator, options.eps)
+        torch._foreach_addcdiv_(
+            self.parameters, self.first, denominator, -options.learning_rate / correction1
+        )
+        self.clear()
+        return {"grad_norm": norm, "learning_rate": options.learning_rate}
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state(self) -> dict[str, list[Tensor]]:
+        return {"first": self.first, "second": self.second}
+
+
+def _global_norm(tensors: list[Tensor]) -> float:
+    norms = torch._foreach_norm(tensors)
+    return float(torch.stack(list(norms)).norm()) if norms else 0.0

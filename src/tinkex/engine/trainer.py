@@ -1,0 +1,235 @@
+"""Forward and backward passes over one adapter.
+
+Shapes: B sequences of a micro-batch, T padded positions, N real positions of all its sequences one after
+another, D hidden size, V vocabulary, K targets per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tinkex.errors import InvalidInputError
+
+from .batching import micro_batches
+from .lora import Adapter, LoraLinear, wrap
+from .losses import Loss, check_loss, loss_sum
+from .optim import AdamW
+from .values import Array, Example, PassResult, TrainingPass
+
+__all__ = ["LanguageModel", "TrainedModel", "check_examples", "run_pass"]
+
+#: Positions whose logits exist at one time: a vocabulary of 49k makes 50 MB of 256 of them.
+_LOGIT_ROWS: Final = 256
+
+
+class LanguageModel:
+    """A base model taken apart where we need it: body, unembedding, and the wrapped layers between."""
+
+    def __init__(self, model: Any, *, context_length: int) -> None:
+        self.model = model
+        self.layers: dict[str, LoraLinear] = wrap(model)
+        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.unembed: nn.Module = model.get_output_embeddings()
+        self.config = model.config
+        self.context_length = context_length
+        self.vocab_size: int = self.unembed.out_features  # type: ignore[assignment]
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._scale = getattr(self.config, "logit_scale", None)
+        self._divisor = getattr(self.config, "logits_scaling", None)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Hidden states. Sequences are padded on the right, where causality keeps padding from mattering."""
+        states: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        return states
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        logits: Tensor = self.unembed(hidden_ND).float()
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._divisor is not None:
+            logits = logits / self._divisor
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+
+@dataclass
+class TrainedModel:
+    """One adapter being trained."""
+
+    base: LanguageModel
+    adapter: Adapter
+    optimizer: AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = AdamW(self.adapter.parameters())
+
+
+def check_examples(examples: Sequence[Example], loss: Loss, base: LanguageModel) -> None:
+    """Refuse what cannot be trained on, by the index of the datum and the name of the input."""
+    if not examples:
+        raise InvalidInputError("is empty", field="data")
+    for index, example in enumerate(examples):
+        _check_tokens(example.tokens_T, base, f"data.{index}.model_input")
+        targets = example.inputs.get("target_tokens")
+        if targets is None:
+            raise InvalidInputError("is required", field=f"data.{index}.target_tokens")
+        if targets.ndim == 2 and not loss.soft_targets:
+            raise InvalidInputError(
+                "this loss takes one target per position", field=f"data.{index}.target_tokens"
+            )
+        if targets.ndim not in {1, 2} or len(targets) != example.length:
+            raise InvalidInputError(
+                f"has shape {list(targets.shape)} for an input of {example.length} tokens",
+                field=f"data.{index}.target_tokens",
+            )
+        _check_ids(targets, base.vocab_size, f"data.{index}.target_tokens")
+        for name in (*loss.required, "weights"):
+            values = example.inputs.get(name)
+            if values is None:
+                if name != "weights":
+                    raise InvalidInputError("is required", field=f"data.{index}.{name}")
+            elif values.shape != targets.shape:
+                raise InvalidInputError(
+                    f"has shape {list(values.shape)}, target_tokens has {list(targets.shape)}",
+                    field=f"data.{index}.{name}",
+                )
+
+
+def _check_tokens(tokens: Array, base: LanguageModel, field_name: str) -> None:
+    if not len(tokens):
+        raise InvalidInputError("has no tokens", field=field_name)
+    if len(tokens) > base.context_length:
+        raise InvalidInputError(
+            f"has {len(tokens)} tokens, the model's context is {base.context_length}",
+            field=field_name,
+        )
+    _check_ids(tokens, base.vocab_size, field_name)
+
+
+def _check_ids(tokens: Array, vocab_size: int, field_name: str) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise InvalidInputError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}",
+            field=field_name,
+        )
+
+
+def run_pass(
+    model: TrainedModel, request: TrainingPass, token_budget: int
+) -> Generator[None, None, PassResult]:
+    """Run a pass, yielding between micro-batches so that others get their turn.
+
+    Gradients are added to what has accumulated only when the whole pass succeeded.
+    """
+    loss, settings = check_loss(request.loss_fn, request.config)
+    check_examples(request.examples, loss, model.base)
+    accumulated = [parameter.grad for parameter in model.optimizer.parameters]
+    model.optimizer.clear()
+    logprobs: list[Array] = [np.empty(0, np.float32)] * len(request.examples)
+    total = 0.0
+    try:
+        lengths = [example.length for example in request.examples]
+        for group in micro_batches(lengths, token_budget):
+            examples = [request.examples[index] for index in group]
+            batch_loss, batch_logprobs = _run_batch(
+                model, examples, loss, settings, request.backward
+            )
+            total += batch_loss
+            for index, values in zip(group, batch_logprobs, strict=True):
+                logprobs[index] = values
+            yield
+    except BaseException:
+        _restore(model.optimizer.parameters, accumulated, keep_new=False)
+        raise
+    _restore(model.optimizer.parameters, accumulated, keep_new=request.backward)
+    return PassResult(logprobs, {"loss:sum": total, "tokens:sum": float(sum(lengths))})
+
+
+def _restore(
+    parameters: Sequence[nn.Parameter], accumulated: Sequence[Tensor | None], *, keep_new: bool
+) -> None:
+    for parameter, before in zip(parameters, accumulated, strict=True):
+        if not keep_new:
+            parameter.grad = before
+        elif before is not None:
+            parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+
+def _run_batch(
+    model: TrainedModel,
+    examples: Sequence[Example],
+    loss: Loss,
+    settings: Mapping[str, float],
+    backward: bool,
+) -> tuple[float, list[Array]]:
+    base = model.base
+    tokens_BT, real_BT = _padded([example.tokens_T for example in examples], base.device)
+    inputs = _flat_inputs(examples, base.device)
+    with torch.set_grad_enabled(backward), model.adapter.switched_on(base.layers):
+        hidden_ND = base.hidden(tokens_BT)[real_BT]
+        leaf_ND = hidden_ND.detach().requires_grad_(backward)
+        total, logp = _unembed(base, leaf_ND, inputs, loss, settings, backward)
+        if backward:
+            hidden_ND.backward(leaf_ND.grad)
+    pieces = torch.split(logp, [example.length for example in examples])
+    return total, [piece.cpu().numpy() for piece in pieces]
+
+
+def _unembed(
+    base: LanguageModel,
+    hidden_ND: Tensor,
+    inputs: dict[str, Tensor],
+    loss: Loss,
+    settings: Mapping[str, float],
+    backward: bool,
+) -> tuple[float, Tensor]:
+    """Loss and logprobs a few rows at a time; the gradient of the hidden states lands in their leaf."""
+    rows = len(hidden_ND) if loss.whole_sequences else _LOGIT_ROWS
+    total, logprobs = 0.0, []
+    for start in range(0, len(hidden_ND), rows):
+        part = slice(start, start + rows)
+        here = {name: tensor[part] for name, tensor in inputs.items()}
+        logits_NV = base.logits(hidden_ND[part])
+        targets = here["target_tokens"]
+        chosen = logits_NV.gather(-1, targets if targets.dim() == 2 else targets[:, None])
+        logp = chosen - logits_NV.logsumexp(-1, keepdim=True)
+        logp = logp if targets.dim() == 2 else logp.squeeze(-1)
+        value = loss_sum(loss, logp, here, settings)
+        if backward:
+            value.backward()
+        total += float(value.detach())
+        logprobs.append(logp.detach())
+    return total, torch.cat(logprobs)
+
+
+def _padded(sequences: Sequence[Array], device: Any) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, sequences))
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
+    real = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+        real[row, : len(sequence)] = True
+    return tokens.to(device), real.to(device)
+
+
+def _flat_inputs(examples: Sequence[Example], device: Any) -> dict[str, Tensor]:
+    """The inputs of all examples one after another; an input that one lacks is dropped for all."""
+    names = set.intersection(*(set(example.inputs) for example in examples))
+    flat = {
+        name: torch.from_numpy(np.concatenate([example.inputs[name] for example in examples])).to(
+            device
+        )
+        for name in names
+    }
+    owners = np.repeat(np.arange(len(examples)), [example.length for example in examples])
+    return flat | {"example": torch.from_numpy(owners).to(device)}

@@ -1,0 +1,139 @@
+"""What crosses the seam between service and engine: plain values, nothing of torch.
+
+B sequences, T positions, K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+__all__ = [
+    "AdamStep",
+    "Array",
+    "Example",
+    "LoraSpec",
+    "PassResult",
+    "SampleEvent",
+    "SampleJob",
+    "SampledResult",
+    "TrainingPass",
+]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The adapter of a model. `alpha` is not on the wire; 32 is what other services use."""
+
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = 32.0
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence to train on: position t of `tokens_T` predicts `inputs["target_tokens"][t]`."""
+
+    tokens_T: Array
+    inputs: Mapping[str, Array]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens_T)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPass:
+    """A forward pass over examples, with or without gradients."""
+
+    examples: Sequence[Example]
+    loss_fn: str
+    config: Mapping[str, float | str] = field(default_factory=dict)
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Logprobs of the targets, one array per example in request order, and metrics `name:reduction`."""
+
+    logprobs: list[Array]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleJob:
+    """One request to sample: `num_samples` continuations of one prompt.
+
+    `stop_tokens=None` stops at the model's end tokens, an empty tuple never. `stop_texts` are token
+    sequences that the service's tokenizer made of stop strings, and the strings themselves.
+    """
+
+    sampler_id: str
+    prompt_T: Array
+    num_samples: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] | None = None
+    stop_texts: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_tokens: Array | None = None
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class SampledResult:
+    """The sequences of one job; prompt logprobs hold NaN where nothing was computed."""
+
+    tokens: list[Array]
+    logprobs: list[Array]
+    stop_reasons: list[Literal["stop", "length"]]
+    prompt_logprobs_T: Array | None = None
+    topk_prompt: tuple[Array, Array] | None = None
+    topk_sampled: list[tuple[Array, Array]] | None = None
+    target_prompt_logprobs: Array | None = None
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEvent:
+    """What a step of the sampler brought: a token of a streamed job, or a finished job."""
+
+    job_id: str
+    result: SampledResult | None = None
+    error: Exception | None = None
+    index: int = 0
+    token: int | None = None
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where a sampler's weights come from: a saved adapter, or the base model alone."""
+
+    base_model: str
+    directory: Path | None = None

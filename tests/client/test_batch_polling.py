@@ -1,0 +1,229 @@
+"""One poll for all samples of a client, where the service offers it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex.errors import NotFoundError, PermissionDeniedError, RequestFailedError
+
+from ..scripted import Answer, Raw, Reply, Request, ScriptedServer, promise
+from .helpers import (
+    JOIN,
+    POLL,
+    POLL_MANY,
+    SAMPLE,
+    failed,
+    flags,
+    new_sampler,
+    promise_by_seq,
+    sample,
+    sampled,
+)
+
+
+@pytest.fixture
+def sampler(server, service):
+    """A client of a service that offers it; sample number n becomes request r-n, with token n."""
+    flags(server, sample_use_retrieve_futures=True)
+    server.on(SAMPLE, promise_by_seq)
+    for number in range(50):
+        server.on_future(f"r-{number}", sampled(number))
+    return new_sampler(service())
+
+
+def finished(*request_ids: str, cursor: int = 1, **more: Any) -> Answer:
+    completions = [{"state": "finished", "request_id": each, **more} for each in request_ids]
+    return Answer({"completions": completions, "cursor": cursor})
+
+
+def held(answer: Answer, until: threading.Event) -> Answer:
+    return Answer(answer.body, answer.status, wait_for=until)
+
+
+def token(future: tinkex.APIFuture[Any]) -> int:
+    return int(future.result(10).sequences[0].tokens[0])
+
+
+def fetched(server: ScriptedServer) -> list[str]:
+    return [request.json["request_id"] for request in server.asked(POLL)]
+
+
+def test_a_result_is_fetched_when_the_service_says_it_is_finished(server, sampler):
+    server.on(POLL_MANY, Answer({"completions": [], "cursor": 0}), finished("r-0"))
+    assert token(sample(sampler)) == 0
+    assert fetched(server) == ["r-0"]
+    first, second = server.asked(POLL_MANY)
+    assert first.json == second.json
+    assert first.json == {
+        "target": {
+            "type": "sampling_session",
+            "sampling_session_id": "s-1:sample:0",
+            "cloned_sampler_id": 0,
+        },
+        "prev_cursor": 0,
+        "timeout": 30.0,
+        "retrieved_request_ids": [],
+    }
+
+
+def test_many_samples_wait_with_one_poll(server, sampler):
+    until = threading.Event()
+    everything = finished(*(f"r-{number}" for number in range(20)))
+    server.on(POLL_MANY, held(everything, until))
+    drawing = [sample(sampler) for _ in range(20)]
+    server.wait_for(SAMPLE, 20)
+    until.set()
+    assert sorted(map(token, drawing)) == list(range(20))
+    assert sorted(fetched(server)) == sorted(f"r-{number}" for number in range(20))
+    assert len(server.asked(POLL_MANY)) == 1
+
+
+def test_the_cursor_goes_on_from_answer_to_answer(server, sampler):
+    server.on(
+        POLL_MANY,
+        finished("r-9", cursor=5),
+        Answer({"completions": [], "cursor": 8}),
+        finished("r-0", cursor=9),
+        finished("r-1", cursor=12),
+    )
+    assert token(sample(sampler)) == 0
+    assert token(sample(sampler)) == 1
+    assert [request.json["prev_cursor"] for request in server.asked(POLL_MANY)] == [0, 5, 8, 9]
+
+
+def test_nobody_polls_while_nobody_waits(server, sampler):
+    server.on(POLL_MANY, *(finished(f"r-{number}") for number in range(3)))
+    assert [token(sample(sampler)) for _ in range(3)] == [0, 1, 2]
+    assert len(server.asked(POLL_MANY)) == 3
+
+
+def test_the_service_may_forget_a_result_only_after_it_was_fetched(server, sampler):
+    fetch, go_on = threading.Event(), threading.Event()
+    server.on_future("r-0", held(sampled(0), fetch))
+    server.on(
+        POLL_MANY, finished("r-0"), held(Answer({"completions": [], "cursor": 2}), go_on), finished("r-1")
+    )
+    first, second = sample(sampler), sample(sampler)
+    server.wait_for(POLL_MANY, 2)
+    server.wait_for(POLL)
+    fetch.set()
+    assert token(first) == 0
+    go_on.set()
+    assert token(second) == 1
+    reported = [request.json["retrieved_request_ids"] for request in server.asked(POLL_MANY)]
+    assert reported == [[], [], ["r-0"]]
+
+
+def test_fetched_results_are_reported_again_if_the_report_was_lost(server, sampler):
+    server.on(POLL_MANY, finished("r-0"), Answer({}, 500), finished("r-1"), finished("r-2"))
+    assert [token(sample(sampler)) for _ in range(3)] == [0, 1, 2]
+    reported = [request.json["retrieved_request_ids"] for request in server.asked(POLL_MANY)]
+    assert reported == [[], ["r-0"], ["r-0"], ["r-1"]]
+
+
+def test_failed_work_is_fetched_like_any_other(server, sampler):
+    completions = [{"state": "failed", "request_id": "r-0"}]
+    server.on(POLL_MANY, Answer({"completions": completions, "cursor": 1}))
+    server.on_future("r-0", failed("bad prompt"))
+    with pytest.raises(RequestFailedError, match="bad prompt"):
+        sample(sampler).result(10)
+
+
+@pytest.mark.parametrize(("size", "allow"), [(None, True), (1000, False)])
+def test_a_size_that_is_known_already_is_not_asked_for(server, sampler, size, allow):
+    more = {} if size is None else {"response_payload_uncompressed_size": size}
+    server.on(POLL_MANY, finished("r-0", **more))
+    assert token(sample(sampler)) == 0
+    assert server.asked(POLL)[0].json["allow_metadata_only"] is allow
+
+
+def test_a_completion_that_comes_before_its_promise_is_remembered(server, sampler):
+    late = threading.Event()
+    server.on(SAMPLE, promise("r-0"), held(promise("r-1"), late))
+    both = threading.Event()
+    server.on(POLL_MANY, held(finished("r-1", "r-0"), both))
+    first, second = sample(sampler), sample(sampler)
+    server.wait_for(SAMPLE, 2)
+    both.set()
+    assert token(first) == 0
+    late.set()
+    assert token(second) == 1
+    assert len(server.asked(POLL_MANY)) == 1
+
+
+def test_a_sample_after_a_cancelled_one_joins_the_poll_that_is_under_way(server, sampler):
+    server.on("GET /api/v1/samplers/s-1%3Asample%3A0", Answer({"sampler_id": "x", "base_model": "m"}))
+    until = threading.Event()
+    server.on(POLL_MANY, held(finished("r-0", "r-1"), until))
+    first = sample(sampler)
+    server.wait_for(POLL_MANY)
+    first.cancel()
+    second = sample(sampler)
+    server.wait_for(SAMPLE, 2)
+    sampler.get_base_model()  # by now the promise of the second was read
+    until.set()
+    assert token(second) == 1
+    assert len(server.asked(POLL_MANY)) == 1
+
+
+def test_an_error_that_is_final_fails_all_who_wait_and_nobody_later(server, sampler):
+    until = threading.Event()
+    server.on(POLL_MANY, held(Answer({"detail": "not yours"}, 403), until), finished("r-2"))
+    waiting = [sample(sampler) for _ in range(2)]
+    server.wait_for(SAMPLE, 2)
+    server.wait_for(POLL_MANY)
+    until.set()
+    for each in waiting:
+        with pytest.raises(PermissionDeniedError, match="not yours"):
+            each.result(10)
+    assert token(sample(sampler)) == 2
+
+
+def test_a_service_without_it_fails_who_waits(server, sampler):
+    server.on(POLL_MANY, Answer({"detail": "no such path"}, 404))
+    with pytest.raises(NotFoundError):
+        sample(sampler).result(10)
+
+
+@pytest.mark.parametrize(
+    ("replies", "waits"),
+    [
+        ([Answer({}, 408)] * 3, []),
+        ([Answer({}, 500), Answer({}, 503)], [0.0, 0.0]),
+        ([Answer({}, 429)] * 3, [1.0, 2.0, 4.0]),
+        ([Raw(b"not HTTP\r\n\r\n")] * 3, [1.0, 2.0, 4.0]),
+        ([Answer({}, 429), Answer({"completions": [], "cursor": 0}), Answer({}, 429)], [1.0, 1.0]),
+    ],
+)
+def test_what_may_pass_is_polled_again(server, sampler, clock, replies, waits):
+    server.on(POLL_MANY, *replies, finished("r-0"))
+    assert token(sample(sampler)) == 0
+    assert clock.slept == waits
+
+
+def test_an_answer_that_is_not_understood_fails_who_waits(server, sampler):
+    server.on(POLL_MANY, Answer({"completions": "all of them"}))
+    with pytest.raises(tinkex.APIResponseValidationError):
+        sample(sampler).result(10)
+
+
+def test_a_copy_of_the_client_hears_of_its_own_requests_only(server, service):
+    flags(server, sample_use_retrieve_futures=True, sample_join_sampling_session=True)
+    server.on(SAMPLE, promise_by_seq)
+    server.on(JOIN, Answer({"client_counter": 3}))
+
+    def complete(request: Request) -> Reply:
+        clone = request.json["target"]["cloned_sampler_id"]
+        return finished(f"r-{clone * 1_000_000_000}")
+
+    server.on(POLL_MANY, complete)
+    server.on_future("r-3000000000", sampled(3))
+    copy = pickle.loads(pickle.dumps(new_sampler(service())))
+    assert token(sample(copy)) == 3
+    assert server.asked(POLL_MANY)[0].json["target"]["cloned_sampler_id"] == 3
+    copy.holder.close().result(10)

@@ -1,0 +1,581 @@
+"""Futures and the one loop behind them: any thread, any event loop, any process."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tinkex._client.runtime import APIFuture, SampleFuture, TaskGroup, runtime
+from tinkex.errors import (
+    BadRequestError,
+    ClientClosedError,
+    RequestFailedError,
+    WrongThreadError,
+)
+from tinkex.types import AdamParams
+
+from ..scripted import Answer, Hang, promise
+from .helpers import (
+    CANCEL,
+    CREATE_SESSION,
+    DYNAMIC,
+    POLL,
+    SAMPLE,
+    STEP,
+    answer_samples,
+    answer_training,
+    new_sampler,
+    new_trainer,
+    run_script,
+    sample,
+    sampled,
+    seq_ids,
+)
+
+
+def start(
+    work: Coroutine[Any, Any, Any],
+    kind: Callable[[], APIFuture[Any]] = APIFuture,
+    group: TaskGroup | None = None,
+) -> APIFuture[Any]:
+    return runtime().submit(work, kind(), group or TaskGroup())
+
+
+class Gated:
+    """Work on the runtime's loop that ends when the test says so, and remembers how it ended."""
+
+    def __init__(self, kind: Callable[[], APIFuture[Any]] = APIFuture) -> None:
+        self.gate: APIFuture[Any] = APIFuture()
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self.outcome: object = None
+        self.future = start(self._work(), kind)
+        assert self.begun.wait(10)
+
+    async def _work(self) -> Any:
+        self.begun.set()
+        try:
+            self.outcome = await self.gate
+            return self.outcome
+        except asyncio.CancelledError:
+            self.outcome = "cancelled"
+            raise
+        finally:
+            self.ended.set()
+
+
+async def give(value: Any) -> Any:
+    return value
+
+
+async def fail_with(error: BaseException) -> None:
+    raise error
+
+
+# -- waiting -------------------------------------------------------------------------------------
+
+
+def test_a_result_can_be_blocked_for():
+    assert start(give(7)).result(10) == 7
+
+
+def test_a_result_can_be_awaited_on_any_loop():
+    async def wait() -> Any:
+        return await start(give(7))
+
+    assert asyncio.run(wait()) == 7
+
+
+def test_a_finished_future_gives_its_result_to_whoever_comes_later():
+    future = start(give(7))
+    future.result(10)
+
+    async def wait() -> Any:
+        return await future, await future.result_async(), await future
+
+    assert asyncio.run(wait()) == (7, 7, 7)
+
+
+def test_threads_and_event_loops_wait_for_one_future_at_once():
+    gated = Gated()
+
+    async def wait() -> Any:
+        return await asyncio.gather(*(give_result() for _ in range(3)))
+
+    async def give_result() -> Any:
+        return await gated.future
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        blocking = [pool.submit(gated.future.result, 10) for _ in range(4)]
+        awaiting = [pool.submit(asyncio.run, wait()) for _ in range(4)]
+        gated.gate.set_result(7)
+        assert [each.result(10) for each in blocking] == [7] * 4
+        assert [each.result(10) for each in awaiting] == [[7] * 3] * 4
+
+
+def test_a_thousand_futures_are_awaited_together():
+    async def wait() -> Any:
+        return await asyncio.gather(*(start(give(number)) for number in range(1000)))
+
+    assert asyncio.run(wait()) == list(range(1000))
+
+
+def test_a_blocking_wait_that_runs_out_leaves_the_future_alone():
+    gated = Gated()
+    with pytest.raises(TimeoutError):
+        gated.future.result(0)
+    with pytest.raises(TimeoutError):
+        gated.future.exception(0)
+    gated.gate.set_result(7)
+    assert gated.future.result(10) == 7
+
+
+def test_an_awaiting_wait_that_runs_out_leaves_the_operation_alone():
+    gated = Gated()
+
+    async def wait() -> None:
+        with pytest.raises(TimeoutError):
+            await gated.future.result_async(0)
+
+    asyncio.run(wait())
+    gated.gate.set_result(7)
+    assert gated.future.result(10) == 7
+
+
+def test_result_async_gives_the_result_within_its_time():
+    async def wait() -> Any:
+        return await start(give(7)).result_async(10)
+
+    assert asyncio.run(wait()) == 7
+
+
+def test_the_future_is_its_own_concurrent_future():
+    future = start(give(7))
+    assert isinstance(future, concurrent.futures.Future)
+    assert future.future() is future
+    assert future._future is future
+
+
+def test_an_event_loop_that_waited_is_not_kept_alive():
+    gated = Gated()
+    kept: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def wait() -> None:
+        kept.append(weakref.ref(asyncio.get_running_loop()))
+        with pytest.raises(TimeoutError):
+            await gated.future.result_async(0)
+        await start(give(7))
+
+    asyncio.run(wait())
+    gated.gate.set_result(7)
+    gated.future.result(10)
+    del gated
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_a_result_that_arrives_after_its_waiters_loop_was_closed_is_kept():
+    gated = Gated()
+
+    async def give_up() -> None:
+        waiting = asyncio.ensure_future(gated.future.result_async())
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    asyncio.run(give_up())
+    gated.gate.set_result(7)
+    assert gated.future.result(10) == 7
+
+
+# -- the standard library's tools ----------------------------------------------------------------
+
+
+def test_a_done_callback_is_called_once_and_can_read_the_result():
+    gated = Gated()
+    called: list[Any] = []
+    ready = threading.Event()
+
+    def note(future: Any) -> None:
+        called.append(future.result())
+        ready.set()
+
+    gated.future.add_done_callback(note)
+    gated.gate.set_result(7)
+    assert ready.wait(10)
+    assert called == [7]
+
+
+def test_a_done_callback_that_fails_harms_nobody(caplog):
+    first, second = Gated(), Gated()
+    first.future.add_done_callback(lambda _: 1 / 0)
+    first.gate.set_result(1)
+    second.gate.set_result(2)
+    assert (first.future.result(10), second.future.result(10)) == (1, 2)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_as_completed_yields_futures_in_the_order_they_end():
+    gated = [Gated() for _ in range(3)]
+    order = []
+    completed = concurrent.futures.as_completed([each.future for each in gated], timeout=10)
+    for index in (2, 0, 1):
+        gated[index].gate.set_result(index)
+        order.append(next(completed).result())
+    assert order == [2, 0, 1]
+
+
+def test_as_completed_and_wait_see_a_cancelled_future():
+    cancelled, waiting = Gated(), Gated()
+    seen = concurrent.futures.as_completed([cancelled.future, waiting.future], timeout=10)
+    cancelled.future.cancel()
+    assert next(seen) is cancelled.future
+    done, rest = concurrent.futures.wait(
+        [cancelled.future, waiting.future], 10, concurrent.futures.FIRST_COMPLETED
+    )
+    assert (done, rest) == ({cancelled.future}, {waiting.future})
+    waiting.gate.set_result(None)
+
+
+def test_cancelling_from_many_threads_at_once_cancels_once():
+    gated = Gated()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda _: gated.future.cancel(), range(50)))
+    assert gated.future.cancelled()
+    gated.gate.set_result(None)
+
+
+def test_wrap_future_works():
+    async def wait() -> Any:
+        return await asyncio.wrap_future(start(give(7)))
+
+    assert asyncio.run(wait()) == 7
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RequestFailedError("no", "r-1"), KeyError("x"), OSError(5, "io")])
+def test_exceptions_arrive_as_they_were_raised(error):
+    future = start(fail_with(error))
+    with pytest.raises(type(error)) as blocked:
+        future.result(10)
+    assert blocked.value is error
+    assert future.exception(10) is error
+
+    async def wait() -> None:
+        await future
+
+    with pytest.raises(type(error)) as awaited:
+        asyncio.run(wait())
+    assert awaited.value is error
+
+
+def test_an_error_answer_arrives_as_its_class(server, service):
+    server.on(STEP, Answer({"detail": "learning rate?"}, 400))
+    with pytest.raises(BadRequestError, match="learning rate"):
+        new_trainer(service()).optim_step(AdamParams()).result(10)
+
+
+@pytest.mark.parametrize("wait", [APIFuture.result, APIFuture.exception])
+def test_blocking_on_the_runtimes_own_thread_is_refused_at_once(wait):
+    gated = Gated()
+
+    async def on_the_runtimes_thread() -> Any:
+        return wait(gated.future)
+
+    with pytest.raises(WrongThreadError, match="own thread"):
+        start(on_the_runtimes_thread()).result(10)
+    gated.gate.set_result(7)
+    assert gated.future.result(10) == 7
+
+
+def test_a_blocking_method_in_a_callback_is_refused_at_once(server, service):
+    answer_training(server)
+    trainer = new_trainer(service())
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def ask(_: object) -> None:
+        try:
+            trainer.get_info()
+        except WrongThreadError as error:
+            raised.append(error)
+        done.set()
+
+    gated = Gated()
+    gated.future.add_done_callback(ask)
+    gated.gate.set_result(None)
+    assert done.wait(10)
+    assert len(raised) == 1
+
+
+def test_a_finished_future_can_be_read_on_the_runtimes_thread():
+    future = start(give(7))
+    future.result(10)
+
+    async def read() -> Any:
+        return future.result()
+
+    assert start(read()).result(10) == 7
+
+
+# -- cancelling ----------------------------------------------------------------------------------
+
+
+async def awaited_then_cancelled(future: APIFuture[Any]) -> None:
+    waiting = asyncio.ensure_future(future.result_async())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+def test_a_cancelled_await_does_not_cancel_an_operation():
+    gated = Gated()
+    asyncio.run(awaited_then_cancelled(gated.future))
+    gated.gate.set_result(7)
+    assert gated.future.result(10) == 7
+
+
+def test_a_cancelled_await_cancels_a_sample():
+    gated = Gated(SampleFuture)
+    asyncio.run(awaited_then_cancelled(gated.future))
+    assert gated.future.cancelled()
+    assert gated.ended.wait(10)
+    assert gated.outcome == "cancelled"
+
+
+def test_cancelling_an_operation_drops_its_result_and_lets_it_go_on():
+    gated = Gated()
+    assert gated.future.cancel()
+    gated.gate.set_result(7)
+    assert gated.ended.wait(10)
+    assert gated.outcome == 7
+    with pytest.raises(concurrent.futures.CancelledError):
+        gated.future.result(10)
+
+
+def test_cancelling_a_sample_ends_its_work():
+    gated = Gated(SampleFuture)
+    assert gated.future.cancel()
+    assert gated.ended.wait(10)
+    assert gated.outcome == "cancelled"
+
+
+def test_a_sample_whose_future_failed_early_ends_its_work():
+    gated = Gated(SampleFuture)
+    gated.future.set_exception(TimeoutError())
+    assert gated.ended.wait(10)
+    assert gated.outcome == "cancelled"
+
+
+def test_a_cancelled_future_is_a_cancelled_error_to_who_awaits_it():
+    gated = Gated()
+
+    async def wait() -> None:
+        waiting = asyncio.ensure_future(gated.future.result_async())
+        await asyncio.sleep(0)
+        gated.future.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(wait())
+    gated.gate.set_result(None)
+
+
+def test_a_finished_future_cannot_be_cancelled():
+    future = start(give(7))
+    future.result(10)
+    assert not future.cancel()
+    assert future.result(10) == 7
+
+
+def test_a_training_step_goes_on_when_its_awaiting_task_is_cancelled(server, service):
+    held = threading.Event()
+    server.on(STEP, promise("step"))
+    server.on_future("step", Answer({"metrics": {"x": 1.0}}, wait_for=held))
+    step = new_trainer(service()).optim_step(AdamParams())
+    server.wait_for(POLL, 2)
+    asyncio.run(awaited_then_cancelled(step))
+    held.set()
+    assert step.result(10).metrics == {"x": 1.0}
+
+
+def test_a_sample_ends_when_its_awaiting_task_is_cancelled(server, service):
+    server.on(DYNAMIC, Answer({"sample_cancel_enabled": True}))
+    server.on(SAMPLE, promise("sample"))
+    server.on_future("sample", Hang())
+    server.on(CANCEL, Answer({}))
+    drawing = sample(new_sampler(service()))
+    server.wait_for(POLL)
+    server.wait_for(DYNAMIC)
+    asyncio.run(awaited_then_cancelled(drawing))
+    assert server.wait_for(CANCEL)[0].json == {"request_id": "sample"}
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+def test_closing_a_group_fails_what_is_under_way_and_what_comes_later():
+    group, gate = TaskGroup(), APIFuture[Any]()
+
+    async def wait() -> Any:
+        return await gate
+
+    under_way = [start(wait(), group=group) for _ in range(3)]
+
+    async def close() -> None:
+        group.close(ClientClosedError("closed"))
+
+    start(close()).result(10)
+    for future in (*under_way, start(give(7), group=group)):
+        with pytest.raises(ClientClosedError, match="closed"):
+            future.result(10)
+
+
+# -- other processes -----------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os, sys, tinkex
+from tinkex import types
+client = tinkex.ServiceClient(base_url={url!r}, api_key="tml-test")
+prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+def draw(): return sampler.sample(prompt, 1, params)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "hanging = [draw() for _ in range(50)]",
+        "sys.exit(0)",
+        "import asyncio; asyncio.run(sampler.sample_async(prompt, 1, params))",
+    ],
+)
+def test_a_script_that_forgets_to_close_exits_with_code_0_and_says_nothing(server, end):
+    server.on(SAMPLE, sampled(7), sampled(7), Hang())
+    body = "sampler = client.create_sampling_client(base_model='m')\nprint(draw().result().sequences)\n"
+    assert "tokens=[7]" in run_script(SCRIPT.format(url=server.url) + body + end)
+
+
+FORK = """
+sampler = client.create_sampling_client(base_model='m')
+trainer = client.create_lora_training_client('m')
+print(draw().result(10).sequences[0].tokens, trainer.optim_step().result(10).metrics, flush=True)
+child = os.fork()
+if child == 0:
+    assert draw().result(10).sequences[0].tokens == [7]
+    trainer.optim_step().result(10)
+    assert client.create_sampling_client(base_model='m')
+    client.close().result(10)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(draw().result(10).sequences[0].tokens)
+client.close().result(10)
+"""
+
+
+def test_a_client_used_before_a_fork_works_in_the_child_and_in_the_parent(server):
+    answer_samples(server, 7)
+    answer_training(server)
+    out = run_script(SCRIPT.format(url=server.url) + FORK)
+    assert out == "[7] {}\n[7]\n"
+    first, child, last = seq_ids(server.asked(SAMPLE))
+    assert (first, last) == (0, 1)
+    assert child >= 1_000_000_000
+    assert seq_ids(server.asked(STEP)) == [1, 2]
+    # One session for both, which its owner ends; samplers of the child have numbers of their own.
+    assert len(server.asked(CREATE_SESSION)) == 1
+    assert len(server.asked("POST /api/v1/sessions/s-1/finish")) == 1
+    own, childs = (
+        request.json["sampling_session_seq_id"]
+        for request in server.asked("POST /api/v1/create_sampling_session")
+    )
+    assert own == 0
+    assert childs > 1_000_000
+
+
+FORK_BUSY = """
+sampler = client.create_sampling_client(base_model='m')
+drawing = [draw() for _ in range(20)]
+print("ready", flush=True)
+sys.stdin.readline()
+child = os.fork()
+if child == 0:
+    try:
+        drawing[0].result()
+    except tinkex.errors.WrongThreadError as error:
+        print(error, flush=True)
+    assert draw().result(10).sequences[0].tokens == [8]
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print([each.result(10).sequences[0].tokens[0] for each in drawing])
+"""
+
+
+def test_a_fork_leaves_what_is_under_way_to_the_parent(server):
+    released = threading.Event()
+    server.on(SAMPLE, lambda request: answer(request.json["seq_id"]))
+    answers = {f"r-{number}": number for number in range(20)}
+
+    def answer(seq_id: int) -> Answer:
+        if seq_id < 1_000_000_000:
+            return promise(f"r-{seq_id}")
+        released.set()  # the child has drawn its own
+        return sampled(8)
+
+    for request_id, number in answers.items():
+        held = Answer(sampled(number).body, wait_for=released)
+        server.on_future(request_id, held)
+    out = run_script(SCRIPT.format(url=server.url) + FORK_BUSY, stdin="\n").splitlines()
+    assert out[0] == "ready"
+    assert "ask again in this process" in out[1]
+    assert out[2] == str(list(range(20)))
+
+
+def test_a_session_not_opened_before_the_fork_is_opened_by_each_process(server):
+    script = """
+child = os.fork()
+client.get_console_url()
+if child == 0:
+    client.close().result(10)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+client.close().result(10)
+"""
+    server.on(CREATE_SESSION, Answer({"session_id": "a"}), Answer({"session_id": "b"}))
+    server.on("POST /api/v1/sessions/a/finish", Answer({}))
+    server.on("POST /api/v1/sessions/b/finish", Answer({}))
+    run_script(SCRIPT.format(url=server.url) + script)
+    assert len(server.asked("POST /api/v1/sessions/a/finish")) == 1
+    assert len(server.asked("POST /api/v1/sessions/b/finish")) == 1
+
+
+def test_a_fork_of_a_tls_client_says_what_to_do_instead_of_hanging():
+    out = run_script("""
+import os, sys, tinkex
+client = tinkex.ServiceClient(
+    base_url="https://127.0.0.1:9", api_key="tml-test", max_retries=0
+)
+try:
+    client.get_server_capabilities()
+except tinkex.APIConnectionError:
+    pass
+child = os.fork()
+if child == 0:
+    try:
+        client.get_server_capabilities()
+    except tinkex.TinkerError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+""")
+    assert "spawn" in out

@@ -1,0 +1,472 @@
+"""A session with a service: when it begins, how it is kept, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex.errors import (
+    APIConnectionError,
+    AuthenticationError,
+    ClientClosedError,
+    ConfigError,
+    InternalServerError,
+    InvalidInputError,
+)
+
+from ..scripted import Answer, Hang, ScriptedServer, promise
+from .helpers import (
+    CONFIG,
+    CREATE_MODEL,
+    CREATE_SAMPLER,
+    CREATE_SESSION,
+    DYNAMIC,
+    FINISH,
+    HEARTBEAT,
+    POLL,
+    SAMPLE,
+    STEP,
+    answer_samples,
+    answer_training,
+    flags,
+    new_sampler,
+    new_trainer,
+    promise_by_seq,
+    sample,
+    until,
+)
+
+
+def paths(server: ScriptedServer) -> list[str]:
+    return [request.path.removeprefix("/api/v1/") for request in server.requests]
+
+
+def wait_until_beating(server: ScriptedServer, clock: Any, beats: int) -> None:
+    """Let the clock run until so many heartbeats have been sent, ten seconds each."""
+    for beat in range(len(server.asked(HEARTBEAT)), beats):
+        until(lambda: clock.sleeping == 2)  # the heartbeat and the dynamic configuration
+        clock.advance(10)
+        server.wait_for(HEARTBEAT, beat + 1)
+
+
+# -- opening -------------------------------------------------------------------------------------
+
+
+def test_making_a_client_sends_nothing(server, service):
+    client = service()
+    client.create_rest_client()
+    assert client.holder.session_id is None
+    assert server.requests == []
+
+
+def test_the_first_call_asks_for_flags_and_then_opens_the_session(server, service):
+    client = service(user_metadata={"run": "7"}, project_id="p-1", display_name="mine", tags=["a"])
+    new_sampler(client)
+    assert paths(server)[:2] == ["client/config", "create_session"]
+    assert server.asked(CREATE_SESSION)[0].json == {
+        "tags": ["a"],
+        "user_metadata": {"run": "7"},
+        "sdk_version": server.asked(CONFIG)[0].json["sdk_version"],
+        "project_id": "p-1",
+        "display_name": "mine",
+        "type": "create_session",
+    }
+    assert client.holder.session_id == "s-1"
+
+
+def test_a_call_that_needs_no_session_opens_none(server, service):
+    server.on("GET /api/v1/get_server_capabilities", Answer({"supported_models": []}))
+    service().get_server_capabilities()
+    assert paths(server) == ["client/config", "get_server_capabilities"]
+
+
+def test_calls_that_come_together_open_one_session(server, service):
+    held = threading.Event()
+    server.on(CREATE_SESSION, Answer({"session_id": "s-1"}, wait_for=held))
+    client = service()
+    with ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(new_sampler, client) for _ in range(8)]
+        server.wait_for(CREATE_SESSION)
+        held.set()
+        for each in made:
+            each.result(10)
+    assert len(server.asked(CONFIG)) == len(server.asked(CREATE_SESSION)) == 1
+    numbers = [request.json["sampling_session_seq_id"] for request in server.asked(CREATE_SAMPLER)]
+    assert sorted(numbers) == list(range(8))
+
+
+def test_a_service_without_flags_is_used_with_the_defaults(server, service):
+    server.on(CONFIG, Answer({"detail": "not found"}, 404))
+    server.on(DYNAMIC, Answer({"detail": "not found"}, 404))
+    client = service()
+    new_sampler(client)
+    assert client.holder.flags.fwdbwd_max_chunk_len == 1024
+
+
+def test_unknown_flags_and_nulls_are_ignored(server, service):
+    flags(server, brand_new_flag=1, sample_max_concurrent_requests=None, sample_no_retries=True)
+    client = service()
+    new_sampler(client)
+    assert client.holder.flags.sample_max_concurrent_requests == 2000
+    assert client.holder.flags.sample_no_retries
+
+
+def test_flags_decide_how_much_may_be_under_way(server, service):
+    flags(
+        server,
+        sample_dispatch_bytes_semaphore_size=11,
+        inflight_response_bytes_semaphore_size=12,
+        fwdbwd_dispatch_bytes_semaphore_size=13,
+    )
+    client = service()
+    new_sampler(client)
+    assert client.holder.response_room.size == 12
+    assert client.holder.training_room.size == 13
+    assert client.holder.sample_budget._bytes.size == 11
+
+
+def test_an_open_that_failed_is_tried_again_by_the_next_call(server, service):
+    server.on(
+        CREATE_SESSION, Answer({"detail": "key?"}, 401), Answer({}, 500), Answer({"session_id": "s-1"})
+    )
+    client = service(max_retries=0)
+    with pytest.raises(AuthenticationError):
+        new_sampler(client)
+    with pytest.raises(InternalServerError):
+        new_sampler(client)
+    answer_samples(server)
+    assert sample(new_sampler(client)).result(10)
+    assert len(server.asked(CONFIG)) == 1
+
+
+def test_flags_that_failed_are_asked_for_again_by_the_next_call(server, service):
+    server.on(CONFIG, Answer({}, 403), Answer({"sample_no_retries": True}))
+    client = service()
+    with pytest.raises(tinkex.PermissionDeniedError):
+        new_sampler(client)
+    new_sampler(client)
+    assert client.holder.flags.sample_no_retries
+
+
+def test_one_impatient_caller_does_not_take_the_session_from_the_others(server, service):
+    held = threading.Event()
+    server.on(CREATE_SESSION, Answer({"session_id": "s-1"}, wait_for=held))
+    client = service()
+
+    async def both() -> Any:
+        impatient = asyncio.ensure_future(client.create_sampling_client_async(base_model="m"))
+        patient = asyncio.ensure_future(client.create_sampling_client_async(base_model="m"))
+        await asyncio.to_thread(server.wait_for, CREATE_SESSION)
+        impatient.cancel()
+        held.set()
+        return await patient
+
+    assert asyncio.run(both()).holder.session_id == "s-1"
+    assert len(server.asked(CREATE_SESSION)) == 1
+
+
+def test_messages_of_the_service_are_logged_at_their_level(server, service, caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+    messages = {"info_message": "hello", "warning_message": "old", "error_message": "very old"}
+    server.on(CREATE_SESSION, Answer({"session_id": "s-1", **messages}))
+    new_sampler(service())
+    logged = {(record.levelname, record.message) for record in caplog.records}
+    assert {("INFO", "hello"), ("WARNING", "old"), ("ERROR", "very old")} <= logged
+
+
+def test_two_clients_share_neither_session_nor_numbers(server, service):
+    server.on(CREATE_SESSION, Answer({"session_id": "s-1"}), Answer({"session_id": "s-2"}))
+    server.on("POST /api/v1/sessions/s-2/finish", Answer({}))
+    first, second = service(), service()
+    new_sampler(first)
+    new_sampler(second)
+    sent = [request.json for request in server.asked(CREATE_SAMPLER)]
+    assert [(each["session_id"], each["sampling_session_seq_id"]) for each in sent] == [
+        ("s-1", 0),
+        ("s-2", 0),
+    ]
+
+
+def test_models_and_samplers_are_numbered_by_the_session(server, service):
+    server.on(CREATE_MODEL, Answer({"model_id": "s-1:train:0"}))
+    client = service()
+    for _ in range(2):
+        new_trainer(client)
+        new_sampler(client)
+    models = [request.json["model_seq_id"] for request in server.asked(CREATE_MODEL)]
+    samplers = [request.json["sampling_session_seq_id"] for request in server.asked(CREATE_SAMPLER)]
+    assert models == samplers == [0, 1]
+
+
+def test_the_embedded_service_is_named_as_missing_and_not_looked_up():
+    with pytest.raises(ConfigError, match="base_url"):
+        tinkex.ServiceClient(base_url="local").get_server_capabilities()
+
+
+def test_options_nobody_knows_are_ignored_with_a_warning():
+    with pytest.warns(FutureWarning, match="colour"):
+        tinkex.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test", colour="red")
+
+
+# -- heartbeats ----------------------------------------------------------------------------------
+
+
+def test_an_open_session_beats_every_ten_seconds(server, service, clock):
+    new_sampler(service())
+    wait_until_beating(server, clock, 3)
+    assert [request.json["session_id"] for request in server.asked(HEARTBEAT)] == ["s-1"] * 3
+
+
+def test_a_session_finished_elsewhere_stops_beating(server, service, clock, caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+    server.on(HEARTBEAT, Answer({}), Answer({"detail": "finished"}, 410))
+    client = service()
+    new_sampler(client)
+    wait_until_beating(server, clock, 2)
+    until(lambda: "its heartbeat stops" in caplog.text)
+    clock.advance(600)
+    server.wait_for(DYNAMIC, 2)
+    assert len(server.asked(HEARTBEAT)) == 2
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_heartbeats_go_on_after_errors_and_warn_after_two_minutes(
+    server, service, clock, caplog, status
+):
+    server.on(HEARTBEAT, Answer({"detail": "what?"}, status))
+    new_sampler(service())
+    wait_until_beating(server, clock, 12)
+    assert "No heartbeat" not in caplog.text
+    wait_until_beating(server, clock, 15)
+    warnings = [record.message for record in caplog.records if "No heartbeat" in record.message]
+    assert warnings[0].startswith("No heartbeat of session s-1 has succeeded for 130 s")
+    assert "what?" in warnings[0]
+    assert len(warnings) >= 2
+
+
+def test_a_heartbeat_that_succeeds_starts_the_two_minutes_anew(server, service, clock, caplog):
+    lost = Answer({}, 500)
+    server.on(HEARTBEAT, *[lost] * 11, Answer({}), lost)
+    new_sampler(service())
+    wait_until_beating(server, clock, 24)
+    assert "No heartbeat" not in caplog.text
+
+
+def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock):
+    server.on(HEARTBEAT, Answer({}, 500))
+    new_sampler(service(max_retries=5))
+    wait_until_beating(server, clock, 2)
+    assert [request.headers["x-stainless-retry-count"] for request in server.asked(HEARTBEAT)] == [
+        "0",
+        "0",
+    ]
+
+
+# -- flags that change ---------------------------------------------------------------------------
+
+
+def test_the_dynamic_configuration_is_asked_for_again_when_it_says(server, service, clock):
+    server.on(
+        DYNAMIC,
+        Answer({"refresh_interval_sec": 1}),  # less than ten seconds is not honoured
+        Answer({"sample_cancel_enabled": True, "refresh_interval_sec": 10}),
+        Answer({}, 500),
+        Answer({"sample_cancel_enabled": False}),
+    )
+    client = service()
+    new_sampler(client)
+    enabled = []
+    for asked in range(1, 5):
+        server.wait_for(DYNAMIC, asked)
+        until(lambda: clock.sleeping == 2)
+        enabled.append(client.holder.dynamic.sample_cancel_enabled)
+        clock.advance(10)
+    assert enabled == [False, True, True, False]
+
+
+def test_a_service_without_dynamic_configuration_is_asked_once(server, service, clock):
+    server.on(DYNAMIC, Answer({}, 404))
+    new_sampler(service())
+    server.wait_for(DYNAMIC)
+    for beat in range(1, 4):
+        until(lambda: clock.sleeping == 1)
+        clock.advance(1000)
+        server.wait_for(HEARTBEAT, beat)
+    assert len(server.asked(DYNAMIC)) == 1
+
+
+# -- closing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ((), {"reason": {"type": "success"}}),
+        (("errored", "nan"), {"reason": {"type": "errored"}, "detail": "nan"}),
+        (("interrupted",), {"reason": {"type": "interrupted"}}),
+    ],
+)
+def test_closing_tells_the_service_why(server, service, arguments, sent):
+    client = service()
+    new_sampler(client)
+    client.close(*arguments).result(10)
+    assert [request.json for request in server.asked(FINISH)] == [sent]
+
+
+def test_a_reason_the_protocol_does_not_have_is_refused(service):
+    with pytest.raises(InvalidInputError, match="status"):
+        service().close("bored")
+
+
+def test_a_client_never_used_closes_without_a_word(server, service):
+    service().close().result(10)
+    assert server.requests == []
+
+
+def test_a_with_block_that_ends_well_finishes_with_success(server, service):
+    with service() as client:
+        new_sampler(client)
+    assert server.asked(FINISH)[0].json == {"reason": {"type": "success"}}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ValueError("bad"), "errored"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_with_block_that_fails_says_how_and_lets_the_error_pass(server, service, error, reason):
+    with pytest.raises(type(error)), service() as client:
+        new_sampler(client)
+        raise error
+    sent = server.asked(FINISH)[0].json
+    assert sent["reason"] == {"type": reason}
+    assert sent["detail"] == f"{type(error).__name__}: {error}"
+
+
+def test_closing_twice_finishes_once(server, service):
+    client = service()
+    new_sampler(client)
+    first, second = client.close("errored"), client.close()
+    first.result(10)
+    second.result(10)
+    assert [request.json["reason"]["type"] for request in server.asked(FINISH)] == ["errored"]
+
+
+def test_closing_from_many_threads_finishes_once(server, service):
+    client = service()
+    new_sampler(client)
+    barrier = threading.Barrier(8)
+
+    def close(_: int) -> None:
+        barrier.wait(10)
+        client.close().result(10)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(close, range(8)))
+    assert len(server.asked(FINISH)) == 1
+
+
+def test_work_under_way_fails_when_the_client_is_closed(server, service):
+    answer_training(server)
+    server.on(STEP, promise("step"))
+    server.on_future("step", Hang())
+    server.on(SAMPLE, Hang())
+    client = service()
+    trainer, sampler = new_trainer(client), new_sampler(client)
+    waiting = [trainer.optim_step(), sample(sampler)]
+    server.wait_for(POLL, 2)
+    server.wait_for(SAMPLE)
+    client.close().result(10)
+    for each in waiting:
+        with pytest.raises(ClientClosedError):
+            each.result(10)
+
+
+def test_a_closed_client_and_its_children_refuse_work(server, service):
+    answer_training(server)
+    client = service()
+    trainer, sampler, rest = new_trainer(client), new_sampler(client), client.create_rest_client()
+    client.close().result(10)
+    sent = len(server.requests)
+    for call in (
+        lambda: new_trainer(client),
+        lambda: new_sampler(client),
+        client.get_server_capabilities,
+        trainer.optim_step,
+        trainer.get_info,
+        lambda: sample(sampler),
+        rest.list_sessions,
+    ):
+        with pytest.raises(ClientClosedError):
+            call()
+    assert len(server.requests) == sent
+
+
+def test_closing_during_the_first_call_fails_that_call(server, service):
+    server.on(CREATE_SESSION, Hang())
+    client = service()
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(new_sampler, client)
+        server.wait_for(CREATE_SESSION)
+        client.close().result(10)
+        with pytest.raises(ClientClosedError):
+            making.result(10)
+
+
+def test_nothing_is_sent_after_closing(server, service, clock):
+    server.on(DYNAMIC, Answer({"sample_cancel_enabled": True}))
+    server.on(SAMPLE, promise_by_seq)
+    client = service()
+    sampler = new_sampler(client)
+    for number in range(200):
+        server.on_future(f"r-{number}", Hang())
+    drawing = [sample(sampler) for _ in range(200)]
+    server.wait_for(POLL, 200)
+    client.close().result(10)
+    sent = paths(server)
+    assert sent[-1] == "sessions/s-1/finish"
+    for each in drawing:
+        with pytest.raises(ClientClosedError):
+            each.result(10)
+    clock.advance(1000)
+    until(lambda: server.open_connections == 0)
+    assert paths(server) == sent
+
+
+def test_a_service_that_cannot_be_told_does_not_make_closing_fail(server, service):
+    client = service(max_retries=0)
+    new_sampler(client)
+    server.on(FINISH, Answer({}, 500))
+    client.close().result(10)
+
+
+def test_a_service_that_is_gone_does_not_make_closing_fail(service):
+    with ScriptedServer() as short_lived:
+        client = service(base_url=short_lived.url, max_retries=0)
+        new_sampler(client)
+    client.close().result(10)
+    with pytest.raises(APIConnectionError):
+        service(base_url=short_lived.url, max_retries=0).get_server_capabilities()
+
+
+def test_connections_are_closed_with_the_client(server, service):
+    answer_samples(server)
+    client = service()
+    sample(new_sampler(client)).result(10)
+    assert server.open_connections > 0
+    client.close().result(10)
+    until(lambda: server.open_connections == 0)
+
+
+# -- time limits ---------------------------------------------------------------------------------
+
+
+def test_a_call_that_takes_too_long_frees_its_caller(server, service):
+    server.on(CREATE_SESSION, Hang())
+    with pytest.raises(tinkex.APITimeoutError, match=r"0\.05 s"):
+        new_sampler(service(), timeout=0.05)
