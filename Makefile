@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install test check fix bench docs clean
+.PHONY: install test check fix bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ fix: install
 bench: install
 	$(BIN)/python benchmarks/foundation.py
 	$(BIN)/python benchmarks/clients.py
+
+cookbook: install
+	$(BIN)/python scripts/run_cookbook.py
 
 docs: install
 	$(BIN)/python scripts/docs.py

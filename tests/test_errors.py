@@ -279,7 +279,6 @@ class Picky(TinkerError):
         (DecodeError("no"), False, False),
         (ClientClosedError("no"), False, False),
         (errors.WrongThreadError("no"), False, False),
-        (errors.CancelledError("no"), False, False),
     ],
     ids=lambda value: f"{type(value).__name__}" if isinstance(value, TinkerError) else None,
 )

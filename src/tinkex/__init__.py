@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .errors import AuthenticationError as AuthenticationError
     from .errors import BadRequestError as BadRequestError
     from .errors import BillingError as BillingError
-    from .errors import CancelledError as CancelledError
     from .errors import CircuitOpenError as CircuitOpenError
     from .errors import ClientClosedError as ClientClosedError
     from .errors import ConfigError as ConfigError
@@ -112,7 +111,7 @@ _NAMES = {
     ".config": "Config reset_defaults set_defaults",
     ".errors": """
         APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError
-        AuthenticationError BadRequestError BillingError CancelledError CircuitOpenError
+        AuthenticationError BadRequestError BillingError CircuitOpenError
         ClientClosedError ConfigError ConflictError DecodeError ExperimentalWarning GoneError
         InternalServerError InvalidInputError InvalidPathError NotFoundError PayloadTooLargeError
         PermissionDeniedError RateLimitError RequestErrorCategory RequestFailedError TinkerError

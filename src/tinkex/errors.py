@@ -25,8 +25,7 @@
     │   └── InvalidPathError              not a tinker:// path
     ├── DecodeError (ValueError)          bytes that are not a message of this protocol
     ├── ClientClosedError (RuntimeError)  the client was closed
-    ├── WrongThreadError (RuntimeError)   blocking call on the runtime's own thread
-    └── CancelledError                    the operation was cancelled by its caller
+    └── WrongThreadError (RuntimeError)   blocking call on the runtime's own thread
 
     ExperimentalWarning (FutureWarning)   an interface that may still change
 
@@ -52,7 +51,6 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
-    "CancelledError",
     "CircuitOpenError",
     "ClientClosedError",
     "ConfigError",
@@ -415,14 +413,6 @@ class ClientClosedError(TinkerError, RuntimeError):
 
 class WrongThreadError(TinkerError, RuntimeError):
     """A blocking call on the runtime's own thread, where it could never be answered."""
-
-    @property
-    def retryable(self) -> bool:
-        return False
-
-
-class CancelledError(TinkerError):
-    """The caller cancelled the operation."""
 
     @property
     def retryable(self) -> bool:

@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool]) -> None:
     """Wait, turn by turn of the clients' loop, for what nothing else announces."""
 
     async def turns() -> None:
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0)
 
     waiting: SampleFuture[None] = SampleFuture()

@@ -106,7 +106,10 @@ def test_the_service_may_forget_a_result_only_after_it_was_fetched(server, sampl
     fetch, go_on = threading.Event(), threading.Event()
     server.on_future("r-0", held(sampled(0), fetch))
     server.on(
-        POLL_MANY, finished("r-0"), held(Answer({"completions": [], "cursor": 2}), go_on), finished("r-1")
+        POLL_MANY,
+        finished("r-0"),
+        held(Answer({"completions": [], "cursor": 2}), go_on),
+        finished("r-1"),
     )
     first, second = sample(sampler), sample(sampler)
     server.wait_for(POLL_MANY, 2)
@@ -157,7 +160,9 @@ def test_a_completion_that_comes_before_its_promise_is_remembered(server, sample
 
 
 def test_a_sample_after_a_cancelled_one_joins_the_poll_that_is_under_way(server, sampler):
-    server.on("GET /api/v1/samplers/s-1%3Asample%3A0", Answer({"sampler_id": "x", "base_model": "m"}))
+    server.on(
+        "GET /api/v1/samplers/s-1%3Asample%3A0", Answer({"sampler_id": "x", "base_model": "m"})
+    )
     until = threading.Event()
     server.on(POLL_MANY, held(finished("r-0", "r-1"), until))
     first = sample(sampler)

@@ -31,7 +31,7 @@ async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 def test_the_budget_may_be_overshot_by_one_request_and_the_next_waits():
-    async def work():
+    async def work() -> None:
         budget = Budget(1000)
         await budget.take(500)
         await budget.take(600)
@@ -61,7 +61,7 @@ def test_a_balance_of_zero_still_lets_one_pass():
 
 
 def test_waiters_are_served_in_the_order_they_came():
-    async def work():
+    async def work() -> None:
         budget, served = slots(1), []
         await budget.take(1)
 
@@ -80,7 +80,7 @@ def test_waiters_are_served_in_the_order_they_came():
 
 
 def test_nobody_overtakes_a_waiter():
-    async def work():
+    async def work() -> None:
         budget = Budget(0)
         await budget.take(1)
         waiter = await started(budget.take(1))
@@ -92,7 +92,7 @@ def test_nobody_overtakes_a_waiter():
 
 
 def test_one_return_serves_as_many_as_fit():
-    async def work():
+    async def work() -> None:
         budget = Budget(10)
         await budget.take(20)
         waiters = [await started(budget.take(6)) for _ in range(3)]
@@ -115,7 +115,7 @@ def test_slots_admit_exactly_their_number(count):
 
 
 def test_a_cancelled_waiter_leaves_the_queue():
-    async def work():
+    async def work() -> None:
         budget = slots(1)
         await budget.take(1)
         first, second = await started(budget.take(1)), await started(budget.take(1))
@@ -130,7 +130,7 @@ def test_a_cancelled_waiter_leaves_the_queue():
 
 
 def test_a_waiter_cancelled_after_it_was_served_gives_its_share_back():
-    async def work():
+    async def work() -> None:
         budget = slots(1)
         await budget.take(1)
         first, second = await started(budget.take(1)), await started(budget.take(1))
@@ -146,7 +146,7 @@ def test_a_waiter_cancelled_after_it_was_served_gives_its_share_back():
 
 
 def test_a_waiter_cancelled_just_before_its_turn_is_passed_over():
-    async def work():
+    async def work() -> None:
         budget = slots(1)
         await budget.take(1)
         first, second = await started(budget.take(1)), await started(budget.take(1))
@@ -171,7 +171,7 @@ OPERATIONS = st.one_of(
 
 @given(st.integers(0, 20), st.lists(OPERATIONS, max_size=60))
 def test_whatever_happens_the_balance_returns_to_the_size(size, operations):
-    async def work():
+    async def work() -> None:
         budget = Budget(size)
         served: list[int] = []
         held: dict[int, int] = {}
@@ -210,7 +210,7 @@ def test_whatever_happens_the_balance_returns_to_the_size(size, operations):
 
 
 def test_a_lease_gives_everything_back_when_its_block_fails():
-    async def work():
+    async def work() -> None:
         count, room = slots(2), Budget(100)
 
         async def both() -> None:
@@ -228,7 +228,7 @@ def test_a_lease_gives_everything_back_when_its_block_fails():
 
 
 def test_a_lease_cancelled_halfway_gives_back_what_it_has():
-    async def work():
+    async def work() -> None:
         count, room = slots(2), slots(1)
         await room.take(1)
 
@@ -277,7 +277,7 @@ def granted(tasks: list[asyncio.Task[Lease]]) -> int:
 
 
 def test_samples_are_limited_by_number():
-    async def work():
+    async def work() -> None:
         budget = SampleBudget(FakeClock(), count=3)
         tasks = await leases(budget, 5, 1)
         assert granted(tasks) == 3
@@ -291,7 +291,7 @@ def test_samples_are_limited_by_number():
 
 
 def test_a_limit_of_one_lets_samples_go_one_by_one():
-    async def work():
+    async def work() -> None:
         budget, at_once, most = SampleBudget(FakeClock(), count=1), 0, 0
 
         async def send() -> None:
@@ -309,7 +309,7 @@ def test_a_limit_of_one_lets_samples_go_one_by_one():
 
 
 def test_samples_are_limited_by_bytes():
-    async def work():
+    async def work() -> None:
         tasks = await leases(SampleBudget(FakeClock(), size=1000), 4, 600)
         assert granted(tasks) == 2
         await drop(tasks)
@@ -318,7 +318,7 @@ def test_samples_are_limited_by_bytes():
 
 
 def test_budgets_know_nothing_of_each_other():
-    async def work():
+    async def work() -> None:
         clock = FakeClock()
         busy, free = SampleBudget(clock, count=1), SampleBudget(clock, count=1)
         busy.back_off(5.0)
@@ -330,7 +330,7 @@ def test_budgets_know_nothing_of_each_other():
 
 
 def test_a_backoff_holds_samples_back_until_it_ends():
-    async def work():
+    async def work() -> None:
         clock = FakeClock(long=0.5)  # every wait is one the test has to end
         budget = SampleBudget(clock)
         budget.back_off(1.0)
@@ -358,7 +358,7 @@ def test_a_shorter_backoff_does_not_end_a_longer_one():
 
 
 def test_after_a_backoff_at_most_ten_samples_go_at_once():
-    async def work():
+    async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock)
         budget.back_off(1.0)
@@ -375,7 +375,7 @@ def test_after_a_backoff_at_most_ten_samples_go_at_once():
 
 
 def test_after_a_backoff_each_byte_costs_twenty():
-    async def work():
+    async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, size=1000)
         budget.back_off(1.0)
@@ -388,7 +388,7 @@ def test_after_a_backoff_each_byte_costs_twenty():
 
 
 def test_ten_seconds_after_a_backoff_all_is_as_before():
-    async def work():
+    async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, size=1000)
         budget.back_off(1.0)
@@ -404,7 +404,7 @@ def test_ten_seconds_after_a_backoff_all_is_as_before():
 
 
 def test_a_sample_that_waited_pays_the_price_of_the_moment_it_is_let_in():
-    async def work():
+    async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, count=1, size=1000)
         first = await budget.lease(1)
@@ -421,7 +421,7 @@ def test_a_sample_that_waited_pays_the_price_of_the_moment_it_is_let_in():
 
 @pytest.mark.parametrize("end", ["fails", "is cancelled"])
 def test_a_sample_gives_its_lease_back_when_it(end):
-    async def work():
+    async def work() -> None:
         budget = SampleBudget(FakeClock(), count=1, size=10)
 
         async def send() -> None:
@@ -441,7 +441,7 @@ def test_a_sample_gives_its_lease_back_when_it(end):
 
 
 def test_a_sample_cancelled_while_it_is_held_back_keeps_nothing():
-    async def work():
+    async def work() -> None:
         clock = FakeClock(long=0.5)
         budget = SampleBudget(clock, count=5, size=10)
         budget.back_off(1.0)

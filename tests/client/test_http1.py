@@ -48,7 +48,7 @@ async def settle() -> None:
 async def until(condition: Callable[[], bool]) -> None:
     """Turn the loop until something is so; the test's own timeout is the limit."""
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what it asks about has no event
             await asyncio.sleep(0)
 
 
@@ -129,7 +129,7 @@ def test_each_verb_says_what_it_should(run):
             seen.append((await wire.request()).decode())
             wire.send(OK)
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             address = url.removeprefix("http://")
             await http.get(f"{url}/a?b=c", {"accept": "x"})
@@ -151,7 +151,7 @@ def test_each_verb_says_what_it_should(run):
 @pytest.mark.parametrize("value", ["a\nb: c", "a\r\nb: c", "a\rb", "a\0b", "snow ☃"])
 @pytest.mark.parametrize("where", ["name", "value"])
 def test_a_header_that_would_not_stay_in_its_line_is_refused(run, server, value, where):
-    async def work():
+    async def work() -> None:
         async with client() as http:
             headers = {value: "x"} if where == "name" else {"x": value}
             with pytest.raises(InvalidInputError):
@@ -169,7 +169,7 @@ def test_a_path_is_escaped_where_it_must_be_and_left_alone_where_not(run):
             seen.append((await wire.request()).split(b" HTTP/1.1\r\n")[0].decode())
             wire.send(OK)
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             await http.get(f"{url}/a b/ü?q=x y", {})
             await http.get(f"{url}/run:1/a%20b?q=%2F&r=a+b", {})
@@ -185,7 +185,7 @@ def test_a_host_header_of_the_callers_own_is_sent_once(run):
         heads.append((await wire.request()).decode())
         wire.send(OK)
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             await http.get(url, {"host": "example.org"})
         assert heads == ["GET / HTTP/1.1\r\nhost: example.org\r\n\r\n"]
@@ -200,7 +200,7 @@ def test_an_ipv6_address_stands_in_brackets_in_the_host_header(run):
         heads.append((await wire.request()).decode())
         wire.send(OK)
 
-    async def work():
+    async def work() -> None:
         try:
             async with serving(serve, "::1") as url, client() as http:
                 await http.get(url, {})
@@ -212,14 +212,13 @@ def test_an_ipv6_address_stands_in_brackets_in_the_host_header(run):
     run(work())
 
 
-@pytest.mark.parametrize("verb", ["post", "put"])
-def test_twenty_megabytes_go_both_ways(run, server, verb):
+def test_twenty_megabytes_go_both_ways(run, server):
     body = bytes(range(256)) * (20 * MEGABYTE // 256)
-    server.on(f"{verb.upper()} /echo", lambda request: Answer(request.body))
+    server.on("POST /echo", lambda request: Answer(request.body))
 
-    async def work():
+    async def work() -> HTTP1Response:
         async with client() as http:
-            return await getattr(http, verb)(f"{server.url}/echo", {}, body)
+            return await http.post(f"{server.url}/echo", {}, body)
 
     assert run(work()).content == body
 
@@ -250,7 +249,7 @@ def test_a_body_may_end_with_the_connection(run):
 
 @pytest.mark.parametrize("status", [204, 304])
 def test_an_answer_without_a_body_needs_no_length(run, status):
-    async def work():
+    async def work() -> None:
         async with serving(answering(f"HTTP/1.1 {status} X\r\n\r\n", OK)) as url, client() as http:
             assert (await http.get(url, {})).content == b""
             assert (await http.get(url, {})).content == b"ok"
@@ -272,7 +271,7 @@ def test_an_answer_may_come_byte_by_byte(run):
             wire.send(bytes([byte]))
             await settle()
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             assert (await http.get(url, {})).content == b"ok"
 
@@ -308,22 +307,27 @@ def test_an_answer_that_is_broken_off_or_broken_is_a_connection_error(run, answe
 
 
 def test_a_body_that_ends_with_a_reset_is_not_taken_for_complete(run):
+    half = asyncio.Event()
+
     async def serve(wire: Wire) -> None:
         await wire.request()
         wire.send("HTTP/1.1 200 OK\r\n\r\nhalf of")
-        await wire.reader.readexactly(1)  # the client has the half
+        await half.wait()
         raw = wire.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         wire.writer.transport.abort()
 
-    async def work():
-        async with serving(serve) as url, client() as http:
-            async with http.stream("GET", url, {}) as response:
-                parts = response.content
-                assert await anext(parts) == b"half of"
-                response._connection._transport.write(b"!")
-                with pytest.raises(ConnectionError):
-                    await anext(parts)
+    async def work() -> None:
+        async with (
+            serving(serve) as url,
+            client() as http,
+            http.stream("GET", url, {}) as response,
+        ):
+            parts = response.content
+            assert await anext(parts) == b"half of"
+            half.set()
+            with pytest.raises(ConnectionError):
+                await anext(parts)
 
     run(work())
 
@@ -334,7 +338,7 @@ def test_a_body_that_ends_with_a_reset_is_not_taken_for_complete(run):
 def test_one_connection_serves_one_request_after_another(run, server):
     server.on("GET /", Answer())
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
             for _ in range(5):
                 await http.get(server.url, {})
@@ -346,7 +350,7 @@ def test_one_connection_serves_one_request_after_another(run, server):
 def test_requests_at_the_same_time_have_connections_of_their_own(run, server):
     server.on("GET /", Answer())
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
             await asyncio.gather(*[http.get(server.url, {}) for _ in range(7)])
             assert server.open_connections == 7
@@ -359,7 +363,7 @@ def test_requests_at_the_same_time_have_connections_of_their_own(run, server):
 def test_no_more_connections_are_kept_than_allowed(run, server):
     server.on("GET /", Answer())
 
-    async def work():
+    async def work() -> None:
         async with client(max_idle=2) as http:
             await asyncio.gather(*[http.get(server.url, {}) for _ in range(7)])
             await until(lambda: server.open_connections == 2)
@@ -378,7 +382,7 @@ def test_a_connection_the_service_wants_closed_is_not_used_again(run, version):
         wire.send(f"{version}\r\ncontent-length: 2\r\n\r\nok")
         assert await wire.reader.read() == b""
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             for _ in range(3):
                 assert (await http.get(url, {})).content == b"ok"
@@ -398,7 +402,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_unnoticed(run):
         if connections == 1:
             await wire.request()  # taken, and closed without a word
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             for _ in range(2):
                 assert (await http.post(url, {}, b"x")).content == b"ok"
@@ -415,7 +419,7 @@ def test_a_fresh_connection_that_closes_without_a_word_is_an_error(run):
         connections += 1
         await wire.request()
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             with pytest.raises(ConnectionError, match="without an answer"):
                 await http.get(url, {})
@@ -433,9 +437,10 @@ def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, wh
     async def serve(wire: Wire) -> None:
         nonlocal connections
         connections += 1
-        if connections == 2:
-            return await answering("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nmine")(wire)
         await wire.request()
+        if connections == 2:
+            wire.send("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nmine")
+            return
         wire.send(OK + surplus if when == "at once" else OK)
         if when == "later":
             await settle()
@@ -443,7 +448,7 @@ def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, wh
         said.set()
         await wire.reader.read()
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             assert (await http.get(url, {})).content == b"ok"
             await said.wait()
@@ -456,7 +461,7 @@ def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, wh
 def test_a_cancelled_request_closes_its_connection(run, server):
     server.on("GET /", Hang())
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
             task = asyncio.create_task(http.get(server.url, {}))
             await until(lambda: len(server.requests) == 1)
@@ -477,7 +482,7 @@ def test_a_cancelled_upload_closes_its_connection_at_once(run):
         wire.writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert len(await wire.reader.read()) < 64 * MEGABYTE
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             task = asyncio.create_task(http.post(url, {}, bytes(64 * MEGABYTE)))
             await settle()
@@ -497,7 +502,7 @@ def test_an_answer_before_the_upload_is_finished_counts(run):
         wire.send("HTTP/1.1 413 No\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbig")
         await wire.reader.read()
 
-    async def work():
+    async def work() -> None:
         async with serving(serve) as url, client() as http:
             response = await http.post(url, {}, bytes(32 * MEGABYTE))
             assert (response.status, response.content) == (413, b"big")
@@ -510,7 +515,7 @@ def test_a_refused_connection_is_a_connection_error(run):
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
-        async def work():
+        async def work() -> None:
             async with client() as http:
                 with pytest.raises(ConnectionRefusedError):
                     await http.get(url, {})
@@ -520,7 +525,7 @@ def test_a_refused_connection_is_a_connection_error(run):
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_a_host_that_cannot_exist_is_a_connection_error(run, host):
-    async def work():
+    async def work() -> None:
         async with client() as http:
             with pytest.raises(OSError, match="host"):
                 await http.get(f"http://{host}/", {})
@@ -537,7 +542,7 @@ def test_a_connection_that_does_not_come_about_ends_with_its_own_timeout(run):
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
 
-        async def work():
+        async def work() -> None:
             async with client(connect_timeout=0.05) as http:
                 with pytest.raises(TimeoutError, match=r"no connection within 0\.05 s"):
                     await http.get(f"http://127.0.0.1:{full.getsockname()[1]}", {})
@@ -549,7 +554,7 @@ def test_closing_ends_every_connection_and_what_is_under_way(run, server):
     server.on("GET /", Answer())
     server.on("GET /slow", Answer(), Hang())
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
             await asyncio.gather(*[http.get(server.url, {}) for _ in range(3)])
             await http.get(f"{server.url}/slow", {})
@@ -570,7 +575,7 @@ def test_closing_ends_every_connection_and_what_is_under_way(run, server):
 
 
 def test_a_stream_hands_out_parts_as_they_arrive(run):
-    async def work():
+    async def work() -> None:
         taken = asyncio.Queue[bytes]()
 
         async def serve(wire: Wire) -> None:
@@ -581,12 +586,15 @@ def test_a_stream_hands_out_parts_as_they_arrive(run):
                 assert await taken.get() == str(number).encode()  # only then comes the next
             wire.send("0\r\n\r\n")
 
-        async with serving(serve) as url, client() as http:
-            async with http.stream("GET", url, {"accept": "text/event-stream"}) as response:
-                assert response.status == 200
-                assert response.headers["transfer-encoding"] == "chunked"
-                async for part in response.content:
-                    taken.put_nowait(part)
+        async with (
+            serving(serve) as url,
+            client() as http,
+            http.stream("GET", url, {"accept": "text/event-stream"}) as response,
+        ):
+            assert response.status == 200
+            assert response.headers["transfer-encoding"] == "chunked"
+            async for part in response.content:
+                taken.put_nowait(part)
 
     run(work())
 
@@ -606,16 +614,19 @@ def test_a_stream_that_is_not_read_stops_the_service(run, length):
             await wire.writer.drain()
             sent += MEGABYTE
 
-    async def work():
-        async with serving(serve) as url, client() as http:
-            async with http.stream("GET", url, {}) as response:
-                for _ in range(2000):
-                    await asyncio.sleep(0)
-                assert sent < total / 2
-                received = 0
-                async for part in response.content:
-                    received += len(part)
-                assert received == total
+    async def work() -> None:
+        async with (
+            serving(serve) as url,
+            client() as http,
+            http.stream("GET", url, {}) as response,
+        ):
+            for _ in range(2000):
+                await asyncio.sleep(0)
+            assert sent < total / 2
+            received = 0
+            async for part in response.content:
+                received += len(part)
+            assert received == total
 
     run(work())
 
@@ -625,32 +636,38 @@ def test_the_end_of_a_stream_may_arrive_before_its_parts_are_read(run):
         await wire.request()
         wire.send("HTTP/1.1 200 OK\r\n\r\n", bytes(100_000))
 
-    async def work():
-        async with serving(serve) as url, client() as http:
-            async with http.stream("GET", url, {}) as response:
-                await until(lambda: response._connection._closed)
-                parts = [part async for part in response.content]
-                assert sum(map(len, parts)) == 100_000
+    async def work() -> None:
+        async with (
+            serving(serve) as url,
+            client() as http,
+            http.stream("GET", url, {}) as response,
+        ):
+            await until(lambda: response._connection._closed)
+            parts = [part async for part in response.content]
+            assert sum(map(len, parts)) == 100_000
 
     run(work())
 
 
 def test_a_stream_that_is_broken_off_says_so_after_what_did_arrive(run):
-    async def work():
+    async def work() -> None:
         answer = "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf"
-        async with serving(answering(answer)) as url, client() as http:
-            async with http.stream("POST", url, {}, b"x") as response:
-                parts = response.content
-                assert await anext(parts) == b"half"
-                with pytest.raises(ConnectionError, match="in the middle"):
-                    await anext(parts)
+        async with (
+            serving(answering(answer)) as url,
+            client() as http,
+            http.stream("POST", url, {}, b"x") as response,
+        ):
+            parts = response.content
+            assert await anext(parts) == b"half"
+            with pytest.raises(ConnectionError, match="in the middle"):
+                await anext(parts)
 
     run(work())
 
 
 @pytest.mark.parametrize("answer", ["", "SSH-2.0\r\n"])
 def test_a_stream_that_never_begins_is_a_connection_error(run, answer):
-    async def work():
+    async def work() -> None:
         async with serving(answering(answer)) as url, client() as http:
             with pytest.raises(ConnectionError):
                 async with http.stream("GET", url, {}):
@@ -660,7 +677,7 @@ def test_a_stream_that_never_begins_is_a_connection_error(run, answer):
 
 
 def test_a_compressed_stream_is_refused_rather_than_misread(run):
-    async def work():
+    async def work() -> None:
         answer = "HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\nxx"
         async with serving(answering(answer)) as url, client() as http:
             with pytest.raises(ConnectionError, match="gzip"):
@@ -673,7 +690,7 @@ def test_a_compressed_stream_is_refused_rather_than_misread(run):
 def test_leaving_a_stream_closes_its_connection(run, server: ScriptedServer):
     server.on("GET /", Answer(bytes(MEGABYTE)))
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
             async with http.stream("GET", server.url, {}) as response:
                 assert response.status == 200
@@ -685,7 +702,7 @@ def test_leaving_a_stream_closes_its_connection(run, server: ScriptedServer):
 def test_a_cancelled_stream_closes_its_connection(run, server: ScriptedServer):
     server.on("GET /", Raw(b""), Hang())
 
-    async def work():
+    async def work() -> None:
         async with client() as http:
 
             async def read() -> None:

@@ -232,7 +232,11 @@ def test_poll_backoff_may_be_a_function_of_the_iteration(polls):
 
 def test_poll_backoff_concerns_no_other_answer(polls):
     polls.finish(
-        Answer(not_yet("paused_capacity")), Answer({}, 429), Answer({}, 400), DONE, poll_backoff=True
+        Answer(not_yet("paused_capacity")),
+        Answer({}, 429),
+        Answer({}, 400),
+        DONE,
+        poll_backoff=True,
     )
     assert polls.clock.slept == [1.0, 1.0]
 
@@ -344,6 +348,18 @@ def test_the_deadline_ends_a_silence(polls):
     assert isinstance(error, APITimeoutError)
     assert isinstance(error.__cause__, APIConnectionError)
     assert polls.clock.slept == [1, 2, 4, 8]
+
+
+def test_the_time_limit_of_a_call_is_the_deadline_of_its_polls(server, service, clock):
+    def late(_: Request) -> Reply:
+        clock.now += 10
+        return Answer({"detail": "still busy"}, 408)
+
+    server.on(STEP, promise("step"))
+    server.on_future("step", late)
+    with pytest.raises(APITimeoutError, match="still busy") as caught:
+        new_trainer(service()).optim_step(timeout=5).result(10)
+    assert isinstance(caught.value.__cause__, APIStatusError)
 
 
 # -- large results -------------------------------------------------------------------------------

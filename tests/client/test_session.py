@@ -133,7 +133,10 @@ def test_flags_decide_how_much_may_be_under_way(server, service):
 
 def test_an_open_that_failed_is_tried_again_by_the_next_call(server, service):
     server.on(
-        CREATE_SESSION, Answer({"detail": "key?"}, 401), Answer({}, 500), Answer({"session_id": "s-1"})
+        CREATE_SESSION,
+        Answer({"detail": "key?"}, 401),
+        Answer({}, 500),
+        Answer({"session_id": "s-1"}),
     )
     client = service(max_retries=0)
     with pytest.raises(AuthenticationError):
@@ -340,9 +343,13 @@ def test_a_with_block_that_ends_well_finishes_with_success(server, service):
     [(ValueError("bad"), "errored"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_a_with_block_that_fails_says_how_and_lets_the_error_pass(server, service, error, reason):
-    with pytest.raises(type(error)), service() as client:
-        new_sampler(client)
-        raise error
+    def fail() -> None:
+        with service() as client:
+            new_sampler(client)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
     sent = server.asked(FINISH)[0].json
     assert sent["reason"] == {"type": reason}
     assert sent["detail"] == f"{type(error).__name__}: {error}"

@@ -78,6 +78,8 @@ def _file(name: str, file: File) -> bytes:
         f"Content-Type: {content_type or 'application/octet-stream'}",
         *(f"{key}: {value}" for key, value in _pairs(headers)),
     ]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise InvalidInputError("a header holds a line break", field=f"files.{name}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + _read(content, name)
 
 

@@ -30,7 +30,6 @@ class _Wait:
     what: str
     since: float
     limit: float
-    mentioned: float | None = None
 
 
 class Notices:
@@ -43,6 +42,7 @@ class Notices:
         self._next = 0
         self._tick: asyncio.TimerHandle | None = None
         self._last_spoken: dict[str, float] = {}
+        self._mentioned: dict[str, float] = {}  # kinds of calls that are late, and when it was said
         self._deprecated: set[str] = set()
 
     def begin(self, what: str, limit: float) -> int:
@@ -60,10 +60,11 @@ class Notices:
         """Mention what has been silent for too long; one line however many calls wait."""
         now = self._clock.monotonic()
         late = [wait for wait in self._flights.values() if now - wait.since >= PATIENCE]
-        fresh = [wait for wait in late if wait.mentioned is None or now - wait.mentioned >= REPEAT]
+        said = {wait.what: self._mentioned.get(wait.what, -REPEAT) for wait in late}
+        fresh = [wait for wait in late if now - said[wait.what] >= REPEAT]
         if fresh:
             oldest = min(fresh, key=lambda wait: wait.since)
-            others = f" and {len(late) - 1} other calls" if len(late) > 1 else ""
+            others = ("", " and another call", f" and {len(late) - 1} other calls")[min(len(late), 3) - 1]
             logger.warning(
                 "No answer yet from %s to %s%s, sent %.0f s ago, given up after %.0f s.",
                 self._where,
@@ -72,8 +73,8 @@ class Notices:
                 now - oldest.since,
                 oldest.limit,
             )
-            for wait in late:
-                wait.mentioned = now
+            said = dict.fromkeys(said, now)
+        self._mentioned = said  # a kind that answers again is forgotten, and told of anew
         loop = asyncio.get_running_loop()
         self._tick = loop.call_later(PATIENCE / 2, self._look) if self._flights else None
 

@@ -296,8 +296,10 @@ class ServiceClient(ServiceClientAsync):
         if not info.is_lora:
             raise InvalidInputError("the checkpoint is not a LoRA adapter", field="path")
         chosen = optimizer or info.optimizer_config
+        with refusing_bad_values():
+            lora_config = info.lora_config()
         client = await self._create_model(
-            base_model or info.base_model, info.lora_config(), user_metadata, chosen, deadline
+            base_model or info.base_model, lora_config, user_metadata, chosen, deadline
         )
         load = client.load_state_with_optimizer if load_optimizer else client.load_state
         await load(path, token)

@@ -61,6 +61,8 @@ HEARTBEAT_INTERVAL: Final = 10.0
 HEARTBEAT_WARNING_AFTER: Final = 120.0
 _LEAST_REFRESH: Final = 10.0
 _CLOSE_LIMIT: Final = 5.0
+#: Work that keeps the time itself is given so long to say more than that it is up.
+_GRACE: Final = 0.1
 
 _REASONS: Final[Mapping[str, ClientSessionFinishReason]] = {
     "success": ClientSessionFinishSuccess(),
@@ -156,7 +158,7 @@ class Session:
     @staticmethod
     def _fail_after(timeout: float, future: APIFuture[Any]) -> None:
         error = APITimeoutError(message=f"The operation was not finished within {timeout:g} s.")
-        timer = asyncio.get_running_loop().call_later(timeout, fail, future, error)
+        timer = asyncio.get_running_loop().call_later(timeout + _GRACE, fail, future, error)
         future.add_done_callback(lambda _: runtime().post(timer.cancel))
 
     def start_call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,6 +14,7 @@ __all__ = ["decode", "encode", "load_tokenizer", "set_tokenizer_loader", "tokeni
 Loader = Callable[[str, str | None], Any]
 
 _LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-tokenizer"
+_LOCAL: Final = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
 #: Tokenizers that must come from one exact revision, and run code from it.
 _PINNED: Final = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
@@ -22,16 +24,17 @@ _PINNED: Final = {
 def tokenizer_id(model_name: str, stated: str | None = None) -> str:
     """The id to load: what the service states, else what the model's name implies.
 
-    A suffix after the first colon names a variant of the model, not of its tokenizer.
+    A suffix after the first colon names a variant of the model, not of its tokenizer. The path of a local
+    directory is nothing but that.
     """
+    if _LOCAL.match(stated or model_name):
+        return stated or model_name
     if stated:
         return stated.partition(":")[0]
     name = model_name.partition(":")[0]
     if name.startswith("meta-llama/Llama-3"):
         return _LLAMA_3
-    if name.count("/") == 2 and not name.startswith(("/", ".")):
-        return name.rpartition("/")[0]
-    return name
+    return name.rpartition("/")[0] if name.count("/") == 2 else name
 
 
 def _from_transformers(name: str, revision: str | None) -> Any:
@@ -61,14 +64,16 @@ def set_tokenizer_loader(loader: Loader | None) -> None:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer called `name` — a hub id or a local path —, loaded once and shared by all threads."""
-    if name in _cache:
-        return _cache[name]
+    loaded = _cache.get(name)
+    if loaded is not None:
+        return loaded
     with _guard:
         lock = _locks.setdefault(name, threading.Lock())
     with lock:
-        if name not in _cache:
-            _cache[name] = _loader(name, _PINNED.get(name))
-        return _cache[name]
+        loaded = _cache.get(name)
+        if loaded is None:
+            loaded = _cache[name] = _loader(name, _PINNED.get(name))
+        return loaded
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:

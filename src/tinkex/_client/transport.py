@@ -204,6 +204,8 @@ class Transport:
             **headers,
         }
         timeout = self._timeout(operation, deadline)
+        if timeout <= 0:  # what nobody waits for any more is not sent
+            raise APITimeoutError(HTTPRequest(operation.method, url), "No time was left to ask.")
         if self.config.dump_headers:
             _dump(operation.method, url, attempt, sent, body)
         pool = operation.pool
@@ -345,7 +347,7 @@ class Transport:
         """Seconds one exchange may take."""
         timeout = operation.timeout or self.config.timeout
         if deadline is not None:
-            timeout = min(timeout, max(0.0, deadline - self.clock.monotonic()))
+            timeout = min(timeout, deadline - self.clock.monotonic())
         return timeout
 
     def _open_pool(self, pool: Pool) -> Budget:

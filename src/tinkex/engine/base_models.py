@@ -137,12 +137,18 @@ def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.P
     """The weights, frozen and in eval mode."""
     library: Any = importlib.import_module("transformers")  # too partly typed to be checked
 
+    # Published generation defaults often contradict each other, about which transformers warns.
+    ends = list(model.eos_token_ids)
+    generation_config = library.GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if ends else None
+    )
     with _no_progress_bars(library.utils.logging):
         loaded, report = library.AutoModelForCausalLM.from_pretrained(
             model.directory,
             # Left to choose, transformers takes SDPA wherever the architecture has it. Asking for it
             # would shut out the few that have not (Gemma 2, gpt-oss, Bloom, Mamba).
             dtype=dtype,
+            generation_config=generation_config,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -150,11 +156,6 @@ def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.P
     # transformers fills what it does not find with random numbers and carries on.
     if absent := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise _refused(f"the weights in {model.directory} do not fit its config.json: {absent[:5]}")
-    # Published generation defaults mix sampling options that warn as soon as one decodes greedily.
-    ends = list(model.eos_token_ids)
-    loaded.generation_config = library.GenerationConfig(
-        eos_token_id=ends or None, pad_token_id=ends[0] if ends else None
-    )
     loaded.requires_grad_(False)
     result: transformers.PreTrainedModel = loaded.eval().to(device)
     return result
@@ -180,8 +181,9 @@ def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
     unfinished.mkdir(parents=True)
     try:
         make(unfinished)
-        for path in (*unfinished.iterdir(), unfinished):
-            _flush(path)
+        if os.name == "posix":  # elsewhere a directory cannot be opened
+            for path in (*unfinished.iterdir(), unfinished):
+                _flush(path)
         try:
             unfinished.replace(target)
         except OSError:
@@ -234,7 +236,7 @@ def _download(source: str, progress: Progress) -> Path:
 
 
 def _check_complete(directory: Path) -> None:
-    if ":" in str(directory):
+    if any(":" in part for part in directory.parts[1:]):  # a drive may have one
         # Clients cut model and tokenizer names at a colon, where a variant's suffix begins.
         raise _refused(f"the path {directory} contains a colon, which clients cannot load from")
     absent = []
@@ -354,8 +356,8 @@ def _make_tiny(directory: Path) -> None:
     weights |= {f"{name}.weight": np.ones(hidden, np.float32) for name in (*norms, "model.norm")}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
-    # Every character falls back to its UTF-8 bytes, because the vocabulary has nothing else.
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    # Every character falls back to its UTF-8 bytes, because the vocabulary has no characters.
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ids
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(

@@ -73,7 +73,7 @@ class LoraLinear(nn.Module):
         return self.base.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
+        y: Tensor = self.base(x)
         if self.pair is None:
             return y
         update = functional.linear(functional.linear(x, self.pair.a), self.pair.b)

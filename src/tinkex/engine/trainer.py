@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
@@ -34,11 +34,11 @@ class LanguageModel:
     def __init__(self, model: Any, *, context_length: int) -> None:
         self.model = model
         self.layers: dict[str, LoraLinear] = wrap(model)
-        self.body: nn.Module = getattr(model, model.base_model_prefix)
-        self.unembed: nn.Module = model.get_output_embeddings()
+        self.body: Any = getattr(model, model.base_model_prefix)
+        self.unembed: Any = model.get_output_embeddings()
         self.config = model.config
         self.context_length = context_length
-        self.vocab_size: int = self.unembed.out_features  # type: ignore[assignment]
+        self.vocab_size: int = self.unembed.out_features
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
@@ -156,7 +156,7 @@ def run_pass(
 
 
 def _restore(
-    parameters: Sequence[nn.Parameter], accumulated: Sequence[Tensor | None], *, keep_new: bool
+    parameters: Sequence[Tensor], accumulated: Sequence[Tensor | None], *, keep_new: bool
 ) -> None:
     for parameter, before in zip(parameters, accumulated, strict=True):
         if not keep_new:
@@ -180,7 +180,7 @@ def _run_batch(
         leaf_ND = hidden_ND.detach().requires_grad_(backward)
         total, logp = _unembed(base, leaf_ND, inputs, loss, settings, backward)
         if backward:
-            hidden_ND.backward(leaf_ND.grad)
+            hidden_ND.backward(leaf_ND.grad)  # type: ignore[no-untyped-call]
     pieces = torch.split(logp, [example.length for example in examples])
     return total, [piece.cpu().numpy() for piece in pieces]
 
@@ -206,7 +206,7 @@ def _unembed(
         logp = logp if targets.dim() == 2 else logp.squeeze(-1)
         value = loss_sum(loss, logp, here, settings)
         if backward:
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
         logprobs.append(logp.detach())
     return total, torch.cat(logprobs)

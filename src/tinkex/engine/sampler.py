@@ -1,0 +1,406 @@
+"""Continuous batching: sequences of many requests, adapters and users in one batch, joining and leaving it freely.
+
+A step is: admit what waits and fits, read its prompts, then draw one token for every sequence under way. The
+bookkeeping knows lengths and slots; the decoder knows the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.errors import InvalidInputError
+
+from .decoder import Rows, decoder_for
+from .lora import Adapter
+from .trainer import LanguageModel
+from .values import Array, SampledResult, SampleEvent, SampleJob
+
+__all__ = ["Sampler"]
+
+#: Positions whose logits exist at one time while prompts are scored.
+_LOGIT_ROWS: Final = 256
+_EMPTY: Final = -99999.0
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One continuation under way."""
+
+    request: _Request
+    index: int
+    random: np.random.Generator
+    length: int = 0  # positions in the cache
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[Array, Array]] = field(default_factory=list)
+    stop_reason: Any = None
+
+
+@dataclass(slots=True)
+class _Request:
+    job_id: str
+    job: SampleJob
+    adapter: Adapter | None
+    stops: frozenset[int]
+    limit: int
+    left: int
+    sequences: list[_Sequence] = field(default_factory=list)
+    prompt: SampledResult | None = None
+    cancelled: bool = False
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """Requests with the same key can share the reading of their prompt."""
+        return id(self.adapter), self.job.prompt_T.tobytes()
+
+
+class Sampler:
+    """All sampling on one base model."""
+
+    def __init__(
+        self,
+        base: LanguageModel,
+        *,
+        end_tokens: Sequence[int],
+        detokenize: Callable[[Sequence[int]], str],
+        max_sequences: int = 64,
+        prefill_tokens: int = 2048,
+    ) -> None:
+        self._base = base
+        self._decoder: Any = decoder_for(base)
+        self._end_tokens = frozenset(end_tokens)
+        self._detokenize = detokenize
+        self._max_sequences = max_sequences
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Sequence] = []
+        self._groups: tuple[Rows, ...] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Requests waiting and sequences under way."""
+        return len(self._waiting), len(self._running)
+
+    # -- coming and going --------------------------------------------------------------------
+
+    def add(self, job_id: str, job: SampleJob, adapter: Adapter | None) -> None:
+        """Queue a job; a mistake in it is raised here."""
+        self._check(job)
+        limit = self._base.context_length - len(job.prompt_T)
+        if job.max_tokens is not None:
+            limit = min(limit, job.max_tokens)
+        stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
+        self._waiting.append(_Request(job_id, job, adapter, stops, limit, job.num_samples))
+
+    def cancel(self, job_id: str) -> None:
+        self._waiting = deque(request for request in self._waiting if request.job_id != job_id)
+        for sequence in self._running:
+            if sequence.request.job_id == job_id:
+                sequence.request.cancelled = True
+
+    def forget(self, adapter: Adapter) -> None:
+        self._decoder.forget(adapter)
+
+    def _check(self, job: SampleJob) -> None:
+        prompt = job.prompt_T
+        if not len(prompt):
+            raise InvalidInputError("has no tokens", field="prompt")
+        if len(prompt) >= self._base.context_length:
+            raise InvalidInputError(
+                f"has {len(prompt)} tokens; the model's context of {self._base.context_length} "
+                "leaves no room for a sample",
+                field="prompt",
+            )
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._base.vocab_size:
+            raise InvalidInputError(
+                f"token {low if low < 0 else high} is outside the vocabulary of "
+                f"{self._base.vocab_size}",
+                field="prompt",
+            )
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def step(self) -> list[SampleEvent]:
+        """Admit, read, draw; what is finished or streamed."""
+        events: list[SampleEvent] = []
+        admitted = self._admit()
+        if admitted:
+            self._read_prompts(admitted, events)
+        if self._running:
+            self._draw_from(self._advance(), events)
+        if not self.busy:
+            self._decoder.release()
+        return events
+
+    def _admit(self) -> list[_Request]:
+        """The next requests that fit: by sequences under way, and by prompt tokens in one step."""
+        admitted: list[_Request] = []
+        running, tokens = len(self._running), 0
+        while self._waiting:
+            request = self._waiting[0]
+            size = len(request.job.prompt_T)
+            full = running + request.job.num_samples > self._max_sequences
+            if (full and (running or admitted)) or (
+                admitted and tokens + size > self._prefill_tokens
+            ):
+                break
+            admitted.append(self._waiting.popleft())
+            running += request.job.num_samples
+            tokens += size
+        return admitted
+
+    def _read_prompts(self, admitted: Sequence[_Request], events: list[SampleEvent]) -> None:
+        by_adapter: dict[int, dict[tuple[int, bytes], list[_Request]]] = {}
+        for request in admitted:
+            by_adapter.setdefault(id(request.adapter), {}).setdefault(request.key, []).append(
+                request
+            )
+        for shared in by_adapter.values():
+            self._read_for_one_adapter(list(shared.values()), events)
+
+    def _read_for_one_adapter(
+        self, shared: Sequence[Sequence[_Request]], events: list[SampleEvent]
+    ) -> None:
+        """Read each different prompt once, then give every sequence a copy of what was read."""
+        adapter = shared[0][0].adapter
+        first = len(self._running)
+        slots, prompts = [], []
+        newcomers: list[list[_Sequence]] = []
+        for requests in shared:
+            slots.append(first + sum(map(len, newcomers)))
+            prompts.append(torch.from_numpy(requests[0].job.prompt_T.astype(np.int64)))
+            newcomers.append(
+                [
+                    _Sequence(request, index, _random(request.job, index))
+                    for request in requests
+                    for index in range(request.job.num_samples)
+                ]
+            )
+        total = first + sum(map(len, newcomers))
+        self._decoder.reserve(total, max(map(len, prompts)) + 1)
+        states = self._decoder.prefill(slots, prompts, adapter)
+        logits = self._decoder.prompt_logits(torch.stack([state[-1] for state in states]), adapter)
+        for slot, requests, sequences, state in zip(slots, shared, newcomers, states, strict=True):
+            length = len(state)
+            for offset, sequence in enumerate(sequences):
+                sequence.length = length
+                sequence.request.sequences.append(sequence)
+                if offset:
+                    self._decoder.copy(slot, slot + offset, length)
+            self._running.extend(sequences)
+            for request in requests:
+                self._score_prompt(request, state)
+        self._groups = None
+        counts = torch.tensor([len(sequences) for sequences in newcomers])
+        self._draw(self._running[first:], logits.repeat_interleave(counts, 0), events)
+
+    def _advance(self) -> Tensor:
+        """Read the last token of every sequence; the logits after it."""
+        running = self._running
+        tokens_B = torch.tensor([sequence.tokens[-1] for sequence in running])
+        lengths_B = torch.tensor([sequence.length for sequence in running])
+        logits: Tensor = self._decoder.step(tokens_B, lengths_B, self._grouped())
+        for sequence in running:
+            sequence.length += 1
+        return logits
+
+    def _grouped(self) -> tuple[Rows, ...]:
+        if self._groups is None:
+            rows: dict[int, tuple[Adapter | None, list[int]]] = {}
+            for row, sequence in enumerate(self._running):
+                adapter = sequence.request.adapter
+                rows.setdefault(id(adapter), (adapter, []))[1].append(row)
+            alone = len(rows) == 1
+            self._groups = tuple(
+                Rows(adapter, None if alone else torch.tensor(where))
+                for adapter, where in rows.values()
+            )
+        return self._groups
+
+    def _draw_from(self, logits: Tensor, events: list[SampleEvent]) -> None:
+        self._draw(list(self._running), logits, events)
+
+    # -- drawing -----------------------------------------------------------------------------
+
+    def _draw(
+        self, sequences: Sequence[_Sequence], logits_BV: Tensor, events: list[SampleEvent]
+    ) -> None:
+        tokens, logprobs, scaled_BV = _choose(sequences, logits_BV)
+        for row, sequence in enumerate(sequences):
+            request = sequence.request
+            if request.limit <= 0:
+                sequence.stop_reason = "length"
+            elif request.cancelled:
+                sequence.stop_reason = "cancelled"
+            else:
+                self._append(sequence, tokens[row], logprobs[row], scaled_BV[row], events)
+        finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
+        for sequence in finished:
+            self._leave(sequence, events)
+
+    def _append(
+        self,
+        sequence: _Sequence,
+        token: int,
+        logprob: float,
+        scaled_V: Tensor,
+        events: list[SampleEvent],
+    ) -> None:
+        request = sequence.request
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if request.job.topk_sample_logprobs:
+            sequence.topk.append(_topk(scaled_V[None], request.job.topk_sample_logprobs))
+        if request.job.stream:
+            events.append(
+                SampleEvent(request.job_id, index=sequence.index, token=token, logprob=logprob)
+            )
+        if token in request.stops or self._stop_text(sequence):
+            sequence.stop_reason = "stop"
+        elif len(sequence.tokens) >= request.limit:
+            sequence.stop_reason = "length"
+
+    def _stop_text(self, sequence: _Sequence) -> bool:
+        texts = sequence.request.job.stop_texts
+        if not texts:
+            return False
+        # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
+        window = max(len(text.encode()) for text in texts) + 4
+        tail = self._detokenize(sequence.tokens[-window:])
+        return any(text in tail for text in texts)
+
+    def _leave(self, sequence: _Sequence, events: list[SampleEvent]) -> None:
+        """Take a finished sequence out; the last of the batch takes its slot."""
+        slot = next(index for index, running in enumerate(self._running) if running is sequence)
+        last = self._running.pop()
+        if last is not sequence:
+            self._decoder.copy(len(self._running), slot, last.length)
+            self._running[slot] = last
+        self._groups = None
+        request = sequence.request
+        request.left -= 1
+        if request.left == 0 and not request.cancelled:
+            events.append(SampleEvent(request.job_id, result=_result(request)))
+
+    # -- prompts -----------------------------------------------------------------------------
+
+    def _score_prompt(self, request: _Request, state_TD: Tensor) -> None:
+        job = request.job
+        wanted = (
+            job.prompt_logprobs or job.topk_prompt_logprobs or job.target_prompt_tokens is not None
+        )
+        if not wanted:
+            return
+        length = len(state_TD)
+        first = (
+            1 if job.prompt_logprobs_last_n is None else max(1, length - job.prompt_logprobs_last_n)
+        )
+        scores = np.full(length, np.nan, np.float32)
+        k = job.topk_prompt_logprobs
+        ids, values = np.zeros((length, k), np.int32), np.full((length, k), _EMPTY, np.float32)
+        targets = job.target_prompt_tokens
+        target_scores = None if targets is None else np.zeros(targets.shape, np.float32)
+        tokens = torch.from_numpy(job.prompt_T.astype(np.int64))
+        for start in range(first, length, _LOGIT_ROWS):
+            stop = min(start + _LOGIT_ROWS, length)
+            logits = self._decoder.prompt_logits(state_TD[start - 1 : stop - 1], request.adapter)
+            logp = logits - logits.logsumexp(-1, keepdim=True)
+            scores[start:stop] = logp.gather(-1, tokens[start:stop, None])[:, 0].numpy()
+            if k:
+                ids[start:stop], values[start:stop] = _topk(logp, k)
+            if targets is not None and target_scores is not None:
+                here = torch.from_numpy(targets[start - 1 : stop - 1].astype(np.int64))
+                found = logp.gather(-1, here.clamp_min(0))
+                target_scores[start - 1 : stop - 1] = torch.where(here < 0, 0.0, found).numpy()
+        request.prompt = SampledResult(
+            [],
+            [],
+            [],
+            prompt_logprobs_T=scores if job.prompt_logprobs else None,
+            topk_prompt=(ids, values) if k else None,
+            target_prompt_logprobs=target_scores,
+        )
+
+
+def _random(job: SampleJob, index: int) -> np.random.Generator:
+    """Chance for one sequence: its own, and the same again for the same seed."""
+    if job.seed is None:
+        return np.random.Generator(np.random.Philox())
+    return np.random.Generator(np.random.Philox(key=[job.seed & (2**64 - 1), index]))
+
+
+def _choose(
+    sequences: Sequence[_Sequence], logits_BV: Tensor
+) -> tuple[list[int], list[float], Tensor]:
+    """Draw a token for each row; its logprob is that of the temperature-scaled distribution."""
+    jobs = [sequence.request.job for sequence in sequences]
+    temperatures = torch.tensor([job.temperature if job.temperature > 0 else 1.0 for job in jobs])
+    if bool((temperatures != 1).any()):
+        logits_BV = logits_BV / temperatures[:, None]
+    logp_BV = logits_BV - logits_BV.logsumexp(-1, keepdim=True)
+    chosen = logp_BV.argmax(-1)
+    drawn = [row for row, job in enumerate(jobs) if job.temperature > 0]
+    if drawn:
+        rows = logp_BV if len(drawn) == len(jobs) else logp_BV[drawn]
+        chosen[drawn] = _inverse_cdf(rows, [sequences[row] for row in drawn])
+    logprobs = logp_BV.gather(-1, chosen[:, None])[:, 0]
+    return chosen.tolist(), logprobs.tolist(), logp_BV
+
+
+def _inverse_cdf(logp_BV: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
+    """One uniform number per row picks the token; far cheaper than noise over the whole vocabulary."""
+    probabilities = logp_BV.exp()
+    for row, sequence in enumerate(sequences):
+        job = sequence.request.job
+        if 0 < job.top_k < probabilities.shape[-1] or job.top_p < 1:
+            probabilities[row] = _filtered(probabilities[row], job.top_k, job.top_p)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    uniform = torch.tensor(
+        [sequence.random.random() for sequence in sequences], dtype=torch.float64
+    )
+    wanted = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp_max(logp_BV.shape[-1] - 1)
+
+
+def _filtered(probabilities_V: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Only the k likeliest, and of those only the fewest that make up p; at least one."""
+    ordered, where = probabilities_V.sort(descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k > 0:
+        keep[top_k:] = False
+    if top_p < 1:
+        keep &= ordered.cumsum(-1) - ordered < top_p * ordered[keep].sum()
+    keep[0] = True
+    return torch.zeros_like(probabilities_V).scatter(0, where[keep], ordered[keep])
+
+
+def _topk(logp_NV: Tensor, k: int) -> tuple[Array, Array]:
+    best = logp_NV.topk(min(k, logp_NV.shape[-1]), dim=-1)
+    return best.indices.to(torch.int32).numpy(), best.values.numpy()
+
+
+def _result(request: _Request) -> SampledResult:
+    result = request.prompt or SampledResult([], [], [])
+    for sequence in sorted(request.sequences, key=lambda sequence: sequence.index):
+        result.tokens.append(np.array(sequence.tokens, np.int32))
+        result.logprobs.append(np.array(sequence.logprobs, np.float32))
+        result.stop_reasons.append(sequence.stop_reason)
+        if request.job.topk_sample_logprobs:
+            ids, values = zip(*sequence.topk, strict=True) if sequence.topk else ((), ())
+            result.topk_sampled = [
+                *(result.topk_sampled or []),
+                (np.concatenate(ids), np.concatenate(values)),
+            ]
+    return result

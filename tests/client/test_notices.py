@@ -1,0 +1,359 @@
+"""Nobody waits without being told for what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tinkex import types
+from tinkex._client.notices import Notices
+from tinkex._client.retry import Clock
+from tinkex.errors import APIConnectionError, BillingError, InternalServerError, TinkerError
+
+from ..scripted import Answer, FakeClock, Hang, Raw, promise
+
+WHERE = "http://service"
+X = "/api/v1/x"
+
+
+class Told(logging.Handler):
+    """Collects what was said and when."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.times: list[float] = []
+        self._clock, self._said = clock, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert (record.name, record.levelname) == ("tinkex", "WARNING")
+        self.lines.append(record.getMessage())
+        self.times.append(self._clock.now - 1000.0)
+        self._said.set()
+
+    def wait(self) -> str:
+        assert self._said.wait(10), "nothing was said"
+        return self.lines[0]
+
+
+@pytest.fixture
+def told(clock: FakeClock) -> Iterator[Told]:
+    handler, logger = Told(clock), logging.getLogger("tinkex")
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """The address of a service that is not running."""
+    with socket.socket() as taken:  # bound but not listening
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+# -- a service that cannot be reached -------------------------------------------------------------
+
+
+def test_a_service_that_cannot_be_reached_is_told_of_within_three_seconds(told, service, nowhere):
+    with pytest.raises(APIConnectionError):
+        service(base_url=nowhere, max_retries=4).http.get(X).result(10)
+    assert told.times[0] <= 3
+    what = told.lines[0]
+    assert what.startswith(f"GET {X}: Connection failed")
+    assert nowhere in what
+    assert "Tried 3 times in 2 s, next try in 2.0 s, giving up after try 5." in what
+
+
+def test_the_same_failure_is_mentioned_every_thirty_seconds_at_most(told, service, nowhere):
+    clock = FakeClock(long=1e9)
+    told._clock = clock
+    with pytest.raises(APIConnectionError):
+        service(base_url=nowhere, clock=clock).http.get(X, max_retries=20).result(10)
+    assert len(told.times) > 3
+    assert all(after - before >= 30 for before, after in zip(told.times, told.times[1:], strict=False))
+
+
+def test_a_call_with_a_window_says_how_long_it_goes_on(told, server, service, clock):
+    server.on("GET /api/v1/healthz", *[Raw(b"")] * 4, Answer({"status": "ok"}))
+    service().health()
+    (line,) = told.lines
+    assert line.startswith("healthz: Connection failed: the connection was closed")
+    assert line.endswith("giving up 300 s after the first.")
+
+
+def test_a_call_with_a_timeout_says_how_much_of_it_is_left(told, server, service):
+    server.on(f"GET {X}", Answer({"detail": "busy"}, 503))
+    with pytest.raises(InternalServerError):
+        service().http.get(X, timeout=9.5).result(10)
+    assert "busy (status 503)" in told.lines[0]
+    assert told.lines[0].endswith("giving up when the call's own timeout ends in 8 s.")
+
+
+def test_a_bill_that_is_not_paid_is_told_of_at_once(told, server, service):
+    server.on(f"GET {X}", Answer({"detail": "please pay"}, 402), Answer({}))
+    service().http.get(X).result(10)
+    assert told.times == [0.0]
+    assert "please pay" in told.lines[0]
+    assert told.lines[0].endswith("giving up 3600 s after the first.")
+
+
+def test_opening_a_session_with_nobody_there_is_told_of(told, service, nowhere):
+    client = service(base_url=nowhere, max_retries=3)
+    with pytest.raises(APIConnectionError):
+        client.create_lora_training_client("some/model")
+    assert told.times[0] <= 3
+    assert told.lines[0].startswith("client_config: Connection failed")
+
+
+def test_calls_that_work_at_once_or_with_the_second_try_are_not_worth_a_word(told, server, service):
+    server.on(f"GET {X}", Answer({}, 503), Answer({}))
+    client = service()
+    for _ in range(5):
+        client.http.get(X).result(10)
+    assert told.lines == []
+
+
+def test_passwords_in_the_address_are_not_told(told, service, nowhere):
+    with pytest.raises(APIConnectionError):
+        secret = nowhere.replace("http://", "http://me:secret@")
+        service(base_url=secret, max_retries=3).http.get(X).result(10)
+    assert told.lines
+    assert "secret" not in "".join(told.lines)
+
+
+# -- a service that does not answer ---------------------------------------------------------------
+
+
+def test_a_call_without_an_answer_is_told_of(told, server, service, clock):
+    server.on(f"GET {X}", Hang())
+    future = service(timeout=60).http.get(X)
+    server.wait_for(f"GET {X}")
+    clock.advance(2.5)
+    assert told.wait() == (
+        f"No answer yet from {server.url} to GET {X}, sent 2 s ago, given up after 60 s."
+    )
+    assert not future.done()
+
+
+def test_a_stream_that_does_not_begin_is_told_of(told, server, service, clock):
+    server.on("POST /api/v1/stream_sample", Hang())
+    sampler = service().create_sampling_client(base_model="some/model")
+
+    async def work() -> None:
+        prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+        stream = sampler.sample_stream(prompt, params)
+        reading = asyncio.ensure_future(anext(aiter(stream)))
+        await asyncio.to_thread(server.wait_for, "POST /api/v1/stream_sample")
+        clock.advance(2.5)
+        line = await asyncio.to_thread(told.wait)
+        assert line.startswith(f"No answer yet from {server.url} to stream_sample")
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+
+    asyncio.run(work())
+
+
+# -- a paused queue -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_a_paused_queue_is_told_of(told, server, service, status):
+    paused = {"type": "try_again", "queue_state": "paused_rate_limit"}
+    server.on("POST /api/v1/optim_step", promise("step"))
+    server.on_future(
+        "step",
+        Answer({**paused, "queue_state_reason": "too many runs"}, status),
+        Answer({"metrics": {}}),
+    )
+    training = service().create_lora_training_client("some/model")
+    training.optim_step(types.AdamParams()).result(10)
+    assert told.lines == ["Training is paused for s-1:train:0. Reason: too many runs"]
+
+
+def test_samples_that_are_held_back_are_told_of(told, server, service):
+    server.on("POST /api/v1/asample", Answer({"detail": "slowly"}, 429), promise("sample"))
+    server.on_future("sample", Answer({"sequences": []}))
+    sampler = service().create_sampling_client(base_model="some/model")
+    prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    sampler.sample(prompt, 1, params).result(10)
+    (line,) = told.lines
+    assert line.startswith("sample: the service asks for fewer samples at once; waiting 1 s: slowly")
+    assert server.url in line
+
+
+def test_polls_that_get_no_answer_are_one_line_for_all_of_a_kind(told, server, service):
+    def forward(request: Any) -> Answer:
+        return promise(f"step-{request.json['seq_id']}")
+
+    for number in range(1, 4):
+        silent = [Raw(b"HTTP/1.1 200")] * 2
+        server.on_future(f"step-{number}", *silent, Answer({"metrics": {}}))
+    server.on("POST /api/v1/optim_step", forward)
+    training = service().create_lora_training_client("some/model")
+    futures = [training.optim_step(types.AdamParams()) for _ in range(3)]
+    for future in futures:
+        future.result(10)
+    assert len(told.lines) == 1
+    assert told.lines[0].startswith("optim_step (step-")
+
+
+# -- by itself, on a clock that runs ahead --------------------------------------------------------
+
+
+class Ahead(asyncio.SelectorEventLoop):
+    """Time jumps to the next timer as soon as nothing else is to be done."""
+
+    _jumped = 0.0
+
+    def time(self) -> float:
+        return super().time() + self._jumped
+
+    def _run_once(self) -> None:
+        waiting: Any = self
+        timers = [timer.when() for timer in waiting._scheduled if not timer.cancelled()]
+        if not waiting._ready and timers:
+            self._jumped += max(0.0, min(timers) - self.time())
+        super()._run_once()  # type: ignore[misc]
+
+
+def hear(work: Callable[[Notices], Awaitable[None]]) -> list[tuple[int, str]]:
+    """What is said while `work` goes on, and in which second."""
+    said: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(  # type: ignore[method-assign]
+            (int(loop.time() - started), record.getMessage())
+        )
+        logging.getLogger("tinkex").addHandler(handler)
+        notices = Notices(WHERE, Clock(monotonic=loop.time))
+        try:
+            await work(notices)
+        finally:
+            notices.close()
+            logging.getLogger("tinkex").removeHandler(handler)
+
+    with asyncio.Runner(loop_factory=Ahead) as runner:
+        runner.run(main())
+    return said
+
+
+def test_silence_is_explained_after_two_seconds_and_then_every_thirty():
+    async def work(notices: Notices) -> None:
+        notices.begin("sample", 60)
+        await asyncio.sleep(95)
+
+    said = hear(work)
+    assert [second for second, _ in said] == [2, 32, 62, 92]
+    assert said[0][1].endswith("to sample, sent 2 s ago, given up after 60 s.")
+
+
+def test_quick_calls_are_never_mentioned():
+    async def work(notices: Notices) -> None:
+        for _ in range(50):
+            flight = notices.begin("sample", 60)
+            await asyncio.sleep(1.9)
+            notices.end(flight)
+
+    assert hear(work) == []
+
+
+def test_many_silent_calls_are_one_line():
+    async def work(notices: Notices) -> None:
+        for name in ("save", "load", "load"):
+            notices.begin(name, 60)
+        await asyncio.sleep(20)
+
+    ((_, line),) = hear(work)
+    assert "to save and 2 other calls, sent" in line
+
+
+def test_a_stream_of_silent_calls_is_one_line_in_thirty_seconds():
+    async def work(notices: Notices) -> None:
+        for _ in range(60):
+            notices.begin("sample", 60)
+            await asyncio.sleep(1)
+
+    assert [second for second, _ in hear(work)] == [2, 32]
+
+
+def test_another_kind_of_call_that_falls_silent_is_mentioned_too():
+    async def work(notices: Notices) -> None:
+        notices.begin("first", 60)
+        await asyncio.sleep(10)
+        notices.begin("second", 60)
+        await asyncio.sleep(10)
+
+    said = hear(work)
+    assert [second for second, _ in said] == [2, 12]
+    assert "to second and another call, sent" in said[1][1]
+
+
+def test_a_call_that_falls_silent_after_others_were_answered_is_news():
+    async def work(notices: Notices) -> None:
+        first = notices.begin("sample", 60)
+        await asyncio.sleep(5)
+        notices.end(first)
+        await asyncio.sleep(2)
+        notices.begin("sample", 60)
+        await asyncio.sleep(5)
+
+    assert [second for second, _ in hear(work)] == [2, 9]
+
+
+def test_nothing_is_said_after_the_end():
+    async def work(notices: Notices) -> None:
+        notices.begin("sample", 60)
+        notices.close()
+        await asyncio.sleep(100)
+
+    assert hear(work) == []
+
+
+def retry(notices: Notices, what: str, elapsed: float, wait: float, error: TinkerError) -> None:
+    notices.retry(what, error, 0, elapsed, wait, "giving up soon")
+
+
+def test_retries_are_mentioned_once_they_take_longer_than_two_seconds():
+    async def work(notices: Notices) -> None:
+        retry(notices, "a", 0.0, 1.9, APIConnectionError(None, "Refused."))
+        retry(notices, "b", 1.0, 1.0, APIConnectionError(None, "Refused."))
+        retry(notices, "c", 0.0, 30.0, BillingError("pay"))
+
+    assert [line for _, line in hear(work)] == [
+        f"b: Refused ({WHERE}). Tried 1 times in 1 s, next try in 1.0 s, giving up soon.",
+        f"c: pay (status 402) ({WHERE}). Tried 1 times in 0 s, next try in 30.0 s, giving up soon.",
+    ]
+
+
+def test_different_kinds_of_calls_are_mentioned_each_and_each_seldom():
+    async def work(notices: Notices) -> None:
+        for _ in range(61):
+            for number, what in enumerate(("save", "load")):
+                notices.paused(f"{what} (r-{number})", "no room")
+            await asyncio.sleep(1)
+
+    said = [line.partition(" ")[0] for _, line in hear(work)]
+    assert said == ["save", "load"] * 3
+
+
+def test_a_note_of_the_service_is_repeated_only_when_it_changes():
+    async def work(notices: Notices) -> None:
+        for note in ("upgrade", "upgrade", "upgrade now"):
+            notices.deprecated(note, None)
+
+    assert [line for _, line in hear(work)] == [
+        f"{WHERE} says: upgrade",
+        f"{WHERE} says: upgrade now",
+    ]

@@ -1,0 +1,193 @@
+"""Sampling clients in other processes: the same session, numbers of their own, no keys in plain sight."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import multiprocessing
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex._client.retry import RetryConfig
+from tinkex.errors import InvalidInputError
+
+from ..scripted import Answer
+from .helpers import (
+    CREATE_SAMPLER,
+    CREATE_SESSION,
+    FINISH,
+    JOIN,
+    SAMPLE,
+    answer_samples,
+    flags,
+    new_sampler,
+    sample,
+    seq_ids,
+)
+
+STRIDE = 1_000_000_000
+
+
+@pytest.fixture
+def copies() -> Iterator[Any]:
+    """Copies through pickle, closed at the end of the test."""
+    made: list[tinkex.SamplingClient] = []
+
+    def make(client: tinkex.SamplingClient) -> tinkex.SamplingClient:
+        made.append(pickle.loads(pickle.dumps(client)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.holder.close().result(10)
+
+
+def test_a_copy_samples_in_the_same_sampling_session(server, service, copies):
+    answer_samples(server, 7)
+    original = new_sampler(service())
+    assert sample(copies(original)).result(10).sequences[0].tokens == [7]
+    assert server.asked(SAMPLE)[0].json["sampling_session_id"] == "s-1:sample:0"
+    assert len(server.asked(CREATE_SESSION)) == len(server.asked(CREATE_SAMPLER)) == 1
+
+
+def test_a_copy_keeps_its_settings(server, service, copies):
+    config = RetryConfig(max_retries=3)
+    original = new_sampler(service(), retry_config=config, record_stability_info=True)
+    copied = copies(original)
+    answer_samples(server)
+    sample(copied).result(10)
+    assert server.asked(SAMPLE)[0].json["record_stability_info"] is True
+    assert copied._retry_config == config
+    assert copied.holder.config == original.holder.config
+
+
+def test_copies_are_numbered_by_the_service_where_it_offers_that(server, service, copies):
+    flags(server, sample_join_sampling_session=True)
+    server.on(JOIN, Answer({"client_counter": 3}), Answer({"client_counter": 4}))
+    answer_samples(server)
+    original = new_sampler(service())
+    for client in (original, copies(original), copies(original), original):
+        for each in [sample(client) for _ in range(3)]:
+            each.result(10)
+    expected = [first + number for first in (0, 3 * STRIDE, 4 * STRIDE, 3) for number in range(3)]
+    assert sorted(seq_ids(server.asked(SAMPLE))) == sorted(expected)
+    assert [request.json["sampling_session_id"] for request in server.asked(JOIN)] == [
+        "s-1:sample:0"
+    ] * 2
+
+
+def test_a_copy_that_cannot_join_says_so_and_tries_again_next_time(server, service, copies):
+    flags(server, sample_join_sampling_session=True)
+    server.on(JOIN, Answer({"detail": "no"}, 403), Answer({"client_counter": 1}))
+    answer_samples(server)
+    copied = copies(new_sampler(service()))
+    with pytest.raises(tinkex.PermissionDeniedError):
+        sample(copied).result(10)
+    sample(copied).result(10)
+    assert seq_ids(server.asked(SAMPLE)) == [STRIDE]
+
+
+def test_copies_are_numbered_at_random_otherwise_and_never_collide(server, service, copies):
+    answer_samples(server)
+    original = new_sampler(service())
+    for client in (original, *(copies(original) for _ in range(8))):
+        random.seed(0)  # as workers often do, all alike
+        sample(client).result(10)
+        sample(client).result(10)
+    numbers = seq_ids(server.asked(SAMPLE))
+    assert len(set(numbers)) == 18
+    assert numbers[:2] == [0, 1]
+    assert all(STRIDE <= number < 10**18 for number in numbers[2:])
+
+
+def test_a_copy_of_a_copy_has_numbers_of_its_own(server, service, copies):
+    answer_samples(server)
+    first = copies(new_sampler(service()))
+    second = copies(first)
+    sample(first).result(10)
+    sample(second).result(10)
+    one, two = seq_ids(server.asked(SAMPLE))
+    assert one // STRIDE != two // STRIDE
+
+
+def test_copying_in_the_same_process_is_no_different(server, service):
+    answer_samples(server)
+    original = new_sampler(service())
+    copied = copy.copy(original)
+    sample(copied).result(10)
+    assert seq_ids(server.asked(SAMPLE))[0] >= STRIDE
+    copied.holder.close().result(10)
+
+
+def test_closing_a_copy_leaves_the_session_to_its_owner(server, service, copies):
+    answer_samples(server)
+    client = service()
+    copied = copies(new_sampler(client))
+    sample(copied).result(10)
+    copied.holder.close().result(10)
+    assert server.asked(FINISH) == []
+    client.close().result(10)
+    assert len(server.asked(FINISH)) == 1
+
+
+def draw(client: tinkex.SamplingClient) -> list[int]:
+    tokens: list[int] = sample(client).result(10).sequences[0].tokens
+    return tokens
+
+
+def test_a_client_works_in_spawned_processes(server, service):
+    answer_samples(server, 7)
+    client = new_sampler(service())
+    assert draw(client) == [7]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(draw, [client] * 4, chunksize=2) == [[7]] * 4
+    numbers = seq_ids(server.asked(SAMPLE))
+    assert len(set(numbers)) == 5
+    assert len(server.asked(CREATE_SESSION)) == 1
+
+
+# -- handles -------------------------------------------------------------------------------------
+
+
+def test_a_handle_makes_the_client_elsewhere(server, service):
+    answer_samples(server, 7)
+    client = new_sampler(service())
+    elsewhere = tinkex.SamplingClient.from_sampler_handle(
+        client.get_sampler_handle(), api_key="tml-other"
+    )
+    assert draw(elsewhere) == [7]
+    (request,) = server.asked(SAMPLE)
+    assert request.json["sampling_session_id"] == "s-1:sample:0"
+    assert request.json["seq_id"] >= STRIDE
+    assert request.headers["x-api-key"] == "tml-other"
+    assert elsewhere.holder.session_id == "s-1"
+    elsewhere.holder.close().result(10)
+    assert server.asked(FINISH) == []
+
+
+def test_a_handle_holds_no_key(service):
+    handle = new_sampler(service(api_key="tml-very-secret")).get_sampler_handle()
+    facts = json.loads(base64.urlsafe_b64decode(handle))
+    assert set(facts) == {"base_url", "session_id", "sampling_session_id"}
+    assert "secret" not in json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    "handle", ["", "x", "!!!", base64.urlsafe_b64encode(b"[]").decode(), "e30="]
+)
+def test_a_handle_that_is_none_is_refused(handle):
+    with pytest.raises(InvalidInputError, match="handle"):
+        tinkex.SamplingClient.from_sampler_handle(handle, api_key="tml-x")
+
+
+def test_nothing_that_is_printed_holds_a_key(service):
+    client = service(api_key="tml-very-secret", default_headers={"authorization": "Bearer secret"})
+    sampler = new_sampler(client)
+    shown = [client, sampler, client.config, sampler.holder, client.create_rest_client()]
+    assert not [text for text in map(repr, shown) if "secret" in text]

@@ -1,0 +1,148 @@
+"""Calls through a proxy."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex.config import Config
+from tinkex.errors import APIConnectionError, TinkerError
+
+from ..scripted import Answer, ScriptedServer
+
+HEALTH = "GET /api/v1/healthz"
+SERVICE = "http://service.invalid"  # a name that only a proxy could know
+CREDENTIALS = f"Basic {b64encode(b'me:p@ss').decode()}"
+Service = Callable[..., tinkex.ServiceClient]
+
+
+@pytest.fixture
+def proxy(server: ScriptedServer) -> ScriptedServer:
+    """The scripted server in the part of a proxy that answers for the service."""
+    server.on(HEALTH, Answer({"status": "ok"}))
+    return server
+
+
+def through(proxy: ScriptedServer, userinfo: str = "") -> str:
+    return proxy.url.replace("http://", f"http://{userinfo}")
+
+
+def test_a_proxy_sees_every_request(proxy, service):
+    assert service(base_url=SERVICE, proxy=proxy.url).health().status == "ok"
+    assert [request.headers["host"] for request in proxy.requests] == ["service.invalid"] * 2
+    (request,) = proxy.asked(HEALTH)
+    assert request.headers["x-api-key"] == "tml-test"
+    assert "proxy-authorization" not in request.headers
+
+
+def test_without_a_proxy_the_service_is_asked_directly(proxy, service):
+    service(proxy="").health()
+    assert proxy.asked(HEALTH)[0].headers["host"] == proxy.url.removeprefix("http://")
+
+
+def test_a_proxy_may_be_given_by_its_parts(proxy, service):
+    given = ("http", "127.0.0.1", proxy.port, {"headers": [("x-proxy", "1")]})
+    service(base_url=SERVICE, proxy=given).health()
+    assert proxy.asked(HEALTH)[0].headers["x-proxy"] == "1"
+
+
+def test_credentials_of_a_proxy_become_its_authorization(proxy, service):
+    service(base_url=SERVICE, proxy=through(proxy, "me:p%40ss@")).health()
+    assert proxy.asked(HEALTH)[0].headers["proxy-authorization"] == CREDENTIALS
+
+
+def test_headers_for_the_proxy_replace_those_its_address_implies(proxy, service):
+    service(
+        base_url=SERVICE,
+        proxy=through(proxy, "me:p%40ss@"),
+        proxy_headers={"proxy-authorization": "Bearer t"},
+    ).health()
+    assert proxy.asked(HEALTH)[0].headers["proxy-authorization"] == "Bearer t"
+
+
+def test_answers_through_a_proxy_fail_and_are_retried_like_others(proxy, service, clock):
+    proxy.on(HEALTH, Answer(b"<html>bad gateway", 502), Answer({"status": "ok"}))
+    assert service(base_url=SERVICE, proxy=proxy.url).health().status == "ok"
+    assert clock.slept == [0.5]
+
+
+def test_credentials_of_a_proxy_are_never_shown(proxy, service, caplog):
+    caplog.set_level(logging.DEBUG)
+    address = through(proxy, "me:p%40ss@")
+    client = service(base_url=SERVICE, proxy=address, dump_headers=True, max_retries=4)
+    client.health()
+    proxy.on(HEALTH, Answer({"detail": "no"}, 404))
+    with pytest.raises(TinkerError) as raised:
+        client.health()
+    shown = " ".join([caplog.text, repr(client), repr(client.config), str(raised.value)])
+    assert "healthz" in caplog.text
+    assert_hidden(shown)
+
+
+def assert_hidden(text: str) -> None:
+    for secret in ("p@ss", "p%40ss", CREDENTIALS, CREDENTIALS.removeprefix("Basic ")):
+        assert secret not in text
+
+
+@pytest.fixture
+def refusing() -> Iterator[tuple[str, list[bytes]]]:
+    """A proxy that lets nobody through, and what it was asked."""
+    heads: list[bytes] = []
+
+    def serve(listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return  # closed at the end of the test
+            with connection:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += connection.recv(4096)
+                heads.append(head)
+                connection.sendall(b"HTTP/1.1 407 Who are you\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        yield f"http://me:p%40ss@127.0.0.1:{listening.getsockname()[1]}", heads
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_a_service_behind_tls_is_reached_through_a_tunnel(refusing, service):
+    proxy, heads = refusing
+    client = service(base_url="https://service.invalid", proxy=proxy, max_retries=0)
+    with pytest.raises(APIConnectionError) as raised:
+        client.http.get("/x").result(10)
+    assert heads[0].startswith(b"CONNECT service.invalid:443 HTTP/1.1\r\n")
+    assert f"proxy-authorization: {CREDENTIALS}".encode() in heads[0]
+    assert b"x-api-key" not in heads[0]
+    assert_hidden(str(raised.value))
+
+
+def test_a_proxy_that_is_not_there_is_a_connection_error(service):
+    with socket.socket() as taken:  # bound but not listening
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://me:p%40ss@127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(APIConnectionError) as raised:
+            service(base_url=SERVICE, proxy=address, max_retries=0).http.get("/x").result(10)
+    assert_hidden(str(raised.value))
+
+
+def test_the_environment_may_name_the_proxy(proxy):
+    config = Config.from_environ(
+        {"TINKEX_PROXY": through(proxy, "me:p%40ss@"), "TINKER_API_KEY": "tml-test"},
+        base_url=SERVICE,
+    )
+    client: Any = tinkex.ServiceClient(config=config)
+    client.health()
+    client.close().result(10)
+    assert proxy.asked(HEALTH)[0].headers["proxy-authorization"] == CREDENTIALS

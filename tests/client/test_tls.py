@@ -1,0 +1,127 @@
+"""Services behind TLS, with a certificate authority of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from tinkex.errors import APIConnectionError
+
+from ..scripted import Answer, Raw, ScriptedServer
+
+OPENSSL = shutil.which("openssl")
+pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs openssl to make certificates")
+Service = Callable[..., tinkex.ServiceClient]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an authority and a certificate for 127.0.0.1 that it signed."""
+    where = tmp_path_factory.mktemp("certificates")
+    (where / "names").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run([str(OPENSSL), *arguments], cwd=where, check=True, capture_output=True)
+
+    fresh = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *fresh, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test CA")
+    openssl("req", *fresh, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=127.0.0.1")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+    openssl("x509", "-req", "-in", "request.pem", *signing, "-out", "cert.pem")
+    return where
+
+
+@pytest.fixture
+def secure(server: ScriptedServer, certificates: Path) -> Iterator[str]:
+    """The address of the scripted server behind TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except (ConnectionError, ssl.SSLError):
+            pass
+        finally:
+            writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
+
+    async def main() -> None:
+        nonlocal port
+        front = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        port = front.sockets[0].getsockname()[1]
+        ready.set()
+        await asyncio.to_thread(done.wait)
+        front.close()
+
+    port, ready, done = 0, threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(10)
+    yield f"https://127.0.0.1:{port}"
+    done.set()
+    thread.join()
+
+
+def test_a_service_behind_tls_is_asked_like_any_other(
+    server, secure, service, certificates, monkeypatch
+):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+    server.on("GET /api/v1/healthz", Answer({}, 503), Raw(b""), Answer({"status": "ok"}))
+    client = service(base_url=secure)
+    assert client.health().status == "ok"
+    counts = [
+        request.headers["x-stainless-retry-count"]
+        for request in server.asked("GET /api/v1/healthz")
+    ]
+    assert counts == ["0", "1", "2"]
+
+
+def test_a_stream_behind_tls_is_read_to_its_end(server, secure, service, certificates, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+    server.on("GET /x", Answer(b"data: 1\n\ndata: 2\n\n", content_type="text/event-stream"))
+
+    async def work() -> list[int]:
+        async with service(base_url=secure).http.with_streaming_response("GET", "/x") as response:
+            return [event async for event in response.iter_events()]
+
+    assert asyncio.run(work()) == [1, 2]
+
+
+def test_a_certificate_nobody_vouches_for_is_not_accepted(server, secure, service, monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with pytest.raises(APIConnectionError, match="certificate"):
+        service(base_url=secure, max_retries=0).http.get("/x").result(10)
+    assert server.requests == []
+
+
+def test_tls_spoken_to_a_service_without_it_is_a_connection_error(service):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+
+        def serve() -> None:
+            connection, _ = plain.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"https://127.0.0.1:{plain.getsockname()[1]}"
+        with pytest.raises(APIConnectionError):
+            service(base_url=url, max_retries=0).http.get("/x").result(10)
+        thread.join()

@@ -1,0 +1,1057 @@
+"""Training: order, numbers, chunks, checks, weights, and losses of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tinkex
+from tinkex import types
+from tinkex._client.tokenizers import set_tokenizer_loader
+from tinkex.errors import (
+    APIResponseValidationError,
+    APITimeoutError,
+    BadRequestError,
+    GoneError,
+    InvalidInputError,
+    InvalidPathError,
+    RequestFailedError,
+)
+
+from ..scripted import Answer, Request, ScriptedServer, promise
+from .helpers import (
+    CREATE_MODEL,
+    CREATE_SAMPLER,
+    LOAD,
+    PASS,
+    POLL,
+    SAVE,
+    SAVE_SAMPLER,
+    STEP,
+    answer_pass,
+    answer_training,
+    datum,
+    failed,
+    flags,
+    input_of,
+    logprobs_of,
+    new_sampler,
+    new_trainer,
+    output,
+    pass_of,
+    seq_of,
+)
+
+EXTERNAL = "POST /api/v1/save_weights_external"
+UNLOAD = "POST /api/v1/unload_model"
+INFO = "POST /api/v1/get_info"
+WEIGHTS_INFO = "POST /api/v1/weights_info"
+PATH = "tinker://s-1:train:0/weights/a"
+
+
+@pytest.fixture
+def trainer(server, service):
+    answer_training(server)
+    return new_trainer(service())
+
+
+def operations(server: ScriptedServer) -> list[Request]:
+    """Every numbered operation in the order it arrived."""
+    routes = {STEP, SAVE, SAVE_SAMPLER, LOAD, EXTERNAL, PASS}
+    return [each for each in server.requests if f"{each.method} {each.path}" in routes]
+
+
+def numbers(server: ScriptedServer) -> list[int]:
+    return [seq_of(request) for request in operations(server)]
+
+
+# -- making a model ------------------------------------------------------------------------------
+
+
+def test_a_model_is_created_with_what_was_asked_for(server, service):
+    trainer = service().create_lora_training_client(
+        "some/model", 8, 7, False, True, False, {"note": "x"}, types.DimuonOptimizerConfig()
+    )
+    assert trainer.model_id == "s-1:train:0"
+    assert server.asked(CREATE_MODEL)[0].json == {
+        "session_id": "s-1",
+        "model_seq_id": 0,
+        "base_model": "some/model",
+        "user_metadata": {"note": "x"},
+        "lora_config": {
+            "rank": 8,
+            "seed": 7,
+            "train_mlp": False,
+            "train_attn": True,
+            "train_unembed": False,
+        },
+        "optimizer_config": {"type": "dimuon", "version": 1},
+        "type": "create_model",
+    }
+
+
+def test_a_model_without_metadata_gets_the_configs(server, service):
+    new_trainer(
+        service(
+            config=tinkex.Config(base_url=server.url, api_key="tml-x", user_metadata={"a": "b"})
+        )
+    )
+    assert server.asked(CREATE_MODEL)[0].json["user_metadata"] == {"a": "b"}
+
+
+def test_a_model_may_be_there_at_once(server, service):
+    server.on(CREATE_MODEL, Answer({"model_id": "m"}))
+    assert new_trainer(service()).model_id == "m"
+    assert server.asked(POLL) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"base_model": ""},
+        {"base_model": None},
+        {"rank": 0},
+        {"rank": True},
+        {"rank": 1.5},
+        {"seed": "x"},
+        {"train_mlp": False, "train_attn": False, "train_unembed": False},
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_before_anything_is_sent(server, service, arguments):
+    with pytest.raises(InvalidInputError):
+        service().create_lora_training_client(**{"base_model": "m", **arguments})
+    assert server.requests == []
+
+
+def test_a_model_the_service_refuses_is_an_error(server, service):
+    server.on_future("model", failed("unknown model"))
+    with pytest.raises(RequestFailedError, match="unknown model"):
+        new_trainer(service())
+
+
+# -- numbers and order ---------------------------------------------------------------------------
+
+
+def test_operations_are_numbered_from_1_without_gaps(server, trainer):
+    data = [datum(1, 2)]
+    waiting: list[Any] = [
+        trainer.forward_backward(data, "cross_entropy"),
+        trainer.optim_step(),
+        trainer.forward(data, "cross_entropy"),
+        trainer.save_state("a"),
+        trainer.save_weights_for_sampler("a"),
+        trainer.save_weights_external("a"),
+        trainer.load_state(PATH),
+        trainer.create_sampling_client(PATH),  # takes no number
+        trainer.forward_backward(data, "cross_entropy"),
+    ]
+    for each in waiting:
+        if isinstance(each, tinkex.APIFuture):
+            each.result(10)
+    assert numbers(server) == list(range(1, 9))
+
+
+def test_two_models_count_separately(server, service):
+    answer_training(server)
+    client = service()
+    first, second = new_trainer(client), new_trainer(client)
+    for trainer in (first, second, first):
+        trainer.optim_step().result(10)
+    assert numbers(server) == [1, 1, 2]
+
+
+def test_nobody_overtakes_a_send_that_is_delayed(server, trainer):
+    held = threading.Event()
+    server.on(SAVE, Answer(promise("save").body, wait_for=held), Answer({"path": PATH}))
+    server.on_future("save", Answer({"path": PATH}))
+    lock = threading.Lock()
+    called: list[str] = ["first"]
+    waiting = [trainer.save_state("first")]
+    server.wait_for(SAVE)
+
+    def call(name: str) -> None:
+        with lock:
+            called.append(name)
+            waiting.append(trainer.save_state(name))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, (f"thread-{number}" for number in range(20))))
+
+    async def tasks() -> None:
+        async def one(name: str) -> None:
+            called.append(name)
+            waiting.append(await trainer.save_state_async(name))
+
+        await asyncio.gather(*(one(f"task-{number}") for number in range(20)))
+
+    asyncio.run(tasks())
+    assert len(server.asked(SAVE)) == 1
+    held.set()
+    for each in waiting:
+        each.result(10)
+    assert [request.json["path"] for request in server.asked(SAVE)] == called
+    assert numbers(server) == list(range(1, 42))
+
+
+def test_an_operation_is_sent_while_the_one_before_is_still_worked_on(server, trainer):
+    held = threading.Event()
+    server.on(PASS, promise("pass"))
+    server.on_future("pass", Answer(output(), wait_for=held))
+    forward = trainer.forward_backward([datum(1)], "cross_entropy")
+    assert trainer.optim_step().result(10)
+    assert not forward.done()
+    held.set()
+    forward.result(10)
+
+
+def test_a_large_pass_is_not_overtaken_while_it_is_encoded(server, trainer):
+    many = [datum(*range(1, 20_001)) for _ in range(5)]  # encoded beside the loop
+    waiting = [trainer.forward_backward(many, "cross_entropy"), trainer.optim_step()]
+    for each in waiting:
+        each.result(10)
+    assert [request.path.rpartition("/")[2] for request in operations(server)] == [
+        "forward_backward",
+        "optim_step",
+    ]
+
+
+def test_an_operation_that_fails_does_not_block_later_ones(server, trainer):
+    server.on(STEP, Answer({"detail": "no"}, 400), promise("step"), Answer({}, 410), Answer({}))
+    server.on_future("step", failed("diverged", "server"))
+    with pytest.raises(BadRequestError):
+        trainer.optim_step().result(10)
+    with pytest.raises(RequestFailedError, match="diverged"):
+        trainer.optim_step().result(10)
+    with pytest.raises(GoneError):
+        trainer.optim_step().result(10)
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2, 3, 4]  # a number that was refused is used up
+
+
+def test_a_cancelled_operation_still_takes_its_turn(server, trainer):
+    held = threading.Event()
+    server.on(SAVE, Answer({"path": PATH}, wait_for=held), Answer({"path": PATH}))
+    first, dropped, last = (trainer.save_state(name) for name in ("a", "b", "c"))
+    server.wait_for(SAVE)
+    assert dropped.cancel()
+    held.set()
+    first.result(10)
+    last.result(10)
+    assert [request.json["path"] for request in server.asked(SAVE)] == ["a", "b", "c"]
+
+
+def test_a_timeout_frees_the_caller_while_a_predecessor_is_stuck(server, trainer, clock):
+    held = threading.Event()
+    server.on(STEP, Answer({}, wait_for=held), Answer({}))
+    stuck = trainer.optim_step()
+    server.wait_for(STEP)
+    with pytest.raises(APITimeoutError):
+        trainer.save_state("late", timeout=0.02).result(10)
+    clock.advance(1)
+    last = trainer.optim_step()
+    held.set()
+    stuck.result(10)
+    last.result(10)
+    # What was too late was never sent, and left no gap for the service to wait at.
+    assert server.asked(SAVE) == []
+    assert numbers(server) == [1, 2]
+
+
+def test_a_send_that_gets_no_answer_is_repeated_with_its_number(server, trainer):
+    server.on(STEP, Answer({}, 503), Answer({}, 409), Answer({}))
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 1, 1]
+    keys = {request.headers["x-idempotency-key"] for request in server.asked(STEP)}
+    assert len(keys) == 1
+
+
+# -- chunks --------------------------------------------------------------------------------------
+
+
+def sizes(server: ScriptedServer) -> list[int]:
+    """Datums per request, in the order of their numbers."""
+    return [len(input_of(request).data) for request in sorted(server.asked(PASS), key=seq_of)]
+
+
+@pytest.mark.parametrize(("count", "chunks"), [(1, [1]), (1024, [1024]), (1025, [1024, 1])])
+def test_a_request_holds_at_most_1024_datums(server, trainer, count, chunks):
+    result = trainer.forward_backward([datum(1)] * count, "cross_entropy").result(10)
+    assert sizes(server) == chunks
+    assert len(result.loss_fn_outputs) == count
+    assert result.metrics == {"loss:sum": float(count)}
+
+
+def test_a_request_holds_at_most_5_million_bytes(server, trainer):
+    hundred_kilobytes = datum(*range(6250))  # 4 bytes of input, 8 of target, 4 of weight each
+    trainer.forward_backward([hundred_kilobytes] * 51, "cross_entropy").result(20)
+    assert sizes(server) == [50, 1]
+
+
+def test_the_service_sets_the_limits(server, service):
+    answer_training(server)
+    flags(server, fwdbwd_max_chunk_len=2, fwdbwd_max_chunk_bytes_count=100)
+    trainer = new_trainer(service())
+    trainer.forward_backward([datum(1)] * 5, "cross_entropy").result(10)
+    assert sizes(server) == [2, 2, 1]
+    trainer.forward_backward([datum(1, 2, 3, 4)] * 2, "cross_entropy").result(10)  # 64 bytes each
+    assert sizes(server)[3:] == [1, 1]
+
+
+def test_the_first_chunk_is_sent_last_so_that_none_begins_alone(server, service):
+    answer_training(server)
+    flags(server, fwdbwd_max_chunk_len=1)
+    trainer = new_trainer(service())
+    forward = trainer.forward_backward([datum(number) for number in range(1, 5)], "cross_entropy")
+    trainer.optim_step().result(10)
+    forward.result(10)
+    arrived = numbers(server)
+    assert sorted(arrived[:3]) == [2, 3, 4]
+    assert arrived[3:] == [1, 5]
+
+
+def test_chunks_are_sent_one_after_another_where_the_service_wants_it(server, service):
+    answer_training(server)
+    flags(server, fwdbwd_max_chunk_len=1, parallel_fwdbwd_chunks=False)
+    data = [datum(number) for number in range(1, 5)]
+    new_trainer(service()).forward_backward(data, "cross_entropy").result(10)
+    assert numbers(server) == [1, 2, 3, 4]
+    tokens = [input_of(request).data[0].model_input.to_ints() for request in server.asked(PASS)]
+    assert tokens == [[1], [2], [3], [4]]
+
+
+def test_results_of_chunks_are_combined_in_order(server, service):
+    flags(server, fwdbwd_max_chunk_len=2)
+    server.on(PASS, lambda request: promise(f"p-{seq_of(request)}"))
+    rows = [logprobs_of(1, -float(number)) for number in range(5)]
+    server.on_future("p-1", Answer(output(*rows[:2], loss__sum=1.0, norm__mean=1.0, peak__max=3.0)))
+    server.on_future(
+        "p-2", Answer(output(*rows[2:4], loss__sum=2.0, norm__mean=2.0, peak__max=9.0))
+    )
+    server.on_future("p-3", Answer(output(*rows[4:], loss__sum=4.0, norm__mean=7.0, peak__max=5.0)))
+    result = new_trainer(service()).forward([datum(1)] * 5, "cross_entropy").result(10)
+    got = [each["logprobs"].tolist() for each in result.loss_fn_outputs]
+    assert got == [[-0.0], [-1.0], [-2.0], [-3.0], [-4.0]]
+    assert result.metrics == {"loss:sum": 7.0, "norm:mean": 13 / 5, "peak:max": 9.0}
+
+
+def test_a_chunk_whose_work_failed_fails_the_call(server, service):
+    flags(server, fwdbwd_max_chunk_len=1)
+    answer_training(server)
+    server.on(PASS, lambda request: promise(f"p-{seq_of(request)}"))
+    server.on_future("p-1", Answer(output()))
+    server.on_future("p-2", failed("bad datum"))
+    server.on_future("p-3", Answer({}, 408))
+    trainer = new_trainer(service())
+    with pytest.raises(RequestFailedError, match="bad datum"):
+        trainer.forward_backward([datum(1)] * 3, "cross_entropy").result(10)
+    trainer.optim_step().result(10)
+    assert numbers(server)[-1] == 4
+
+
+def test_a_chunk_that_is_refused_fails_the_call(server, service):
+    flags(server, fwdbwd_max_chunk_len=1)
+    answer_training(server)
+
+    def refuse_second(request: Request) -> Answer:
+        return Answer({"detail": "no"}, 400) if seq_of(request) == 2 else answer_pass(request)
+
+    server.on(PASS, refuse_second)
+    trainer = new_trainer(service())
+    with pytest.raises(BadRequestError):
+        trainer.forward_backward([datum(1)] * 3, "cross_entropy").result(10)
+    assert trainer.optim_step().result(10).success
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_a_pass_is_compressed_where_the_service_wants_it(server, service, zstd):
+    answer_training(server)
+    flags(server, proto_compress_fwdbwd=zstd)
+    new_trainer(service()).forward_backward([datum(*[1] * 1000)], "cross_entropy").result(10)
+    (request,) = server.asked(PASS)
+    assert request.headers.get("content-encoding") == ("zstd" if zstd else None)
+    assert request.headers["content-type"] == "application/x-protobuf"
+    assert (len(request.body) < 1000) is zstd
+    assert input_of(request).data[0].model_input.length == 1000
+
+
+# -- what a pass says ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["forward", "forward_backward"])
+def test_a_pass_says_what_to_compute(server, trainer, name):
+    getattr(trainer, name)([datum(1, 2)], "ppo", {"clip_low_threshold": 0.5}).result(10)
+    sent = pass_of(server.asked(PASS)[0])
+    assert isinstance(sent, types.ForwardRequest) is (name == "forward")
+    assert (sent.model_id, sent.seq_id) == ("s-1:train:0", 1)
+    inputs = input_of(server.asked(PASS)[0])
+    assert (inputs.loss_fn, inputs.loss_fn_config) == ("ppo", {"clip_low_threshold": 0.5})
+    assert inputs.data == [datum(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        (1, 1.0),
+        (" 0.5 ", 0.5),
+        (np.float32(2.0), 2.0),
+        ("exact", "exact"),
+        ("1e2", 100.0),
+    ],
+)
+def test_loss_settings_are_numbers_or_text(server, trainer, given, sent):
+    trainer.forward_backward([datum(1)], "ppo", {"setting": given}).result(10)
+    assert input_of(server.asked(PASS)[0]).loss_fn_config == {"setting": sent}
+
+
+def test_the_id_of_a_loss_stays_text_even_if_it_is_digits(server, trainer):
+    trainer.forward_backward([datum(1)], "custom", {"loss_id": "123"}).result(10)
+    assert input_of(server.asked(PASS)[0]).loss_fn_config == {"loss_id": "123"}
+
+
+IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"abc", format="png")])
+
+
+def test_an_input_whose_positions_only_the_service_knows_is_not_measured(server, trainer):
+    seen = types.Datum(IMAGE, {"target_tokens": [1, 2], "weights": [1.0, 1.0]})
+    trainer.forward_backward([seen], "cross_entropy").result(10)
+    assert input_of(server.asked(PASS)[0]).data == [seen]
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ([], "data"),
+        (None, "data"),
+        (datum(1), "data"),
+        ([datum(1), "text"], "data.1"),
+        (
+            [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1]})],
+            "data.0.loss_fn_inputs.target_tokens",
+        ),
+        (
+            [
+                datum(1),
+                types.Datum(
+                    types.ModelInput.from_ints([1]),
+                    {"target_tokens": [1], "weights": [1.0, 1.0]},
+                ),
+            ],
+            "data.1.loss_fn_inputs.weights",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["forward", "forward_backward"])
+def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_sent(
+    server, trainer, name, data, field
+):
+    with pytest.raises(InvalidInputError) as caught:
+        getattr(trainer, name)(data, "cross_entropy")
+    assert caught.value.field == field
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "named"),
+    [
+        ("mse", None, "cross_entropy"),
+        (None, None, "loss_fn"),
+        ("ppo", [("a", 1)], "loss_fn_config"),
+        ("ppo", {1: 1.0}, "loss_fn_config"),
+        ("ppo", {"a": True}, "loss_fn_config.a"),
+        ("ppo", {"a": None}, "loss_fn_config.a"),
+        ("ppo", {"a": [1.0]}, "loss_fn_config.a"),
+        ("ppo", {"a": torch.tensor([1.0])}, "loss_fn_config.a"),
+        ("ppo", {"a": math.nan}, "loss_fn_config.a"),
+        ("ppo", {"a": math.inf}, "loss_fn_config.a"),
+        ("ppo", {"a": "nan"}, "loss_fn_config.a"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_before_anything_is_sent(
+    server, trainer, loss, config, named
+):
+    with pytest.raises(InvalidInputError, match=named):
+        trainer.forward_backward([datum(1)], loss, config)
+    assert server.asked(PASS) == []
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def test_a_step_sends_its_parameters(server, trainer):
+    response = trainer.optim_step(types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)).result(
+        10
+    )
+    assert response.success
+    sent = server.asked(STEP)[0].json
+    assert (sent["model_id"], sent["seq_id"], sent["type"]) == ("s-1:train:0", 1, "optim_step")
+    assert sent["adam_params"]["learning_rate"] == 0.5
+    assert sent["adam_params"]["grad_clip_norm"] == 1.0
+    trainer.optim_step(adam_params=types.AdamParams(learning_rate=0.25)).result(10)
+    assert server.asked(STEP)[1].json["adam_params"]["learning_rate"] == 0.25
+
+
+def test_another_optimizer_goes_under_its_own_name(server, trainer):
+    trainer.optim_step(types.DimuonParams(learning_rate=0.5)).result(10)
+    sent = server.asked(STEP)[0].json
+    assert "adam_params" not in sent
+    assert sent["optimizer_params"]["type"] == "dimuon"
+
+
+def test_parameters_are_given_once(server, trainer):
+    with pytest.raises(InvalidInputError, match="not both"):
+        trainer.optim_step(types.AdamParams(), adam_params=types.AdamParams())
+    assert server.asked(STEP) == []
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def test_saving_says_name_lifetime_and_metadata(server, trainer):
+    saved = trainer.save_state("a", 3600, overwrite=True, user_metadata={"k": "v"}).result(10)
+    assert saved.path == PATH
+    assert server.asked(SAVE)[0].json == {
+        "model_id": "s-1:train:0",
+        "path": "a",
+        "seq_id": 1,
+        "ttl_seconds": 3600,
+        "overwrite": True,
+        "user_metadata": {"k": "v"},
+        "type": "save_weights",
+    }
+
+
+def test_saving_for_sampling_says_name_and_lifetime(server, trainer):
+    saved = trainer.save_weights_for_sampler("a", 3600, {"k": "v"}).result(10)
+    assert saved == types.SaveWeightsForSamplerResponse(
+        path="tinker://s-1:train:0/sampler_weights/a"
+    )
+    assert server.asked(SAVE_SAMPLER)[0].json == {
+        "model_id": "s-1:train:0",
+        "path": "a",
+        "seq_id": 1,
+        "ttl_seconds": 3600,
+        "user_metadata": {"k": "v"},
+        "type": "save_weights_for_sampler",
+    }
+
+
+def test_saving_for_use_elsewhere_says_for_whom(server, trainer):
+    saved = trainer.save_weights_external("a", 3600, ["age1abc"]).result(10)
+    assert saved.path == "tinker://r/external/a"
+    sent = server.asked(EXTERNAL)[0].json
+    assert (sent["path"], sent["ttl_seconds"], sent["age_encryption_recipients"]) == (
+        "a",
+        3600,
+        ["age1abc"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("load_state", False), ("load_state_with_optimizer", True)]
+)
+def test_loading_says_whether_the_optimizer_comes_along(server, trainer, method, optimizer):
+    getattr(trainer, method)(PATH, "token").result(10)
+    assert server.asked(LOAD)[0].json == {
+        "model_id": "s-1:train:0",
+        "seq_id": 1,
+        "path": PATH,
+        "optimizer": optimizer,
+        "weights_access_token": "token",
+        "type": "load_weights",
+    }
+
+
+@pytest.mark.parametrize("name", ["", "  ", None, 7, "a/b", ".", ".."])
+@pytest.mark.parametrize(
+    "method", ["save_state", "save_weights_for_sampler", "save_weights_external"]
+)
+def test_a_name_that_is_none_is_refused_before_anything_is_sent(server, trainer, method, name):
+    with pytest.raises(InvalidInputError, match="name"):
+        getattr(trainer, method)(name)
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1]
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "soon"])
+@pytest.mark.parametrize(
+    "method", ["save_state", "save_weights_for_sampler", "save_weights_external"]
+)
+def test_a_lifetime_that_is_none_is_refused_before_anything_is_sent(server, trainer, method, ttl):
+    with pytest.raises(InvalidInputError) as caught:
+        getattr(trainer, method)("a", ttl)
+    assert caught.value.field == "ttl_seconds"
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1]
+
+
+@pytest.mark.parametrize("path", ["a", "tinker://x", "tinker://a/b/c", None])
+def test_a_path_that_is_none_is_refused_before_anything_is_sent(server, trainer, path):
+    with pytest.raises(InvalidPathError):
+        trainer.load_state(path)
+    with pytest.raises(InvalidInputError):
+        trainer.create_sampling_client(path)
+    assert operations(server) == []
+
+
+@pytest.mark.parametrize("method", ["save_weights_for_sampler", "save_weights_external"])
+def test_weights_saved_nobody_knows_where_are_an_error(server, trainer, method):
+    server.on(SAVE_SAMPLER, Answer({}))
+    server.on(EXTERNAL, Answer({}))
+    with pytest.raises(APIResponseValidationError, match="where"):
+        getattr(trainer, method)("a").result(10)
+
+
+# -- samplers of the current weights -------------------------------------------------------------
+
+
+def test_a_sampler_without_a_name_lives_with_the_session(server, service):
+    client = service()
+    new_sampler(client)
+    trainer = new_trainer(client)
+    server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "s-1:sample:1"}))
+    sampler = trainer.save_weights_and_get_sampling_client()
+    assert sampler._sampling_session_id == "s-1:sample:1"
+    assert server.asked(SAVE_SAMPLER)[0].json == {
+        "model_id": "s-1:train:0",
+        "seq_id": 1,
+        "sampling_session_seq_id": 1,  # 0 is the sampler made before: one counter for all
+        "type": "save_weights_for_sampler",
+    }
+    assert len(server.asked(CREATE_SAMPLER)) == 1
+
+
+def test_a_sampler_with_a_name_is_saved_under_it(server, trainer):
+    sampler = trainer.save_weights_and_get_sampling_client("best")
+    assert sampler._sampling_session_id == "s-1:sample:0"
+    sent = server.asked(SAVE_SAMPLER)[0].json
+    assert sent["path"] == "best"
+    assert "sampling_session_seq_id" not in sent
+    assert server.asked(CREATE_SAMPLER)[0].json["model_path"] == (
+        "tinker://s-1:train:0/sampler_weights/a"
+    )
+
+
+def test_a_sampler_of_nothing_is_an_error(server, trainer):
+    server.on(SAVE_SAMPLER, Answer({}))
+    with pytest.raises(APIResponseValidationError):
+        trainer.save_weights_and_get_sampling_client()
+
+
+def test_the_async_twin_hands_over_the_sampler(server, trainer):
+    server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "x"}))
+    sampler = asyncio.run(trainer.save_weights_and_get_sampling_client_async())
+    assert sampler._sampling_session_id == "x"
+
+
+def test_a_sampler_of_a_checkpoint_takes_no_number(server, trainer):
+    trainer.create_sampling_client("tinker://r/sampler_weights/a")
+    assert server.asked(CREATE_SAMPLER)[0].json == {
+        "session_id": "s-1",
+        "sampling_session_seq_id": 0,
+        "model_path": "tinker://r/sampler_weights/a",
+        "type": "create_sampling_session",
+    }
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1]
+
+
+# -- from a checkpoint ---------------------------------------------------------------------------
+
+Restore = Callable[..., tinkex.TrainingClient]
+
+
+@pytest.fixture(params=[False, True], ids=["weights", "with optimizer"])
+def optimizer(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def restore(client: tinkex.ServiceClient, optimizer: bool) -> Restore:
+    if optimizer:
+        return client.create_training_client_from_state_with_optimizer
+    return client.create_training_client_from_state
+
+
+def test_a_checkpoint_becomes_a_model_in_three_calls(server, service, optimizer):
+    answer_training(server)
+    info = {"base_model": "b", "is_lora": True, "lora_rank": 8, "train_mlp": False}
+    server.on(WEIGHTS_INFO, Answer(info))
+    trainer = restore(service(), optimizer)(
+        PATH, user_metadata={"a": "b"}, weights_access_token="t"
+    )
+    assert server.asked(WEIGHTS_INFO)[0].json == {"tinker_path": PATH}
+    created = server.asked(CREATE_MODEL)[0].json
+    assert (created["base_model"], created["user_metadata"]) == ("b", {"a": "b"})
+    assert created["lora_config"] == {
+        "rank": 8,
+        "train_mlp": False,
+        "train_attn": True,
+        "train_unembed": True,
+    }
+    loaded = server.asked(LOAD)[0].json
+    assert (loaded["seq_id"], loaded["optimizer"]) == (1, optimizer)
+    assert loaded["weights_access_token"] == "t"
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2]
+
+
+def test_a_checkpoint_becomes_a_model_in_one_call_where_the_service_can(server, service, optimizer):
+    answer_training(server)
+    flags(server, create_model_via_load_weights=True)
+    trainer = restore(service(), optimizer)(PATH, "b", {"a": "b"}, "t")
+    assert server.asked(LOAD)[0].json == {
+        "session_id": "s-1",
+        "model_seq_id": 0,
+        "base_model": "b",
+        "user_metadata": {"a": "b"},
+        "path": PATH,
+        "optimizer": optimizer,
+        "weights_access_token": "t",
+        "type": "load_weights",
+    }
+    assert trainer.model_id == "s-1:train:0"
+    assert server.asked(CREATE_MODEL) == server.asked(WEIGHTS_INFO) == []
+    trainer.optim_step().result(10)
+    assert server.asked(STEP)[0].json["seq_id"] == 1
+
+
+def test_the_service_may_name_the_model_it_made(server, service):
+    flags(server, create_model_via_load_weights=True)
+    server.on(LOAD, promise("load"))
+    server.on_future("load", Answer({"model_id": "named", "path": PATH}))
+    assert service().create_training_client_from_state(PATH).model_id == "named"
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_second_argument_may_be_the_metadata_as_it_once_was(server, service, flag):
+    answer_training(server)
+    flags(server, create_model_via_load_weights=flag)
+    server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
+    service().create_training_client_from_state(PATH, {"a": "b"})
+    sent = server.asked(LOAD if flag else CREATE_MODEL)[0].json
+    assert sent["user_metadata"] == {"a": "b"}
+    assert sent.get("base_model") == (None if flag else "b")
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_restored_model_without_metadata_gets_the_configs(server, service, flag):
+    answer_training(server)
+    flags(server, create_model_via_load_weights=flag)
+    server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
+    config = tinkex.Config(base_url=server.url, api_key="tml-x", user_metadata={"a": "b"})
+    service(config=config).create_training_client_from_state(PATH)
+    assert server.asked(LOAD if flag else CREATE_MODEL)[0].json["user_metadata"] == {"a": "b"}
+
+
+def test_a_restored_model_keeps_its_kind_of_optimizer_unless_told(server, service):
+    answer_training(server)
+    info = {"base_model": "b", "is_lora": True, "optimizer_config": {"type": "dimuon"}}
+    server.on(WEIGHTS_INFO, Answer(info))
+    client = service()
+    client.create_training_client_from_state(PATH)
+    client.create_training_client_from_state(PATH, optimizer=types.AdamOptimizerConfig())
+    kinds = [each.json["optimizer_config"]["type"] for each in server.asked(CREATE_MODEL)]
+    assert kinds == ["dimuon", "adamw"]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"base_model": "b", "is_lora": False},
+        {
+            "base_model": "b",
+            "is_lora": True,
+            "train_mlp": False,
+            "train_attn": False,
+            "train_unembed": False,
+        },
+    ],
+)
+def test_a_checkpoint_that_is_no_adapter_is_refused(server, service, info):
+    server.on(WEIGHTS_INFO, Answer(info))
+    with pytest.raises(InvalidInputError, match=r"LoRA|at least one"):
+        service().create_training_client_from_state(PATH)
+    assert server.asked(CREATE_MODEL) == []
+
+
+def test_a_path_to_no_checkpoint_is_refused_before_anything_is_sent(server, service, optimizer):
+    with pytest.raises(InvalidPathError):
+        restore(service(), optimizer)("checkpoint")
+    assert server.requests == []
+
+
+# -- the model itself ----------------------------------------------------------------------------
+
+
+def info(**data: Any) -> Answer:
+    return Answer({"model_id": "m", "model_data": data, "is_lora": True, "lora_rank": 4})
+
+
+def test_info_is_answered_at_once(server, trainer):
+    server.on(INFO, info(model_name="some/model"))
+    assert trainer.get_info().model_data.model_name == "some/model"
+    assert asyncio.run(trainer.get_info_async()).lora_rank == 4
+    assert server.asked(INFO)[0].json == {"model_id": "s-1:train:0", "type": "get_info"}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_unloading_waits_for_its_turn_and_for_the_result(server, trainer, at_once):
+    held = threading.Event()
+    server.on(STEP, Answer({}, wait_for=held), Answer({}))
+    server.on(UNLOAD, Answer({"model_id": "m"}) if at_once else promise("unload"))
+    server.on_future("unload", Answer({"model_id": "m"}))
+    step, unload = trainer.optim_step(), trainer.unload_model()
+    server.wait_for(STEP)
+    assert server.asked(UNLOAD) == []
+    held.set()
+    assert unload.result(10).model_id == "m"
+    step.result(10)
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2]
+
+
+def test_the_console_page_needs_no_call(server, service):
+    client = service()
+    assert client.get_console_url().endswith("/sessions/s-1")
+    assert new_trainer(client).get_console_url().endswith("/training_runs/s-1:train:0")
+
+
+class Letters:
+    """A tokenizer for which a letter is a token."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self.name, self.revision = name, revision
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def letters() -> Iterator[None]:
+    set_tokenizer_loader(Letters)
+    yield
+    set_tokenizer_loader(None)
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_tokenizer_is_the_one_the_service_names(server, trainer):
+    server.on(INFO, info(model_name="some/model", tokenizer_id="its/tokenizer:v2"))
+    assert trainer.get_tokenizer().name == "its/tokenizer"
+    assert trainer.encode("ab") == [97, 98]
+    assert trainer.decode([97, 98]) == "ab"
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_tokenizer_follows_from_the_models_name_otherwise(server, trainer):
+    server.on(INFO, info(model_name="org/model/variant"))
+    assert trainer.get_tokenizer().name == "org/model"
+
+
+def test_a_model_without_name_has_no_tokenizer(server, trainer):
+    server.on(INFO, info())
+    with pytest.raises(InvalidInputError, match="neither"):
+        trainer.get_tokenizer()
+
+
+def test_errors_of_the_service_pass_through_the_tokenizer_helpers(server, trainer):
+    server.on(INFO, Answer({"detail": "gone"}, 410))
+    with pytest.raises(GoneError):
+        trainer.encode("a")
+
+
+# -- queue states --------------------------------------------------------------------------------
+
+
+def test_a_paused_model_is_logged_and_observers_are_told(server, trainer, caplog):
+    paused = {"type": "try_again", "queue_state": "paused_rate_limit"}
+    server.on(STEP, promise("step"))
+    server.on_future("step", Answer(paused, 408), Answer({}))
+    heard: list[Any] = []
+    trainer.observe_queue_state(heard.append)
+    trainer.optim_step().result(10)
+    assert heard == [types.QueueState.PAUSED_RATE_LIMIT]
+    assert (
+        "Training is paused for s-1:train:0. Reason: concurrent training clients rate limit hit"
+        in caplog.text
+    )
+
+
+# -- losses of one's own -------------------------------------------------------------------------
+
+
+def total(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss = torch.stack([each.sum() for each in logprobs]).sum()
+    return loss, {"count": torch.tensor(2.0)}
+
+
+def weights_of(request: Request) -> list[Any]:
+    return [each.loss_fn_inputs["weights"].tolist() for each in input_of(request).data]
+
+
+def test_a_loss_of_ones_own_trains_on_its_gradient(server, trainer):
+    result = trainer.forward_backward_custom([datum(5, 6)], total).result(10)
+    first, second = server.asked(PASS)
+    assert isinstance(pass_of(first), types.ForwardRequest)
+    assert isinstance(pass_of(second), types.ForwardBackwardRequest)
+    assert (seq_of(first), seq_of(second)) == (1, 2)
+    assert weights_of(first) == [[0.0, 0.0]]
+    assert weights_of(second) == [[-1.0, -1.0]]
+    assert {input_of(each).loss_fn for each in (first, second)} == {"cross_entropy"}
+    for request in (first, second):
+        (sent,) = input_of(request).data
+        assert sent.model_input == datum(5, 6).model_input
+        assert sent.loss_fn_inputs["target_tokens"].tolist() == [5, 6]
+    assert result.metrics == {"loss:sum": -2.0, "surrogate_loss:sum": 1.0, "count": 2.0}
+    assert result.loss == -2.0
+    assert result.loss_fn_outputs[0]["logprobs"].tolist() == [-1.0, -1.0]
+
+
+def test_only_what_the_passes_read_is_sent(server, trainer):
+    extra = types.Datum(
+        types.ModelInput.from_ints([1]),
+        {"target_tokens": [1], "advantages": [2.0], "logprobs": [-1.0]},
+    )
+    seen: list[Any] = []
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        seen.extend(data)
+        return logprobs[0].sum() * 3, {}
+
+    trainer.forward_backward_custom([extra], loss).result(10)
+    assert seen == [extra]
+    for request in server.asked(PASS):
+        assert set(input_of(request).data[0].loss_fn_inputs) == {"target_tokens", "weights"}
+    assert weights_of(server.asked(PASS)[1]) == [[-3.0]]
+
+
+def test_metrics_of_the_loss_win_over_the_services(server, trainer):
+    def loss(_: Any, logprobs: Any) -> Any:
+        return logprobs[0].sum(), {"loss:sum": 9, 1: np.float32(2.5)}
+
+    result = trainer.forward_backward_custom([datum(1)], loss).result(10)
+    assert result.metrics == {"loss:sum": 9.0, "surrogate_loss:sum": 1.0, "1": 2.5}
+
+
+def test_both_passes_of_a_custom_loss_keep_their_turn(server, trainer):
+    computing, go_on = threading.Event(), threading.Event()
+
+    def slow(data: Any, logprobs: Any) -> Any:
+        computing.set()
+        assert go_on.wait(10)
+        return total(data, logprobs)
+
+    custom = trainer.forward_backward_custom([datum(1)], slow)
+    step = trainer.optim_step()
+    assert computing.wait(10)
+    assert server.asked(STEP) == []
+    go_on.set()
+    custom.result(10)
+    step.result(10)
+    assert numbers(server) == [1, 2, 3]
+
+
+def test_a_custom_loss_over_many_chunks_sees_all_logprobs_in_order(server, service):
+    answer_training(server)
+    flags(server, fwdbwd_max_chunk_len=2)
+
+    def weighted(data: Any, logprobs: Any) -> Any:
+        return sum(each.sum() * len(each) for each in logprobs), {}
+
+    data = [datum(*range(1, length + 1)) for length in range(1, 6)]
+    new_trainer(service()).forward_backward_custom(data, weighted).result(10)
+    requests = sorted(server.asked(PASS), key=seq_of)
+    assert [seq_of(request) for request in requests] == [1, 2, 3, 4, 5, 6]
+    sent = [row for request in requests[3:] for row in weights_of(request)]
+    assert sent == [[-float(length)] * length for length in range(1, 6)]
+
+
+def test_soft_targets_keep_their_shape(server, trainer):
+    soft = types.Datum(
+        types.ModelInput.from_ints([1, 2]),
+        {"target_tokens": np.array([[1, 2, 3], [4, 5, 6]]), "weights": np.ones((2, 3), np.float32)},
+    )
+    rows = {"logprobs": {"data": [-1.0] * 6, "dtype": "float32", "shape": [2, 3]}}
+    server.on(PASS, Answer(output(rows, loss__sum=1.0)))
+    trainer.forward_backward_custom([soft], total).result(10)
+    assert weights_of(server.asked(PASS)[1]) == [[[-1.0] * 3] * 2]
+
+
+def broken(loss: Callable[[list[torch.Tensor]], Any]) -> Callable[..., Any]:
+    return lambda _, logprobs: (loss(logprobs), {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (lambda data, logprobs: logprobs[0].sum(), r"\(loss, metrics\)"),
+        (broken(lambda logprobs: 1.0), "tensor"),
+        (broken(lambda logprobs: logprobs[0]), "one number"),
+        (broken(lambda logprobs: logprobs[0].sum().detach()), "detached"),
+        (broken(lambda logprobs: logprobs[0].sum() * math.nan), "nan"),
+        (broken(lambda logprobs: logprobs[0].sum() / 0), "inf"),
+        (broken(lambda logprobs: logprobs[0].sum()), "datum 1"),
+        (
+            broken(lambda logprobs: sum(torch.sqrt(each + 1).sum() for each in logprobs)),
+            "not finite",
+        ),
+        (lambda data, logprobs: (sum(map(torch.sum, logprobs)), {"m": "x"}), "metrics.m"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_refused_and_the_client_goes_on(server, trainer, loss, named):
+    with pytest.raises(InvalidInputError, match=named):
+        trainer.forward_backward_custom([datum(1, 2), datum(3, 4)], loss).result(10)
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2]
+
+
+def test_an_exception_in_the_loss_reaches_the_caller_as_it_is(server, trainer):
+    def loss(_: Any, __: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer.forward_backward_custom([datum(1)], loss).result(10)
+    trainer.optim_step().result(10)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([], "0 outputs for 1"),
+        ([{}], "no logprobs"),
+        ([logprobs_of(1)], "1 logprobs for the 2 targets"),
+    ],
+)
+def test_logprobs_that_do_not_fit_the_data_are_the_services_fault(server, trainer, rows, named):
+    server.on(PASS, Answer(output(*rows)))
+    with pytest.raises(APIResponseValidationError, match=named):
+        trainer.forward_backward_custom([datum(1, 2)], total).result(10)
+    trainer.optim_step().result(10)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([types.Datum(types.ModelInput.from_ints([1]), {"weights": [1.0]})], total),
+        ([], total),
+        ([datum(1)], "cross_entropy"),
+    ],
+)
+def test_a_custom_call_that_cannot_be_is_refused_before_anything_is_sent(
+    server, trainer, arguments
+):
+    with pytest.raises(InvalidInputError):
+        trainer.forward_backward_custom(*arguments)
+    with pytest.raises(InvalidInputError, match="loss_type_input"):
+        trainer.forward_backward_custom([datum(1)], total, loss_type_input="logits")
+    assert server.asked(PASS) == []

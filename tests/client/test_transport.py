@@ -1,0 +1,890 @@
+"""Requests and answers over real sockets: headers, statuses, retries, errors, pools."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import platform
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pyqwest
+import pytest
+
+from tinkex import errors
+from tinkex._client.transport import Transport
+from tinkex._version import PARITY_VERSION, __version__
+from tinkex._wire.compression import compress
+from tinkex._wire.operations import OPERATIONS, Pool, operation
+from tinkex.config import Config
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    ClientClosedError,
+    ConfigError,
+    InvalidInputError,
+    RequestErrorCategory,
+    TinkerError,
+)
+from tinkex.types import HealthResponse
+
+from ..scripted import Answer, FakeClock, Hang, Raw, ScriptedServer
+
+HEALTH = operation("healthz")
+FINISH = operation("finish_session")
+FINISH_PATH = {"session_id": "s-1"}
+BEAT = operation("session_heartbeat")
+X = "/api/v1/x"
+Use = Callable[..., Any]
+
+
+@pytest.fixture(params=["http1", "pyqwest"])
+def library(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options that choose an HTTP library: the lean one, or the one for TLS and proxies."""
+    if request.param == "http1":
+        return {}
+    return {"http_client": pyqwest.Client(pyqwest.HTTPTransport(follow_redirects=False))}
+
+
+@pytest.fixture
+def use(server: ScriptedServer) -> Use:
+    """Run a coroutine function with a transport to the scripted server."""
+
+    def run(
+        work: Callable[[Transport], Awaitable[Any]], clock: FakeClock | None = None, **options: Any
+    ) -> Any:
+        options = {"base_url": server.url, "api_key": "tml-test", **options}
+
+        async def main() -> Any:
+            config = Config.from_environ({}, **options)
+            transport = Transport(config, clock=clock or FakeClock(long=1e9))
+            try:
+                return await work(transport)
+            finally:
+                await transport.close()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+        return asyncio.run(main())
+
+    return run
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as taken:  # bound but not listening: refused, and nobody else gets it
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def health(transport: Transport) -> Awaitable[HealthResponse]:
+    return transport.call(HEALTH)
+
+
+def on_health(server: ScriptedServer, *replies: Any) -> None:
+    server.on("GET /api/v1/healthz", *replies)
+
+
+def failed(use: Use, work: Any = health, **options: Any) -> Any:
+    with pytest.raises(TinkerError) as raised:
+        use(work, **options)
+    return raised.value
+
+
+WELL = Answer({"status": "ok"})
+
+
+# -- statuses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (300, "APIStatusError"),
+        (400, "BadRequestError"),
+        (401, "AuthenticationError"),
+        (403, "PermissionDeniedError"),
+        (404, "NotFoundError"),
+        (405, "APIStatusError"),
+        (408, "APIStatusError"),
+        (409, "ConflictError"),
+        (410, "GoneError"),
+        (413, "PayloadTooLargeError"),
+        (415, "UnsupportedMediaTypeError"),
+        (422, "UnprocessableEntityError"),
+        (429, "RateLimitError"),
+        (500, "InternalServerError"),
+        (503, "InternalServerError"),
+        (599, "InternalServerError"),
+    ],
+)
+def test_each_status_has_its_error_with_all_its_facts(server, use, status, kind):
+    on_health(server, Answer({"detail": "no"}, status, {"X-Request-Id": "q-7"}))
+    error = failed(use, max_retries=0)
+    assert type(error) is getattr(errors, kind)
+    assert (error.status_code, error.request_id) == (status, "q-7")
+    assert error.request.method == "GET"
+    assert error.request.url == f"{server.url}/api/v1/healthz"
+    assert error.body == {"detail": "no"}
+    assert str(error) == f"no (status {status})"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "category"),
+    [
+        (400, {}, "user"),
+        (404, {"detail": "x"}, "user"),
+        (429, {}, "server"),
+        (408, {}, "server"),
+        (500, {}, "server"),
+        (400, {"category": "server"}, "server"),
+        (500, {"category": "User"}, "user"),
+        (500, {"category": "odd"}, "unknown"),
+    ],
+)
+def test_the_category_is_what_the_body_names_else_what_the_status_implies(
+    server, use, status, body, category
+):
+    on_health(server, Answer(body, status))
+    assert failed(use, max_retries=0).category is RequestErrorCategory(category)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"detail": "d"}, "d"),
+        ({"message": "m"}, "m"),
+        ({"error": "e"}, "e"),
+        ({"error": {"message": "m"}}, "m"),
+        ({"detail": [{"loc": ["body", "rank"], "msg": "too small"}]}, "body.rank: too small"),
+        (b"plain words", "plain words"),
+        (b"", "The service answered 404 without saying why."),
+        ([1], "The service answered 404 without saying why."),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+    ],
+)
+def test_an_error_says_what_the_service_said(server, use, body, message):
+    on_health(server, Answer(body, 404))
+    assert failed(use).message == message
+
+
+@pytest.mark.parametrize("body", [b"", b"{}"])
+def test_an_empty_answer_is_an_empty_object(server, service, body):
+    server.on(f"POST {X}", Answer(body))
+    assert service().http.post(X, {"a": 1}).result(10) == {}
+
+
+def test_a_204_is_an_empty_object(server, service):
+    server.on(f"DELETE {X}", Raw(b"HTTP/1.1 204 No Content\r\n\r\n"))
+    assert service().http.delete(X).result(10) == {}
+
+
+@pytest.mark.parametrize(("encoding", "encode"), [("gzip", gzip.compress), ("zstd", compress)])
+def test_compressed_answers_are_unpacked(server, use, library, encoding, encode):
+    on_health(server, Answer(encode(b'{"status": "ok"}'), headers={"content-encoding": encoding}))
+    assert use(health, **library).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(b"<html>", content_type="text/html", headers={"x-request-id": "q-7"}),
+        Answer(b'{"status": ', headers={"x-request-id": "q-7"}),
+        Answer([1, 2], headers={"x-request-id": "q-7"}),
+        Answer({"status": 5}, headers={"x-request-id": "q-7"}),
+        Answer(b"\xff", headers={"x-request-id": "q-7"}),
+    ],
+)
+def test_a_good_status_with_a_body_that_is_no_answer_is_an_error_of_its_own(
+    server, use, library, answer
+):
+    on_health(server, answer)
+    error = failed(use, **library)
+    assert type(error) is APIResponseValidationError
+    assert (error.status_code, error.request_id) == (200, "q-7")
+    assert "healthz" in str(error)
+    assert not error.retryable
+    assert len(server.requests) == 1
+
+
+def test_a_redirect_is_not_followed_and_only_some_calls_expect_one(server, use, library):
+    archive = operation("get_checkpoint_archive_url")
+    path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
+    moved = Answer(b"", 302, {"Location": f"{server.url}/elsewhere"})
+    server.on("GET /api/v1/training_runs/r/checkpoints/weights/1/archive", moved)
+    on_health(server, moved)
+    response = use(lambda transport: transport.send(archive, path=path), **library)
+    assert (response.status, response.headers["location"]) == (302, f"{server.url}/elsewhere")
+    error = failed(use, **library)
+    assert (type(error), error.status_code) == (APIStatusError, 302)
+    assert server.asked("GET /elsewhere") == []
+
+
+# -- trying again ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_status_that_may_pass_is_asked_for_once_and_max_retries_times_more(
+    server, use, status, most
+):
+    on_health(server, Answer({}, status))
+    client_config = operation("client_config")
+    server.on("POST /api/v1/client/config", Answer({}, status))
+    error = failed(use, lambda transport: transport.call(client_config), max_retries=most)
+    assert error.status_code == status
+    assert len(server.asked("POST /api/v1/client/config")) == most + 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_a_status_that_will_not_change_is_asked_for_once(server, use, status):
+    on_health(server, Answer({"detail": "no"}, status))
+    failed(use)
+    assert len(server.requests) == 1
+
+
+def test_a_call_that_is_its_own_retry_is_sent_once(server, use):
+    server.on("POST /api/v1/session_heartbeat", Answer({}, 503))
+    failed(use, lambda transport: transport.call(BEAT, {"session_id": "s-1"}))
+    assert len(server.requests) == 1
+
+
+def test_a_dispatch_is_tried_for_five_minutes_when_nothing_answers(use, closed_port):
+    clock = FakeClock(long=1e9)
+    error = failed(use, clock=clock, base_url=f"http://127.0.0.1:{closed_port}", max_retries=2)
+    assert type(error) is APIConnectionError
+    assert clock.slept[:2] == [0.5, 1.0]
+    assert sum(clock.slept) == 300
+
+
+def test_waits_follow_the_service_and_the_formula(server, use, library):
+    clock = FakeClock(long=1e9)
+    on_health(
+        server,
+        Answer({}, 429, {"Retry-After": "7"}),
+        Answer({}, 503, {"retry-after-ms": "250", "retry-after": "9"}),
+        Answer({}, 500),
+        Answer({}, 503, {"retry-after": "100"}),
+        WELL,
+    )
+    assert use(health, clock=clock, **library).status == "ok"
+    assert clock.slept == [7.0, 0.25, 2.0, 4.0]
+
+
+def test_the_service_may_force_and_forbid_retries(server, use):
+    on_health(server, Answer({"detail": "x"}, 400, {"X-Should-Retry": "TRUE"}), WELL)
+    assert use(health).status == "ok"
+    on_health(server, Answer({}, 503, {"X-Should-Retry": "False"}))
+    assert failed(use).status_code == 503
+    assert len(server.requests) == 3
+
+
+def test_a_blank_400_is_repeated_at_once_and_three_times(server, use):
+    clock = FakeClock()
+    on_health(server, Answer(b"", 400))
+    assert failed(use, clock=clock).status_code == 400
+    assert len(server.requests) == 4
+    assert clock.slept == [0.0, 0.0, 0.0]
+
+
+def test_a_billing_pause_ends_when_the_service_says_or_the_bill_is_paid(server, service, clock):
+    server.on(
+        "POST /api/v1/client/config", Answer({"billing_exception_max_pause_duration_sec": 10})
+    )
+    on_health(server, Answer({"detail": "pay"}, 402), WELL)
+    client = service()
+    assert client.health().status == "ok"
+    assert clock.slept == [5.0]
+    on_health(server, Answer({"detail": "pay"}, 402))
+    with pytest.raises(errors.BillingError, match="pay"):
+        client.health()
+    server.on(f"GET {X}", Answer({"detail": "pay"}, 402))
+    with pytest.raises(errors.BillingError, match="pay"):
+        client.http.get(X).result(10)
+    assert clock.slept == [5.0] * 5
+
+
+def test_a_call_with_a_deadline_is_not_tried_beyond_it(server, use):
+    clock = FakeClock(long=1e9)
+    on_health(server, Answer({}, 503))
+    failed(use, lambda transport: transport.call(HEALTH, deadline=clock.now + 4), clock=clock)
+    assert clock.slept == [0.5, 1.0, 2.0]
+
+
+# -- no answer ------------------------------------------------------------------------------------
+
+BROKEN = [
+    b"",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{",
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nnope",
+    b"HTTP/1.1 200 OK\r\ncontent-encoding: zstd\r\ncontent-length: 4\r\n\r\nnope",
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_an_answer_that_is_none_is_a_connection_error_and_tried_again(server, use, library, broken):
+    server.on("POST /api/v1/session_heartbeat", Raw(broken))
+    error = failed(use, lambda transport: transport.call(BEAT), **library)
+    assert type(error) is APIConnectionError
+    assert error.request.url == f"{server.url}/api/v1/session_heartbeat"
+    assert error.__cause__ is not None
+    on_health(server, Raw(broken), WELL)
+    assert use(health, **library).status == "ok"
+
+
+def test_a_refused_connection_is_a_connection_error(use, library, closed_port):
+    error = failed(
+        use,
+        lambda transport: transport.call(BEAT),
+        base_url=f"http://127.0.0.1:{closed_port}",
+        **library,
+    )
+    assert type(error) is APIConnectionError
+    assert isinstance(error.__cause__, ConnectionError)
+    assert error.retryable
+    assert error.status_code is None
+
+
+def test_no_answer_in_time_is_a_timeout(server, use, library):
+    server.on("POST /api/v1/asample", Hang())
+    error = failed(use, lambda t: t.call(operation("asample"), {}), timeout=0.05, **library)
+    assert (type(error), str(error)) == (APITimeoutError, "No answer within 0.05 s")
+    assert error.retryable
+
+
+@pytest.mark.parametrize("left", [0.05, 0.0, -5.0])
+def test_an_exchange_takes_no_longer_than_the_call_it_belongs_to(server, use, library, left):
+    server.on("POST /api/v1/session_heartbeat", Hang())
+    clock = FakeClock()
+    error = failed(use, lambda t: t.call(BEAT, deadline=clock.now + left), clock=clock, **library)
+    assert type(error) is APITimeoutError
+    assert len(server.requests) == (left > 0)
+
+
+def test_a_connection_that_is_not_made_in_time_names_its_own_limit(use):
+    with socket.socket() as full, socket.socket() as one, socket.socket() as two:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for filler in (one, two):
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        error = failed(
+            use,
+            lambda transport: transport.call(BEAT),
+            base_url=f"http://127.0.0.1:{full.getsockname()[1]}",
+            connect_timeout=0.05,
+        )
+    assert type(error) is APITimeoutError
+    assert str(error) == "No answer: no connection within 0.05 s"
+
+
+# -- headers --------------------------------------------------------------------------------------
+
+
+def test_a_request_carries_the_headers_of_the_protocol(server, use, library):
+    on_health(server, WELL)
+    use(health, timeout=60, **library)
+    headers = dict(server.requests[0].headers)
+    assert headers.pop("host") == server.url.removeprefix("http://")
+    headers.pop("accept-encoding", None)
+    assert headers == {
+        "accept": "application/json",
+        "user-agent": f"AsyncTinkex/Python {__version__}",
+        "x-api-key": "tml-test",
+        "x-stainless-package-version": PARITY_VERSION,
+        "x-stainless-os": {"Linux": "Linux", "Darwin": "MacOS"}.get(platform.system(), "Windows"),
+        "x-stainless-arch": headers["x-stainless-arch"],
+        "x-stainless-runtime": "CPython",
+        "x-stainless-runtime-version": platform.python_version(),
+        "x-stainless-async": "async:asyncio",
+        "x-stainless-read-timeout": "60.000",
+        "x-stainless-retry-count": "0",
+    }
+    assert headers["x-stainless-arch"] in {"x64", "arm64", "x32", "arm", "unknown"}
+
+
+def test_a_body_says_what_it_is(server, use, library):
+    use(lambda transport: transport.call(BEAT, {"session_id": "s-1"}), **library)
+    request = server.requests[0]
+    assert request.headers["content-type"] == "application/json"
+    assert request.headers["content-length"] == str(len(request.body))
+    assert request.json == {"session_id": "s-1"}
+
+
+def test_an_idempotency_key_stays_for_all_attempts_and_changes_with_the_call(server, use):
+    finish = "POST /api/v1/sessions/s-1/finish"
+    server.on(finish, Answer({}, 503), Answer({}, 503), Answer({}))
+
+    async def twice(transport: Transport) -> None:
+        await transport.call(FINISH, {}, path=FINISH_PATH)
+        await transport.call(FINISH, {}, path=FINISH_PATH)
+
+    use(twice)
+    keys = [request.headers["x-idempotency-key"] for request in server.asked(finish)]
+    counts = [request.headers["x-stainless-retry-count"] for request in server.asked(finish)]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert counts == ["0", "1", "2", "0"]
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_every_call_that_changes_something_has_an_idempotency_key(server, use, method):
+    name = "set_checkpoint_ttl" if method == "PUT" else "delete_checkpoint"
+    path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
+    failed(use, lambda t: t.call(operation(name), {"ttl_seconds": 5}, path=path))
+    assert server.requests[0].method == method
+    assert server.requests[0].headers["x-idempotency-key"]
+
+
+def test_reading_needs_no_idempotency_key(server, use):
+    on_health(server, Answer({}, 503), WELL)
+    use(health)
+    assert all("x-idempotency-key" not in request.headers for request in server.requests)
+
+
+def test_a_key_of_the_callers_own_is_kept(server, use):
+    own = {"X-Idempotency-Key": "mine"}
+    use(lambda transport: transport.call(FINISH, {}, path=FINISH_PATH, headers=own))
+    assert server.requests[0].headers["x-idempotency-key"] == "mine"
+
+
+def test_cloudflare_headers_are_sent_where_they_are_set(server, use):
+    on_health(server, WELL)
+    use(health)
+    use(health, cf_access_client_id="id", cf_access_client_secret="secret")
+    without, with_them = (request.headers for request in server.requests)
+    assert "cf-access-client-id" not in without
+    assert "cf-access-client-secret" not in without
+    assert with_them["cf-access-client-id"] == "id"
+    assert with_them["cf-access-client-secret"] == "secret"
+
+
+def test_later_headers_win_whatever_their_case(server, use):
+    async def work(transport: Transport) -> None:
+        await transport.call(BEAT, {}, headers={"X-B": "call", "CONTENT-TYPE": "text/x"})
+
+    use(
+        work,
+        cf_access_client_id="cloudflare",
+        default_headers={
+            "User-Agent": "mine",
+            "X-Stainless-Os": "mine",
+            "CF-Access-Client-Id": "mine",
+            "X-Api-Key": "mine",
+            "x-a": "default",
+            "x-b": "default",
+        },
+    )
+    headers = server.requests[0].headers
+    names = ("user-agent", "x-stainless-os", "cf-access-client-id", "x-api-key")
+    assert [headers[name] for name in names] == ["mine"] * 4
+    assert (headers["x-a"], headers["x-b"]) == ("default", "call")
+    assert headers["content-type"] == "text/x"
+
+
+@pytest.mark.parametrize(
+    ("options", "headers"),
+    [
+        ({"default_headers": {"x-a": "1\r\nx-b: SECRET"}}, {}),
+        ({"default_headers": {"a b": "SECRET"}}, {}),
+        ({"cf_access_client_secret": "SEC\nRET"}, {}),
+        ({"api_key": "tml-SEC\nRET"}, {}),
+        ({}, {"x-a": "SEC\rRET"}),
+        ({}, {"x-a:": "SECRET"}),
+        ({}, {"": "SECRET"}),
+        ({}, {"x-a": "SEC\0RET"}),
+    ],
+)
+def test_a_header_that_would_become_two_is_refused_without_being_shown(
+    server, use, library, options, headers
+):
+    error = failed(use, lambda t: t.call(HEALTH, headers=headers), **library, **options)
+    assert isinstance(error, InvalidInputError)
+    assert "SEC" not in str(error)
+    assert server.requests == []
+
+
+def test_credentials_in_the_address_become_a_header_and_are_never_shown(server, use, caplog):
+    url = server.url.replace("http://", "http://me:p%40ss@") + "/sub"
+    server.on("GET /sub/api/v1/healthz", Answer({"detail": "no"}, 404))
+    caplog.set_level(logging.INFO, "tinkex")
+    error = failed(use, base_url=url, dump_headers=True)
+    assert server.requests[0].headers["authorization"] == "Basic bWU6cEBzcw=="
+    assert error.request.url == f"{server.url}/sub/api/v1/healthz"
+    assert "p%40ss" not in caplog.text
+    assert "p@ss" not in caplog.text
+    assert "bWU6cEBzcw" not in caplog.text
+
+
+def test_dumped_headers_show_everything_but_secrets(server, use, caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+    server.on("POST /api/v1/session_heartbeat", Answer({}))
+    use(
+        lambda transport: transport.call(BEAT, {"session_id": "s-1"}, headers={"x-seen": "yes"}),
+        dump_headers=True,
+        api_key="tml-secret-1",
+        cf_access_client_id="id-2",
+        cf_access_client_secret="secret-3",
+        default_headers={"Authorization": "Bearer secret-4", "Proxy-Authorization": "secret-5"},
+    )
+    (record,) = (record for record in caplog.records if "attempt 0" in record.getMessage())
+    text = record.getMessage()
+    assert f"POST {server.url}/api/v1/session_heartbeat" in text
+    assert "x-seen: yes" in text
+    assert "cf-access-client-id: id-2" in text
+    assert '{"session_id":"s-1"}' in text
+    assert "secret" not in text.replace("cf-access-client-secret: [REDACTED]", "")
+
+
+def test_a_large_or_binary_body_is_dumped_by_its_size(server, use, caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+
+    async def work(transport: Transport) -> None:
+        await transport.call(BEAT, {"text": "x" * 100_000})
+        await transport.call(BEAT, b"\xff" * 50_000)
+
+    use(work, dump_headers=True)
+    assert len(caplog.text) < 10_000
+    assert "<100011 bytes>" in caplog.text
+    assert "<50000 bytes>" in caplog.text
+
+
+def test_without_dumping_nothing_is_logged(server, use, caplog):
+    caplog.set_level(logging.DEBUG, "tinkex")
+    on_health(server, WELL)
+    use(health)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("level", "logged"), [("warning", "WARNING"), ("error", "ERROR")])
+def test_the_service_announces_what_will_go_away_once(server, use, caplog, level, logged):
+    note = {"x-deprecation-note": "upgrade soon", "x-deprecation-level": level}
+    on_health(server, Answer({"status": "ok"}, headers=note))
+
+    async def twice(transport: Transport) -> None:
+        await health(transport)
+        await health(transport)
+
+    use(twice)
+    assert [(r.levelname, r.name) for r in caplog.records] == [(logged, "tinkex")]
+    assert "upgrade soon" in caplog.text
+
+
+# -- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "default", "expected"),
+    [
+        (X, None, {}, {}),
+        (f"{X}?a=1", None, {}, {"a": "1"}),
+        (
+            X,
+            {"a": 1, "b": True, "c": None, "d": "x y&z"},
+            {},
+            {"a": "1", "b": "true", "d": "x y&z"},
+        ),
+        (X, None, {"a": "default"}, {"a": "default"}),
+        (f"{X}?a=path", None, {"a": "default", "b": "2"}, {"a": "path", "b": "2"}),
+        (f"{X}?a=path&b=", {"a": "call"}, {"a": "default"}, {"a": "call", "b": ""}),
+    ],
+)
+def test_queries_merge_from_the_default_over_the_path_to_the_call(
+    server, service, path, query, default, expected
+):
+    server.on(f"GET {X}", Answer())
+    service(default_query=default).http.get(path, query=query).result(10)
+    assert server.requests[0].query == expected
+
+
+def test_a_name_that_stands_in_a_path_twice_stays_so(use):
+    async def url(transport: Transport) -> str:
+        return transport.url("/x?tag=a&tag=b&c=1", {"c": 2})
+
+    assert use(url, default_query={"tag": "z", "d": "4"}).endswith("/x?d=4&tag=a&tag=b&c=2")
+
+
+@pytest.mark.parametrize("query", [{"": 1}, {" ": 1}, {"a": [1]}, {"a": {"b": 1}}, {"a": b"x"}])
+def test_a_query_that_has_no_text_is_refused(server, service, query):
+    with pytest.raises(InvalidInputError, match="query"):
+        service().http.get(X, query=query).result(10)
+    assert server.requests == []
+
+
+def test_a_path_needs_no_slash_and_never_leaves_the_service(server, service):
+    client = service(base_url=f"{server.url}/base/")
+    for path in ("a/b", "/a/b", "http://example.org/a"):
+        with pytest.raises(errors.NotFoundError):
+            client.http.get(path).result(10)
+    paths = [request.path for request in server.requests]
+    assert paths == ["/base/a/b", "/base/a/b", "/base/http://example.org/a"]
+
+
+# -- an HTTP client of one's own ------------------------------------------------------------------
+
+
+class Recorder:
+    """A client that answers without any network."""
+
+    made: list[Recorder] = []
+
+    def __init__(self, answer: Any = None) -> None:
+        Recorder.made.append(self)
+        self.calls: list[tuple[str, str]] = []
+        self._answer = answer or SimpleNamespace(
+            status=200, headers={"X-Request-Id": "Q"}, content=b'{"status": "ok"}'
+        )
+
+    async def _call(self, verb: str, url: str) -> Any:
+        self.calls.append((verb, url))
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    async def get(self, url: str, headers: Any) -> Any:
+        return await self._call("GET", url)
+
+    async def post(self, url: str, headers: Any, content: bytes) -> Any:
+        return await self._call("POST", url)
+
+    async def delete(self, url: str, headers: Any) -> Any:
+        return await self._call("DELETE", url)
+
+
+def test_any_object_with_the_verbs_replaces_the_network(server, use):
+    recorder = Recorder()
+    assert use(health, http_client=recorder).status == "ok"
+    use(lambda t: t.call(FINISH, {}, path=FINISH_PATH), http_client=recorder)
+    assert recorder.calls == [
+        ("GET", f"{server.url}/api/v1/healthz"),
+        ("POST", f"{server.url}/api/v1/sessions/s-1/finish"),
+    ]
+    assert server.requests == []
+
+
+def test_a_replacement_may_be_named_by_where_it_is(use):
+    Recorder.made.clear()
+    assert use(health, http_client=f"{__name__}:Recorder").status == "ok"
+    assert len(Recorder.made) == 1
+
+
+def test_a_replacement_without_put_or_stream_says_so(use):
+    path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
+    ttl = operation("set_checkpoint_ttl")
+    error = failed(use, lambda t: t.call(ttl, {}, path=path), http_client=Recorder())
+    assert isinstance(error, ConfigError)
+    assert "'put'" in str(error)
+
+    async def stream(transport: Transport) -> None:
+        async with transport.open_stream(Pool.SESSION, "GET", transport.url("/x"), {}):
+            pass
+
+    assert "'stream'" in str(failed(use, stream, http_client=Recorder()))
+
+
+def test_header_names_of_a_replacement_may_have_any_case(use):
+    answer = SimpleNamespace(
+        status=404, headers={"X-Request-ID": "Q", "Retry-After": "5"}, content=b""
+    )
+    error = failed(use, http_client=Recorder(answer))
+    assert (error.request_id, error.retry_after) == ("Q", 5.0)
+    answer = SimpleNamespace(status=200, headers={"X-Request-ID": "Q"}, content=b"?")
+    assert failed(use, http_client=Recorder(answer)).request_id == "Q"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (ConnectionResetError("gone"), APIConnectionError),
+        (socket.gaierror(-2, "unknown name"), APIConnectionError),
+        (TimeoutError("slow"), APITimeoutError),
+        (TimeoutError(), APITimeoutError),
+        (OSError(), APIConnectionError),
+        (pyqwest.ReadError("cut"), APIConnectionError),
+        (pyqwest.WriteError("cut"), APIConnectionError),
+        (pyqwest.RemoteProtocolError("odd"), APIConnectionError),
+        (pyqwest.StreamError("odd", 2), APIConnectionError),
+        (pyqwest.TooManyRedirects("round"), APIConnectionError),
+        (pyqwest.ConnectTimeout("slow"), APITimeoutError),
+    ],
+)
+def test_whatever_an_http_library_raises_is_an_error_of_ours(use, raised, kind):
+    error = failed(
+        use, lambda transport: transport.call(BEAT), http_client=Recorder(raised), max_retries=0
+    )
+    assert type(error) is kind
+    assert error.__cause__ is raised
+    assert str(raised) in str(error)
+
+
+def test_a_bug_in_a_replacement_is_shown_as_it_is(use):
+    with pytest.raises(ZeroDivisionError):
+        use(health, http_client=Recorder(ZeroDivisionError()))
+
+
+# -- pools and limits -----------------------------------------------------------------------------
+
+
+def test_each_purpose_has_a_client_of_its_own(use):
+    Recorder.made.clear()
+
+    async def work(transport: Transport) -> None:
+        for row in OPERATIONS.values():
+            if row.method != "PUT":
+                await transport.exchange(row, "http://x", {}, b"")
+
+    use(work, http_client=Recorder)
+    assert {row.pool for row in OPERATIONS.values()} == set(Pool)
+    assert len(Recorder.made) == len(Pool)
+
+
+def test_a_flood_of_samples_takes_its_own_connections_only(server, use):
+    server.on("POST /api/v1/asample", Hang())
+    on_health(server, WELL)
+    asample = operation("asample")
+
+    async def work(transport: Transport) -> None:
+        flood = [asyncio.create_task(transport.call(asample, {})) for _ in range(10)]
+        await asyncio.to_thread(server.wait_for, "POST /api/v1/asample", 3)
+        await health(transport)
+        assert len(server.asked("POST /api/v1/asample")) == 3
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    use(work, pool_size=3)
+
+
+def test_a_place_is_given_back_however_a_request_ends(server, use):
+    sample = "POST /api/v1/asample"
+    server.on(sample, Answer({}, 500), Raw(b"HTTP/1.1 2"), Hang(), Answer({"request_id": "r"}))
+    asample = operation("asample")
+
+    async def work(transport: Transport) -> int:
+        for _ in range(2):
+            with pytest.raises(TinkerError):
+                await transport.send(asample, {})
+        task = asyncio.create_task(transport.send(asample, {}))
+        await asyncio.to_thread(server.wait_for, sample, 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return (await transport.send(asample, {})).status
+
+    assert use(work, pool_size=1) == 200
+
+
+def test_twenty_requests_at_once_all_get_their_own_answers(server, service):
+    server.on(f"POST {X}", lambda request: Answer({"echo": request.json["number"]}))
+    client = service()
+    futures = [client.http.post(X, {"number": number}) for number in range(20)]
+    assert [future.result(10)["echo"] for future in futures] == list(range(20))
+    keys = {request.headers["x-idempotency-key"] for request in server.requests}
+    assert len(keys) == 20
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+def test_a_closed_client_refuses_at_once(server, service):
+    client = service()
+    client.close().result(10)
+    with pytest.raises(ClientClosedError):
+        client.http.get(X)
+    with pytest.raises(ClientClosedError):
+        client.health()
+    assert server.requests == []
+
+
+def test_closing_ends_what_is_under_way_and_what_waits_for_a_place(server, use):
+    server.on("POST /api/v1/asample", Hang())
+    asample = operation("asample")
+
+    async def work(transport: Transport) -> None:
+        tasks = [asyncio.create_task(transport.call(asample, {})) for _ in range(3)]
+        await asyncio.to_thread(server.wait_for, "POST /api/v1/asample", 1)
+        await transport.close()
+        sent, *waited = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(sent, APIConnectionError)
+        assert [type(error) for error in waited] == [ClientClosedError] * 2
+        for late in (transport.call(HEALTH), transport.ready(Pool.SESSION)):
+            with pytest.raises(ClientClosedError):
+                await late
+        with pytest.raises(ClientClosedError):
+            async with transport.open_stream(Pool.SESSION, "GET", server.url, {}):
+                pass
+
+    use(work, pool_size=1)
+    assert len(server.requests) == 1
+
+
+def test_closing_a_client_fails_its_calls_with_a_word_about_it(server, service):
+    server.on(f"GET {X}", Hang())
+    client = service()
+    future = client.http.get(X)
+    server.wait_for(f"GET {X}")
+    client.close().result(10)
+    with pytest.raises(ClientClosedError):
+        future.result(10)
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def read_stream(row: Any, request: Any = None) -> Callable[[Transport], Awaitable[bytes]]:
+    async def work(transport: Transport) -> bytes:
+        async with transport.stream(row, request, {"Accept": "text/event-stream"}) as response:
+            assert response.status == 200
+            return b"".join([bytes(part) async for part in response.content])
+
+    return work
+
+
+STREAM = operation("stream_sample")
+
+
+def test_a_streamed_operation_carries_the_same_headers(server, use, library):
+    server.on("POST /api/v1/stream_sample", Answer(b"data: 1\n\n"))
+    assert use(read_stream(STREAM, {"a": 1}), **library) == b"data: 1\n\n"
+    (request,) = server.requests
+    assert request.json == {"a": 1}
+    assert request.headers["x-api-key"] == "tml-test"
+    assert request.headers["x-stainless-retry-count"] == "0"
+    assert request.headers["accept"] == "text/event-stream"
+    assert request.headers["x-idempotency-key"]
+
+
+@pytest.mark.parametrize("broken", BROKEN[:4])
+def test_a_stream_that_breaks_off_is_a_connection_error(server, use, library, broken):
+    server.on("POST /api/v1/stream_sample", Raw(broken))
+    assert type(failed(use, read_stream(STREAM), **library)) is APIConnectionError
+
+
+def test_a_stream_that_does_not_begin_in_time_is_a_timeout(server, use, library):
+    server.on("POST /api/v1/stream_sample", Hang())
+    error = failed(use, read_stream(STREAM), timeout=0.05, **library)
+    assert (type(error), str(error)) == (APITimeoutError, "No answer within 0.05 s")
+
+
+def test_what_goes_wrong_in_the_readers_own_code_stays_what_it_is(server, use, library):
+    server.on("POST /api/v1/stream_sample", Answer(b"data: 1\n\n"))
+
+    async def work(transport: Transport) -> None:
+        async with transport.stream(STREAM, {}):
+            raise FileNotFoundError("my file")
+
+    with pytest.raises(FileNotFoundError, match="my file"):
+        use(work, **library)
+
+
+def test_answers_are_plain_json_to_the_last_digit(server, service):
+    body = {"big": 2**60, "small": 1e-300, "text": "☃", "deep": [[[]]]}
+    server.on(f"GET {X}", Answer(json.dumps(body).encode()))
+    assert service().http.get(X).result(10) == body
