@@ -84,7 +84,7 @@ async def serving(
             await serve(Wire(reader, writer))
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # the client went away
-        except BaseException as error:  # noqa: BLE001 - shown at the end
+        except BaseException as error:
             failures.append(error)
         finally:
             writer.close()

@@ -230,7 +230,8 @@ def test_files_make_a_call_multipart(server, service):
 
 def test_without_files_a_body_is_json(server, service):
     server.on(f"POST {X}", Answer({}))
-    for files in (None, {}, []):
+    nothing: tuple[Any, ...] = (None, {}, [])
+    for files in nothing:
         service().http.post(X, {"a": {"b": 1}}, files=files).result(10)
     assert [request.headers["content-type"] for request in server.requests] == (
         ["application/json"] * 3
@@ -257,7 +258,9 @@ def test_a_retried_upload_is_the_same_to_the_last_byte(server, service):
     assert b"can be read only once" in server.requests[2].body
 
 
-def test_an_upload_that_cannot_be_read_is_refused_before_anything_is_sent(server, service, tmp_path):
+def test_an_upload_that_cannot_be_read_is_refused_before_anything_is_sent(
+    server, service, tmp_path
+):
     with pytest.raises(InvalidInputError, match=r"files\.f"):
         service().http.post(X, files={"f": tmp_path / "absent"}).result(10)
     assert server.requests == []

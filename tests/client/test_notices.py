@@ -78,7 +78,9 @@ def test_the_same_failure_is_mentioned_every_thirty_seconds_at_most(told, servic
     with pytest.raises(APIConnectionError):
         service(base_url=nowhere, clock=clock).http.get(X, max_retries=20).result(10)
     assert len(told.times) > 3
-    assert all(after - before >= 30 for before, after in zip(told.times, told.times[1:], strict=False))
+    assert all(
+        after - before >= 30 for before, after in zip(told.times, told.times[1:], strict=False)
+    )
 
 
 def test_a_call_with_a_window_says_how_long_it_goes_on(told, server, service, clock):
@@ -122,9 +124,9 @@ def test_calls_that_work_at_once_or_with_the_second_try_are_not_worth_a_word(tol
 
 
 def test_passwords_in_the_address_are_not_told(told, service, nowhere):
+    client = service(base_url=nowhere.replace("http://", "http://me:secret@"), max_retries=3)
     with pytest.raises(APIConnectionError):
-        secret = nowhere.replace("http://", "http://me:secret@")
-        service(base_url=secret, max_retries=3).http.get(X).result(10)
+        client.http.get(X).result(10)
     assert told.lines
     assert "secret" not in "".join(told.lines)
 
@@ -186,7 +188,9 @@ def test_samples_that_are_held_back_are_told_of(told, server, service):
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
     sampler.sample(prompt, 1, params).result(10)
     (line,) = told.lines
-    assert line.startswith("sample: the service asks for fewer samples at once; waiting 1 s: slowly")
+    assert line.startswith(
+        "sample: the service asks for fewer samples at once; waiting 1 s: slowly"
+    )
     assert server.url in line
 
 

@@ -494,12 +494,12 @@ def test_a_client_used_before_a_fork_works_in_the_child_and_in_the_parent(server
     # One session for both, which its owner ends; samplers of the child have numbers of their own.
     assert len(server.asked(CREATE_SESSION)) == 1
     assert len(server.asked("POST /api/v1/sessions/s-1/finish")) == 1
-    own, childs = (
+    own, inherited = (
         request.json["sampling_session_seq_id"]
         for request in server.asked("POST /api/v1/create_sampling_session")
     )
     assert own == 0
-    assert childs > 1_000_000
+    assert inherited > 1_000_000
 
 
 FORK_BUSY = """

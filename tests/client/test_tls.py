@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -45,6 +46,8 @@ def secure(server: ScriptedServer, certificates: Path) -> Iterator[str]:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
 
+    port, ready, done = 0, threading.Event(), threading.Event()
+
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(1 << 16):
@@ -67,7 +70,6 @@ def secure(server: ScriptedServer, certificates: Path) -> Iterator[str]:
         await asyncio.to_thread(done.wait)
         front.close()
 
-    port, ready, done = 0, threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     assert ready.wait(10)
@@ -109,8 +111,6 @@ def test_a_certificate_nobody_vouches_for_is_not_accepted(server, secure, servic
 
 
 def test_tls_spoken_to_a_service_without_it_is_a_connection_error(service):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as plain:
 
         def serve() -> None:

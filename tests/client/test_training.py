@@ -367,6 +367,8 @@ def test_a_chunk_that_is_refused_fails_the_call(server, service):
     trainer = new_trainer(service())
     with pytest.raises(BadRequestError):
         trainer.forward_backward([datum(1)] * 3, "cross_entropy").result(10)
+    # The first chunk went out all the same: the service waits for a number that is missing.
+    assert sorted(seq_of(request) for request in server.asked(PASS)) == [1, 2, 3]
     assert trainer.optim_step().result(10).success
 
 
@@ -959,6 +961,16 @@ def test_both_passes_of_a_custom_loss_keep_their_turn(server, trainer):
     custom.result(10)
     step.result(10)
     assert numbers(server) == [1, 2, 3]
+
+
+def test_a_custom_loss_that_calls_its_own_client_is_told_instead_of_hanging(server, trainer):
+    def impatient(data: Any, logprobs: Any) -> Any:
+        trainer.optim_step().result(10)
+        return total(data, logprobs)
+
+    with pytest.raises(InvalidInputError, match="its own training client"):
+        trainer.forward_backward_custom([datum(1)], impatient).result(10)
+    assert trainer.optim_step().result(10).success
 
 
 def test_a_custom_loss_over_many_chunks_sees_all_logprobs_in_order(server, service):

@@ -318,10 +318,13 @@ def test_context_length_goes_by_many_names(save, tmp_path, config, expected):
     assert (model.arch, model.context_length) == ("llama", expected)
 
 
-def test_a_tie_in_the_config_outranks_a_copy_in_the_weights(save, tmp_path):
+def test_a_tie_that_the_weights_contradict_is_refused(save, tmp_path):
     save("llama", tie_word_embeddings=False)
     edit(tmp_path / "config.json", tie_word_embeddings=True)
-    assert base_models.read("mine", tmp_path).tied_embeddings
+    model = base_models.read("mine", tmp_path)
+    assert model.tied_embeddings
+    with refuses('"tie_word_embeddings": false'):
+        loaded(model)
 
 
 def test_end_tokens_come_from_generation_config_first(save, tmp_path):

@@ -64,7 +64,9 @@ class Notices:
         fresh = [wait for wait in late if now - said[wait.what] >= REPEAT]
         if fresh:
             oldest = min(fresh, key=lambda wait: wait.since)
-            others = ("", " and another call", f" and {len(late) - 1} other calls")[min(len(late), 3) - 1]
+            others = ("", " and another call", f" and {len(late) - 1} other calls")[
+                min(len(late), 3) - 1
+            ]
             logger.warning(
                 "No answer yet from %s to %s%s, sent %.0f s ago, given up after %.0f s.",
                 self._where,

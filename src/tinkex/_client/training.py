@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import APIResponseValidationError, APITimeoutError, InvalidInputError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APITimeoutError,
+    InvalidInputError,
+)
 from tinkex.types import (
     AdamParams,
     Datum,
@@ -60,6 +66,12 @@ T = TypeVar("T")
 
 #: From this size on, a request is encoded off the loop, which others need meanwhile.
 _ENCODE_ASIDE = 1 << 20
+
+
+#: The client whose custom loss runs in this context, and whose turn is therefore taken.
+_computing_loss_of: ContextVar[TrainingClient | None] = ContextVar(
+    "computing_loss_of", default=None
+)
 
 
 class TrainingClient(TrainingClientAsync):
@@ -426,6 +438,11 @@ class TrainingClient(TrainingClientAsync):
         self, timeout: float | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
     ) -> APIFuture[T]:
         """Run `work(turn, deadline, *args)` after the dispatch of everything called before."""
+        if self is _computing_loss_of.get():
+            raise InvalidInputError(
+                "a custom loss cannot call its own training client: the call would wait for the loss",
+                field="loss_fn",
+            )
         deadline = self._session.deadline(timeout)
         turn = self._turns.ticket()
         return self._session.submit(work(turn, deadline, *args), timeout=timeout)
@@ -478,6 +495,7 @@ class TrainingClient(TrainingClientAsync):
                 turn, "forward", first_pass, "cross_entropy", None, deadline
             )
             forward = await self._combined("forward", promises, deadline)
+            _computing_loss_of.set(self)  # only this task and the thread of the loss see it
             surrogate = await asyncio.to_thread(custom_loss.surrogate, data, forward, loss_fn)
             promises = await self._dispatch(
                 turn, "forward_backward", surrogate.data, "cross_entropy", None, deadline
@@ -513,8 +531,22 @@ class TrainingClient(TrainingClientAsync):
         ]
         if len(requests) == 1 or not flags.parallel_fwdbwd_chunks:
             return [await self._post_pass(request, deadline) for request in requests]
-        later = await _all([self._post_pass(request, deadline) for request in requests[1:]])
-        return [await self._post_pass(requests[0], deadline), *later]
+        return await self._post_first_last(requests, deadline)
+
+    async def _post_first_last(
+        self, requests: Sequence[ForwardBackwardRequest | ForwardRequest], deadline: float | None
+    ) -> list[tuple[Any, float]]:
+        """Post all chunks even if one is refused: a number that never arrives holds up those behind it."""
+        later = await asyncio.gather(
+            *(self._post_pass(request, deadline) for request in requests[1:]),
+            return_exceptions=True,
+        )
+        refused = [outcome for outcome in later if isinstance(outcome, BaseException)]
+        if not any(isinstance(error, APIConnectionError) for error in refused):
+            first = await self._post_pass(requests[0], deadline)
+        if refused:
+            raise refused[0]
+        return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
     def _check_time(self, deadline: float | None) -> None:
         """Give up before a number is taken: the service waits for whoever has one and does not come."""

@@ -156,6 +156,12 @@ def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.P
     # transformers fills what it does not find with random numbers and carries on.
     if absent := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise _refused(f"the weights in {model.directory} do not fit its config.json: {absent[:5]}")
+    head = loaded.get_output_embeddings()
+    if model.tied_embeddings and head and head.weight is not loaded.get_input_embeddings().weight:
+        raise _refused(
+            f"{model.directory} has an unembedding of its own, so its config.json should say"
+            ' "tie_word_embeddings": false'
+        )
     loaded.requires_grad_(False)
     result: transformers.PreTrainedModel = loaded.eval().to(device)
     return result

@@ -123,8 +123,15 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
 
 def loss_sum(loss: Loss, logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """The sum of the loss over all positions, each times its weight."""
-    terms = loss.terms(logp, inputs, config)
     weights = inputs.get("weights")
     if weights is None:
-        return terms.sum()
-    return torch.where(weights == 0, 0.0, terms * weights).sum()
+        return loss.terms(logp, inputs, config).sum()
+    counted = weights != 0
+    if not loss.whole_sequences:
+        # Masking the result is not enough: an infinity behind the mask comes back as a NaN gradient.
+        logp = torch.where(counted, logp, 0.0)
+        inputs = {
+            **inputs,
+            **{name: torch.where(counted, inputs[name], 0.0) for name in loss.required},
+        }
+    return torch.where(counted, loss.terms(logp, inputs, config) * weights, 0.0).sum()
