@@ -39,7 +39,7 @@ def configuration() -> str:
 
 
 def _shown(value: object) -> str:
-    return "–" if value is None or value == () or value == {} else f"`{value}`"
+    return "–" if value is None or value in ((), {}) else f"`{value}`"
 
 
 def operations() -> str:

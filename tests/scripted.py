@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
+from weakref import WeakSet
 
 import httptools
 
@@ -142,6 +143,7 @@ class ScriptedServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._connections: set[_ServerConnection] = set()
+        self._seen: WeakSet[_ServerConnection] = WeakSet()
         self._server = self._loop.run_until_complete(
             self._loop.create_server(lambda: _ServerConnection(self), "127.0.0.1", 0)
         )
@@ -153,10 +155,14 @@ class ScriptedServer:
         self._server.close()
         for connection in list(self._connections):
             connection.abort()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        # Only our own tasks: asyncio's accept may be handing over a connection at this moment.
+        tasks = [task for connection in self._seen for task in connection.answering]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # A socket closes one turn of the loop after it was told to.
+        while self._connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     def reply_to(self, request: Request) -> Reply:
         with self._changed:
@@ -181,6 +187,7 @@ class _ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
         self._server._connections.add(self)
+        self._server._seen.add(self)
         self._server.open_connections += 1
         self._reset()
 
@@ -195,7 +202,7 @@ class _ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._body = b"", b""
         self._headers: dict[str, str] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self.answering: set[asyncio.Task[None]] = set()
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -220,8 +227,8 @@ class _ServerConnection(asyncio.Protocol):
         )
         self._url, self._headers, self._body = b"", {}, b""
         task = asyncio.ensure_future(self._answer(request))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self.answering.add(task)
+        task.add_done_callback(self.answering.discard)
 
     async def _answer(self, request: Request) -> None:
         reply = self._server.reply_to(request)

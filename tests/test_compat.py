@@ -576,7 +576,8 @@ def test_status_errors_made_by_hand():
 
 
 def test_status_errors_made_of_httpx_responses():
-    httpx = pytest.importorskip("httpx")
+    import httpx
+
     bare = httpx.Response(400, headers={"X-Request-Id": "r-2"})
     assert tinkex.BadRequestError("no", response=bare, body=None).request_id == "r-2"
     asked = httpx.Response(404, request=httpx.Request("GET", "http://service"))

@@ -80,7 +80,13 @@ ProxyOption: TypeAlias = "Proxy | str | tuple[str, str, int, Mapping[str, Any] |
 
 # Redaction
 
-_SECRET_HEADERS = {"x-api-key", "cf-access-client-secret", "authorization", "proxy-authorization"}
+_SECRET_HEADERS = {
+    "x-api-key",
+    "cf-access-client-secret",
+    "authorization",
+    "proxy-authorization",
+    "x-tinker-weights-access-token",
+}
 
 
 def mask_key(key: str) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,8 @@ from tinkex.errors import (
     InternalServerError,
 )
 
-from ..scripted import Answer, FakeClock, Raw, ScriptedServer
+from ..scripted import Answer, FakeClock, Raw, Request, ScriptedServer
+from .helpers import until
 
 EXCHANGE = "POST /api/v1/auth/token"
 CONFIG = "POST /api/v1/client/config"
@@ -354,3 +358,64 @@ def test_a_credential_is_taken_from_the_environment_a_command_or_a_login(home, m
     assert get_tinker_token() == "tml-given"
     assert tinker_has_credentials()
     raise_if_tinker_not_accessible()
+
+
+def test_a_stored_login_is_the_last_resort_for_a_key(tmp_path, server):
+    script = (
+        "import tinkex\n"
+        "print(tinkex.ServiceClient().config.api_key)\n"
+        "print(tinkex.RestClient().holder.config.api_key)\n"
+    )
+    login = {
+        "version": 1,
+        "default": 7,
+        "keys": {"7": {"type": "manual", "key": "tml-stored", "name": "me"}},
+    }
+    home = tmp_path / ".tinker"
+    home.mkdir()
+    (home / "credentials.json").write_text(json.dumps(login))
+
+    def keys(**environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert keys().stdout.split() == ["tml-stored", "tml-stored"]
+    assert keys(TINKER_API_KEY="tml-given").stdout.split() == ["tml-given", "tml-given"]
+    malformed = keys(TINKER_API_KEY="nonsense")
+    assert malformed.returncode == 1
+    assert "ConfigError" in malformed.stderr
+    assert "nonsense" not in malformed.stderr
+
+
+def test_a_token_is_renewed_in_the_background_before_it_ends(server, service, clock):
+    server.on("POST /api/v1/client/config", Answer({"pjwt_auth_enabled": True}))
+    issued = itertools.count()
+
+    def issue(_: Request) -> Answer:
+        return Answer({"jwt": token(exp=clock.now + 3600, number=next(issued))})
+
+    server.on("POST /api/v1/auth/token", issue)
+    client = service()
+    client.create_sampling_client(base_model="m")
+    server.wait_for("POST /api/v1/auth/token", 1)
+    until(lambda: clock.sleeping >= 3)  # heartbeat, flags, token
+    clock.advance(3301)
+    server.wait_for("POST /api/v1/auth/token", 2)
+
+
+def test_a_queue_that_lets_a_new_model_wait_is_told(server, service, caplog):
+    paused = {
+        "type": "try_again",
+        "request_id": "model",
+        "queue_state": "paused_capacity",
+        "queue_state_reason": "full house",
+    }
+    server.on_future("model", Answer(paused, 408), Answer({"model_id": "s-1:train:0"}))
+    service().create_lora_training_client("some/model")
+    assert "Training is paused for some/model. Reason: full house" in caplog.text

@@ -392,4 +392,5 @@ def test_a_sample_waits_about_the_capped_exponential(attempt, chance, jitter, ba
     )
     full = min(base * 2.0 ** min(attempt, 32), most)
     assert 0 <= waited <= most
-    assert full * (1 - jitter) * 0.999 <= waited <= full * (1 + jitter) * 1.001
+    rounding = full * 1e-9
+    assert full * (1 - jitter) - rounding <= waited <= full * (1 + jitter) + rounding

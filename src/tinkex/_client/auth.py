@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tinkex.config import Config
-from tinkex.errors import AuthenticationError, ConfigError, DecodeError
+from tinkex.config import Config, defaults, read_env
+from tinkex.errors import AuthenticationError, ConfigError, DecodeError, TinkerError
 
+from .notices import logger
 from .retry import Clock
 
 __all__ = ["Auth", "get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
@@ -62,6 +63,17 @@ class Auth:
                 token = await self._exchange()
                 self._expires = claims(token)["exp"]
                 self._token = token
+
+    async def keep_fresh(self) -> None:
+        """Renew the token well before it ends, for as long as the session lives."""
+        await self.ensure()
+        while True:
+            await self._clock.sleep(self.refresh_in())
+            self._expires = 0.0
+            try:
+                await self.ensure()
+            except TinkerError as error:  # the next call tries again and says so itself
+                logger.debug("The token could not be renewed: %s", error)
 
     def refresh_in(self) -> float:
         """Seconds until the token should be renewed in the background."""
@@ -123,6 +135,18 @@ def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str
     return key
 
 
+def config_with_login(**options: Any) -> Config:
+    """A configuration whose last resort for a key is the stored login."""
+    try:
+        return Config(**options)
+    except ConfigError as error:
+        given = options.get("api_key") or defaults().get("api_key") or read_env("TINKER_API_KEY")
+        stored = stored_key() if error.field == "api_key" and not given else None
+        if stored is None:
+            raise  # also for a key that was given and is malformed
+        return Config(**options | {"api_key": stored})
+
+
 def credentials_file() -> Path:
     return Path.home() / ".tinker" / "credentials.json"
 
@@ -140,9 +164,9 @@ def stored_key(path: Path | None = None) -> str | None:
 def get_tinker_token() -> str | None:
     """The credential a client made now would use, or None."""
     try:
-        config = Config()
+        config = config_with_login()
     except ConfigError:
-        return stored_key()
+        return None
     if config.api_key is not None:
         return config.api_key
     return _from_command(config.credential_cmd)

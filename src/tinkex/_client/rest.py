@@ -46,6 +46,7 @@ from tinkex.types import (
 from tinkex.types.paths import ParsedCheckpointTinkerPath
 
 from ._async_twins import AdminClientAsync, RestClientAsync
+from .auth import config_with_login
 from .http1 import HTTP1Response
 from .retry import HTTPRetryPolicy
 from .runtime import APIFuture
@@ -75,7 +76,7 @@ class _Sessionless:
         config: Config | None = None,
     ) -> None:
         if _holder is None:
-            config = config or Config(base_url=base_url, api_key=api_key)
+            config = config or config_with_login(base_url=base_url, api_key=api_key)
             _holder = Session(config)
         self._session = _holder
 

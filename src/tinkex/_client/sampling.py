@@ -42,6 +42,7 @@ from tinkex.types import (
 from tinkex.types.paths import ParsedCheckpointTinkerPath
 
 from ._async_twins import SamplingClientAsync
+from .auth import config_with_login
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
 from .chunking import input_bytes
@@ -281,7 +282,8 @@ class SamplingClient(SamplingClientAsync):
             sampling_session_id = facts["sampling_session_id"]
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError("is not a sampler handle", field="handle") from error
-        session = Session(Config(base_url=base_url, api_key=api_key), session_id=session_id)
+        config = config_with_login(base_url=base_url, api_key=api_key)
+        session = Session(config, session_id=session_id)
         return SamplingClient(session, sampling_session_id=sampling_session_id, shadow=True)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -22,8 +22,10 @@ from tinkex.types import (
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
 from ._async_twins import ServiceClientAsync
+from .auth import config_with_login
 from .http import HTTPClient
 from .notices import logger
+from .queue_state import QueueLogger
 from .rest import RestClient
 from .retry import Clock, RetryConfig
 from .runtime import APIFuture
@@ -74,7 +76,7 @@ class ServiceClient(ServiceClientAsync):
         if api_key is not None:
             options["api_key"] = api_key
         if config is None:
-            config = Config(**options)
+            config = config_with_login(**options)
         elif options:
             config = config.replace(**options)
         self._session = Session(
@@ -178,6 +180,7 @@ class ServiceClient(ServiceClientAsync):
                 lora_config=lora_config,
                 optimizer_config=cast("Any", optimizer or AdamOptimizerConfig()),
             ),
+            observers=(QueueLogger("Training", base_model, session.clock.monotonic),),
             deadline=deadline,
         )
         logger.info("Training client for %s is ready: %s", base_model, created.model_id)
@@ -286,6 +289,7 @@ class ServiceClient(ServiceClientAsync):
                     optimizer_config=cast("Any", optimizer),
                     weights_access_token=token,
                 ),
+                observers=(QueueLogger("Training", path, session.clock.monotonic),),
                 deadline=deadline,
             )
             model_id = loaded.model_id or f"{session_id}:train:{model_seq_id}"

@@ -266,6 +266,8 @@ class Session:
                     say("%s", message)
         self.in_background(self._beat(self.session_id))
         self.in_background(self._refresh())
+        if self.flags.pjwt_auth_enabled:
+            self.in_background(self.transport.auth.keep_fresh())
         return self.session_id
 
     # -- background --------------------------------------------------------------------------

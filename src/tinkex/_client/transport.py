@@ -21,7 +21,7 @@ from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import error_from_response
 from tinkex._wire.operations import Body, Operation, Pool, operation, query_of
-from tinkex.config import Config, redact_headers
+from tinkex.config import REDACTED, Config, redact_headers
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -545,7 +545,11 @@ def _printable(body: bytes) -> str:
         text = body.decode()
     except UnicodeDecodeError:
         return f"<{len(body)} bytes>"
+    text = _SECRET_FIELD.sub(rf"\1{REDACTED}", text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… <{len(body)} bytes>"
+
+
+_SECRET_FIELD: Final = re.compile(r'("weights_access_token"\s*:\s*")[^"]*')
 
 
 _OS: Final = {"darwin": "MacOS", "linux": "Linux", "win32": "Windows"}
