@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from tinkex._wire.operations import Operation, operation
 from tinkex.errors import (
@@ -20,7 +17,6 @@ from tinkex.errors import (
 from tinkex.types import (
     AdamParams,
     Datum,
-    EncodedTextChunk,
     ForwardBackwardInput,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
@@ -49,12 +45,14 @@ from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 from . import chunking, custom_loss
 from ._async_twins import TrainingClientAsync
 from .budget import Lease
+from .checks import check_data, check_loss, check_name
 from .custom_loss import CustomLossFn
 from .queue_state import Observer, QueueLogger, observer_of
-from .runtime import APIFuture, begin_anew_in_forks, leave_behind
+from .runtime import APIFuture
 from .session import Session, refusing_bad_values
 from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
 from .transport import encode_training
+from .turns import Turn, Turns
 
 if TYPE_CHECKING:
     from .retry import RetryConfig
@@ -87,7 +85,7 @@ class TrainingClient(TrainingClientAsync):
         self._session = holder
         self._model_seq_id = model_seq_id
         self.model_id = model_id
-        self._turns = _Turns()
+        self._turns = Turns()
         self._queue_logger = QueueLogger("Training", model_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
 
@@ -149,7 +147,7 @@ class TrainingClient(TrainingClientAsync):
             )
         if not callable(loss_fn):
             raise InvalidInputError("must be callable", field="loss_fn")
-        _check_data(data)
+        check_data(data)
         first_pass = custom_loss.forward_data(data)
         return self._ordered(timeout, self._custom, list(data), first_pass, loss_fn)
 
@@ -186,7 +184,7 @@ class TrainingClient(TrainingClientAsync):
         timeout: float | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
         """Save weights and optimizer under `name`, to go on from later."""
-        _check_name(name)
+        check_name(name)
         return self._simple(
             "save_weights",
             lambda seq_id: SaveWeightsRequest(
@@ -209,7 +207,7 @@ class TrainingClient(TrainingClientAsync):
         timeout: float | None = None,
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Save the weights under `name` for sampling."""
-        _check_name(name)
+        check_name(name)
         return self._simple(
             "save_weights_for_sampler",
             lambda seq_id: SaveWeightsForSamplerRequest(
@@ -232,7 +230,7 @@ class TrainingClient(TrainingClientAsync):
         timeout: float | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Write adapter files for use elsewhere; with recipients, encrypted for them."""
-        _check_name(name)
+        check_name(name)
         return self._simple(
             "save_weights_external",
             lambda seq_id: SaveWeightsExternalRequest(
@@ -312,7 +310,7 @@ class TrainingClient(TrainingClientAsync):
         from .sampling import SamplingClient, open_sampling_session
 
         if name is not None:
-            _check_name(name)
+            check_name(name)
         session = self._session
         unnamed = None if name is not None else session.next_sampling_seq()
 
@@ -415,8 +413,8 @@ class TrainingClient(TrainingClientAsync):
         config: Mapping[str, float | str] | None,
         timeout: float | None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        _check_data(data)
-        checked = _check_loss(loss_fn, config)
+        check_data(data)
+        checked = check_loss(loss_fn, config)
         return self._ordered(timeout, self._run_pass, name, list(data), loss_fn, checked)
 
     def _simple(
@@ -449,7 +447,7 @@ class TrainingClient(TrainingClientAsync):
 
     async def _run_simple(
         self,
-        turn: _Turn,
+        turn: Turn,
         deadline: float | None,
         row: Operation[Any],
         request: Callable[[int], Any],
@@ -471,7 +469,7 @@ class TrainingClient(TrainingClientAsync):
 
     async def _run_pass(
         self,
-        turn: _Turn,
+        turn: Turn,
         deadline: float | None,
         name: Literal["forward", "forward_backward"],
         data: list[Datum],
@@ -484,7 +482,7 @@ class TrainingClient(TrainingClientAsync):
 
     async def _custom(
         self,
-        turn: _Turn,
+        turn: Turn,
         deadline: float | None,
         data: list[Datum],
         first_pass: list[Datum],
@@ -505,7 +503,7 @@ class TrainingClient(TrainingClientAsync):
 
     async def _dispatch(
         self,
-        turn: _Turn,
+        turn: Turn,
         name: Literal["forward", "forward_backward"],
         data: list[Datum],
         loss_fn: LossFnType,
@@ -599,149 +597,6 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-# -- order ---------------------------------------------------------------------------------------
-
-
-class _Turns:
-    """Hands out places in line on the caller's thread and calls them up on the loop."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tickets = 0
-        self._current = 0
-        self._seq_id = 0
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        begin_anew_in_forks(self)
-
-    def _begin_anew(self) -> None:
-        """In a forked child: what was in line before the fork is the parent's; numbers go on from there."""
-        leave_behind(self._waiting)
-        self._lock, self._waiting = threading.Lock(), {}
-        self._current = self._tickets
-
-    def ticket(self) -> _Turn:
-        with self._lock:
-            ticket = self._tickets
-            self._tickets += 1
-        return _Turn(self, ticket)
-
-    async def reach(self, ticket: int) -> None:
-        if ticket != self._current:
-            place = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-            await place
-
-    def finish(self) -> None:
-        self._current += 1
-        place = self._waiting.pop(self._current, None)
-        if place is not None and not place.done():
-            place.set_result(None)
-
-    def next_seq(self) -> int:
-        """Sequence ids are given out in line, so they have no gaps however calls are split."""
-        self._seq_id += 1
-        return self._seq_id
-
-
-@dataclass(slots=True)
-class _Turn:
-    """One place in line, held while an operation is being dispatched."""
-
-    _turns: _Turns
-    _ticket: int
-
-    def next_seq(self) -> int:
-        return self._turns.next_seq()
-
-    async def __aenter__(self) -> None:
-        await self._turns.reach(self._ticket)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._turns.finish()
-
-
-# -- checks --------------------------------------------------------------------------------------
-
-
-_PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
-
-
-def _check_data(data: Sequence[Datum]) -> None:
-    if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise InvalidInputError(
-            f"expected a list of Datum, got {type(data).__name__}", field="data"
-        )
-    if not data:
-        raise InvalidInputError("is empty; there is nothing to train on", field="data")
-    for index, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise InvalidInputError(
-                f"expected Datum, got {type(datum).__name__}", field=f"data.{index}"
-            )
-        _check_lengths(datum, index)
-
-
-def _check_lengths(datum: Datum, index: int) -> None:
-    """The tensors that every loss reads have one row per position of the input."""
-    if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
-        return  # how many positions an image takes is the service's to say
-    expected = datum.model_input.length
-    for name in _PER_POSITION & datum.loss_fn_inputs.keys():
-        length = len(datum.loss_fn_inputs[name])
-        if length != expected:
-            raise InvalidInputError(
-                f"has {length} rows for an input of {expected} tokens",
-                field=f"data.{index}.loss_fn_inputs.{name}",
-            )
-
-
-def _check_loss(
-    loss_fn: str, config: Mapping[str, float | str] | None
-) -> dict[str, float | str] | None:
-    if loss_fn not in get_args(LossFnType):
-        raise InvalidInputError(
-            f"unknown loss {loss_fn!r:.80}; known are {', '.join(get_args(LossFnType))}",
-            field="loss_fn",
-        )
-    if config is None:
-        return None
-    if not isinstance(config, Mapping):
-        raise InvalidInputError(
-            f"expected a mapping, got {type(config).__name__}", field="loss_fn_config"
-        )
-    return {_config_key(key): _config_value(key, value) for key, value in config.items()}
-
-
-def _config_key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise InvalidInputError(f"key {key!r:.80} is not a string", field="loss_fn_config")
-    return key
-
-
-def _config_value(key: str, value: Any) -> float | str:
-    field = f"loss_fn_config.{key}"
-    if isinstance(value, str):
-        try:
-            number = float(value.strip())
-        except ValueError:
-            return value
-        if key == "loss_id":  # a name, even where it looks like a number
-            return value
-    elif isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
-        raise InvalidInputError(f"expected a number or text, got {value!r:.80}", field=field)
-    else:
-        number = float(value)
-    if not isfinite(number):
-        raise InvalidInputError(f"must be finite, not {number}", field=field)
-    return number
-
-
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidInputError(f"must be a non-empty string, got {name!r:.80}", field="name")
-    if "/" in name or name in {".", ".."}:
-        raise InvalidInputError(f"{name!r:.80} must be one path segment", field="name")
 
 
 def _path_of(saved: Any) -> str:

@@ -126,7 +126,6 @@ def _queued(
 
 _CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
 
-# fmt: off  (a table reads by its columns, not by its brackets)
 _ROWS: Final[tuple[Operation[Any], ...]] = (
     # service and identity
     _get("healthz", "healthz", types.HealthResponse),
@@ -397,7 +396,6 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
     ),
 )
 
-# fmt: on
 OPERATIONS: Final[Mapping[str, Operation[Any]]] = {row.name: row for row in _ROWS}
 
 

@@ -1,0 +1,91 @@
+"""What a training call is refused for before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Final, get_args
+
+from tinkex.errors import InvalidInputError
+from tinkex.types import Datum, EncodedTextChunk, LossFnType
+
+__all__ = ["check_data", "check_loss", "check_name"]
+
+_PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
+
+
+def check_data(data: Sequence[Datum]) -> None:
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise InvalidInputError(
+            f"expected a list of Datum, got {type(data).__name__}", field="data"
+        )
+    if not data:
+        raise InvalidInputError("is empty; there is nothing to train on", field="data")
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise InvalidInputError(
+                f"expected Datum, got {type(datum).__name__}", field=f"data.{index}"
+            )
+        _check_lengths(datum, index)
+
+
+def _check_lengths(datum: Datum, index: int) -> None:
+    """The tensors that every loss reads have one row per position of the input."""
+    if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
+        return  # how many positions an image takes is the service's to say
+    expected = datum.model_input.length
+    for name in _PER_POSITION & datum.loss_fn_inputs.keys():
+        length = len(datum.loss_fn_inputs[name])
+        if length != expected:
+            raise InvalidInputError(
+                f"has {length} rows for an input of {expected} tokens",
+                field=f"data.{index}.loss_fn_inputs.{name}",
+            )
+
+
+def check_loss(
+    loss_fn: str, config: Mapping[str, float | str] | None
+) -> dict[str, float | str] | None:
+    if loss_fn not in get_args(LossFnType):
+        raise InvalidInputError(
+            f"unknown loss {loss_fn!r:.80}; known are {', '.join(get_args(LossFnType))}",
+            field="loss_fn",
+        )
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise InvalidInputError(
+            f"expected a mapping, got {type(config).__name__}", field="loss_fn_config"
+        )
+    return {_config_key(key): _config_value(key, value) for key, value in config.items()}
+
+
+def _config_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise InvalidInputError(f"key {key!r:.80} is not a string", field="loss_fn_config")
+    return key
+
+
+def _config_value(key: str, value: Any) -> float | str:
+    field = f"loss_fn_config.{key}"
+    if isinstance(value, str):
+        try:
+            number = float(value.strip())
+        except ValueError:
+            return value
+        if key == "loss_id":  # a name, even where it looks like a number
+            return value
+    elif isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
+        raise InvalidInputError(f"expected a number or text, got {value!r:.80}", field=field)
+    else:
+        number = float(value)
+    if not isfinite(number):
+        raise InvalidInputError(f"must be finite, not {number}", field=field)
+    return number
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidInputError(f"must be a non-empty string, got {name!r:.80}", field="name")
+    if "/" in name or name in {".", ".."}:
+        raise InvalidInputError(f"{name!r:.80} must be one path segment", field="name")
