@@ -9,29 +9,21 @@ Shapes: B sequences in the batch, T positions, D hidden, H query heads, G key-va
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .lora import Adapter, LoraLinear
+from .llama import LlamaBody, LlamaLayer, Rows, rms_norm
+from .lora import Adapter
 from .trainer import LanguageModel
 
 __all__ = ["Decoder", "Rows", "decoder_for"]
 
-_FAMILY: Final = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 _GROW: Final = 64
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of a batch speak with which adapter; None is the base model."""
-
-    adapter: Adapter | None
-    rows: Tensor | None  # None: all of them
 
 
 class Decoder(Protocol):
@@ -50,118 +42,19 @@ class Decoder(Protocol):
 
 
 def decoder_for(base: LanguageModel) -> Decoder:
-    if base.config.model_type in _FAMILY and not getattr(base.config, "sliding_window", None):
-        return LeanDecoder(base)
+    if base.llama is not None:
+        return LeanDecoder(base, base.llama)
     return PlainDecoder(base)
-
-
-class _Projection:
-    """Several linear layers that read the same input, as one product; adapters are applied per layer."""
-
-    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
-        self._names = list(layers)
-        parts = list(layers.values())
-        self._sizes = [part.out_features for part in parts]
-        self.weight = torch.cat([part.weight.data for part in parts])
-        biases = [part.bias for part in parts]
-        self.bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])  # type: ignore[union-attr]
-        # The layers become views of the fused weight, so that the model is in memory once.
-        for part, weight in zip(parts, torch.split(self.weight, self._sizes), strict=True):
-            part.base.weight.data = weight
-        self._fused: dict[int, tuple[Adapter, Tensor, Tensor] | None] = {}
-
-    def __call__(self, x: Tensor, groups: Sequence[Rows]) -> Tensor:
-        y = functional.linear(x, self.weight, self.bias)
-        for group in groups:
-            if group.adapter is None:
-                continue
-            factors = self._factors(group.adapter)
-            if factors is None:
-                continue
-            a, b = factors
-            if group.rows is None:
-                y += functional.linear(functional.linear(x, a), b)
-            else:
-                rows = x.index_select(0, group.rows)
-                y.index_add_(0, group.rows, functional.linear(functional.linear(rows, a), b))
-        return y
-
-    def _factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
-        """The adapter's pairs for these layers as one pair: A stacked, B block-diagonal and scaled."""
-        known = self._fused.get(id(adapter))
-        if known is None and id(adapter) not in self._fused:
-            known = self._fused[id(adapter)] = self._fuse(adapter)
-        return None if known is None else known[1:]
-
-    def _fuse(self, adapter: Adapter) -> tuple[Adapter, Tensor, Tensor] | None:
-        pairs = [adapter.pairs.get(name) for name in self._names]
-        present = [pair for pair in pairs if pair is not None]
-        if not present:
-            return None
-        a = torch.cat([pair.a.detach() for pair in present])
-        b = torch.zeros(sum(self._sizes), len(a), dtype=a.dtype, device=a.device)
-        row = column = 0
-        for size, pair in zip(self._sizes, pairs, strict=True):
-            if pair is not None:
-                rank = pair.a.shape[0]
-                b[row : row + size, column : column + rank] = pair.b.detach() * adapter.scale
-                column += rank
-            row += size
-        return adapter, a, b
-
-    def forget(self, adapter: Adapter) -> None:
-        self._fused.pop(id(adapter), None)
-
-
-class _Layer:
-    def __init__(self, name: str, module: Any) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        prefix = f"{name}.self_attn"
-        self.qkv = _Projection(
-            {
-                f"{prefix}.{part}": getattr(attention, part)
-                for part in ("q_proj", "k_proj", "v_proj")
-            }
-        )
-        self.out = _Projection({f"{prefix}.o_proj": attention.o_proj})
-        self.gate_up = _Projection(
-            {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")}
-        )
-        self.down = _Projection({f"{name}.mlp.down_proj": mlp.down_proj})
-        self.activation = mlp.act_fn
-        self.norm1, self.eps1 = (
-            module.input_layernorm.weight,
-            module.input_layernorm.variance_epsilon,
-        )
-        after = module.post_attention_layernorm
-        self.norm2, self.eps2 = after.weight, after.variance_epsilon
-        self.q_norm = getattr(attention, "q_norm", None)
-        self.k_norm = getattr(attention, "k_norm", None)
-        self.keys: Tensor
-        self.values: Tensor
-
-    @property
-    def projections(self) -> tuple[_Projection, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
 
 
 class LeanDecoder:
     """The Llama family, with as little between the matrix products as can be."""
 
-    def __init__(self, base: LanguageModel) -> None:
-        config = base.config
+    def __init__(self, base: LanguageModel, body: LlamaBody) -> None:
         self._base = base
-        self._body: Any = base.body
-        prefix = base.model.base_model_prefix
-        self._layers = [
-            _Layer(f"{prefix}.layers.{index}", layer)
-            for index, layer in enumerate(self._body.layers)
-        ]
-        self._heads: int = config.num_attention_heads
-        self._groups: int = config.num_key_value_heads
-        self._size: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._body = body
+        self._caches = [_Cache() for _ in body.layers]
         self._slots = self._capacity = 0
-        self._norm: Any = self._body.norm
 
     # -- the cache ---------------------------------------------------------------------------
 
@@ -171,30 +64,30 @@ class LeanDecoder:
             return
         wanted_slots = max(self._slots, slots)
         wanted = max(self._capacity, -(-length // _GROW) * _GROW)
-        shape = (wanted_slots, self._groups, wanted, self._size)
-        for layer in self._layers:
+        first = self._body.layers[0]
+        shape = (wanted_slots, first.groups, wanted, first.size)
+        for cache in self._caches:
             keys = torch.zeros(shape, dtype=self._base.dtype, device=self._base.device)
             values = torch.zeros_like(keys)
             if self._slots:
-                keys[: self._slots, :, : self._capacity] = layer.keys
-                values[: self._slots, :, : self._capacity] = layer.values
-            layer.keys, layer.values = keys, values
+                keys[: self._slots, :, : self._capacity] = cache.keys
+                values[: self._slots, :, : self._capacity] = cache.values
+            cache.keys, cache.values = keys, values
         self._slots, self._capacity = wanted_slots, wanted
 
     def release(self) -> None:
         """Give the memory back; no sequence is left."""
         self._slots = self._capacity = 0
-        for layer in self._layers:
-            layer.keys = layer.values = torch.empty(0)
+        self._caches = [_Cache() for _ in self._caches]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for layer in self._layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]
-            layer.values[target, :, :length] = layer.values[source, :, :length]
+        for cache in self._caches:
+            cache.keys[target, :, :length] = cache.keys[source, :, :length]
+            cache.values[target, :, :length] = cache.values[source, :, :length]
 
     def forget(self, adapter: Adapter) -> None:
         """Drop what was prepared for an adapter that is gone."""
-        for layer in self._layers:
+        for layer in self._body.layers:
             for projection in layer.projections:
                 projection.forget(adapter)
 
@@ -210,44 +103,44 @@ class LeanDecoder:
         tokens_BT = torch.zeros(count, longest, dtype=torch.long, device=self._base.device)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt
-        x = self._body.embed_tokens(tokens_BT)
-        cos, sin = self._rotation(x, torch.arange(longest, device=x.device)[None])
-        groups = (Rows(adapter, None),)
+        x = self._body.module.embed_tokens(tokens_BT).flatten(0, 1)
+        cos, sin = self._body.rotation(x, torch.arange(longest, device=x.device)[None])
+        groups = (Rows(adapter),)
         where = torch.tensor(list(slots), device=x.device)
-        for layer in self._layers:
-            q, k, v = self._attention_inputs(layer, x, groups, cos[:, None], sin[:, None])
-            layer.keys[where, :, :longest] = k
-            layer.values[where, :, :longest] = v
+        for layer, cache in zip(self._body.layers, self._caches, strict=True):
+            qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups).view(count, longest, -1)
+            q, k, v = layer.split(qkv, cos, sin)
+            cache.keys[where, :, :longest] = k
+            cache.values[where, :, :longest] = v
             mixed = functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=True
             )
-            x = self._finish_layer(layer, x, mixed.transpose(1, 2).flatten(2), groups)
-        hidden_BTD = self._norm(x)
+            x = _finish(layer, x, mixed.transpose(1, 2).reshape(len(x), -1), groups)
+        hidden_BTD = self._body.module.norm(x).view(count, longest, -1)
         return [hidden_BTD[row, :length] for row, length in enumerate(lengths)]
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, lengths_B: Tensor, groups: Sequence[Rows]) -> Tensor:
         count, longest = len(tokens_B), int(lengths_B.max()) + 1
         self.reserve(count, longest)
-        x = self._body.embed_tokens(tokens_B)
-        cos, sin = self._rotation(x, lengths_B[:, None])
+        x = self._body.module.embed_tokens(tokens_B)
+        cos, sin = self._body.rotation(x, lengths_B[:, None])
         beyond = torch.arange(longest, device=x.device)[None] > lengths_B[:, None]
         mask = torch.zeros(beyond.shape, dtype=x.dtype, device=x.device).masked_fill_(
             beyond, -torch.inf
         )
         mask = mask[:, None, None]
         rows = torch.arange(count, device=x.device)
-        scale = self._size**-0.5
-        for layer in self._layers:
-            q, k, v = self._attention_inputs(layer, x[:, None], groups, cos[:, None], sin[:, None])
-            layer.keys[rows, :, lengths_B] = k[:, :, 0]
-            layer.values[rows, :, lengths_B] = v[:, :, 0]
-            keys, values = layer.keys[:count, :, :longest], layer.values[:count, :, :longest]
-            q = q.view(count, self._groups, -1, self._size) * scale
+        for layer, cache in zip(self._body.layers, self._caches, strict=True):
+            qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups).view(count, 1, -1)
+            q, k, v = layer.split(qkv, cos, sin)
+            cache.keys[rows, :, lengths_B] = k[:, :, 0]
+            cache.values[rows, :, lengths_B] = v[:, :, 0]
+            keys, values = cache.keys[:count, :, :longest], cache.values[:count, :, :longest]
+            q = q.reshape(count, layer.groups, -1, layer.size) * layer.size**-0.5
             weights = torch.matmul(q, keys.transpose(2, 3)).add_(mask).softmax(-1)
-            mixed = torch.matmul(weights, values).view(count, -1)
-            x = self._finish_layer(layer, x, mixed, groups)
-        return self._logits(self._norm(x), groups)
+            x = _finish(layer, x, torch.matmul(weights, values).view(count, -1), groups)
+        return self._logits(self._body.module.norm(x), groups)
 
     def _logits(self, hidden: Tensor, groups: Sequence[Rows]) -> Tensor:
         logits = self._base.logits(hidden)
@@ -270,51 +163,20 @@ class LeanDecoder:
         with torch.inference_mode():
             return self._logits(hidden, (Rows(adapter, None),))
 
-    def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._body.rotary_emb(x, positions)
-        return cos, sin
 
-    def _attention_inputs(
-        self, layer: _Layer, x: Tensor, groups: Sequence[Rows], cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: B × heads × T × E."""
-        batch, length = x.shape[0], x.shape[1]
-        normed = _rms_norm(x, layer.norm1, layer.eps1)
-        qkv = layer.qkv(normed.flatten(0, 1), _spread(groups, length)).view(
-            batch, length, -1, self._size
-        )
-        q, k, v = torch.split(qkv, [self._heads, self._groups, self._groups], dim=2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v.transpose(1, 2)
+@dataclass
+class _Cache:
+    """Keys and values of one layer: slots × G × T × E."""
 
-    def _finish_layer(
-        self, layer: _Layer, x: Tensor, mixed: Tensor, groups: Sequence[Rows]
-    ) -> Tensor:
-        flat = mixed.view(-1, mixed.shape[-1])
-        length = flat.shape[0] // x.shape[0]
-        spread = _spread(groups, length)
-        x = x + layer.out(flat, spread).view(x.shape)
-        normed = _rms_norm(x, layer.norm2, layer.eps2).view(-1, x.shape[-1])
-        gate, up = layer.gate_up(normed, spread).chunk(2, dim=-1)
-        return x + layer.down(layer.activation(gate).mul_(up), spread).view(x.shape)
+    keys: Tensor = field(default_factory=lambda: torch.empty(0))
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def _spread(groups: Sequence[Rows], length: int) -> Sequence[Rows]:
-    """Rows of sequences as rows of their positions; only whole batches are longer than one position."""
-    assert length == 1 or all(group.rows is None for group in groups)
-    return groups
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+def _finish(layer: LlamaLayer, x: Tensor, mixed: Tensor, groups: Sequence[Rows]) -> Tensor:
+    """The second half of a layer: what attention mixed comes back, and the feed-forward part."""
+    x = x + layer.out.infer(mixed, groups)
+    gate, up = layer.gate_up.infer(rms_norm(x, *layer.after), groups).chunk(2, dim=-1)
+    return x + layer.down.infer(layer.activation(gate).mul_(up), groups)
 
 
 class PlainDecoder:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
-from .decoder import Rows, decoder_for
+from .decoder import decoder_for
+from .llama import Rows
 from .lora import Adapter
 from .trainer import LanguageModel
 from .values import Array, SampledResult, SampleEvent, SampleJob

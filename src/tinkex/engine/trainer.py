@@ -17,6 +17,7 @@ from torch import Tensor
 from tinkex.errors import InvalidInputError
 
 from .batching import micro_batches
+from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
 from .losses import Loss, check_loss, loss_sum
 from .optim import AdamW
@@ -36,6 +37,7 @@ class LanguageModel:
         self.layers: dict[str, LoraLinear] = wrap(model)
         self.body: Any = getattr(model, model.base_model_prefix)
         self.unembed: Any = model.get_output_embeddings()
+        self.llama = LlamaBody(model) if is_llama(model.config) else None
         self.config = model.config
         self.context_length = context_length
         self.vocab_size: int = self.unembed.out_features
@@ -45,8 +47,10 @@ class LanguageModel:
         self._scale = getattr(self.config, "logit_scale", None)
         self._divisor = getattr(self.config, "logits_scaling", None)
 
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, adapter: Adapter) -> Tensor:
         """Hidden states. Sequences are padded on the right, where causality keeps padding from mattering."""
+        if self.llama is not None:
+            return self.llama.hidden(tokens_BT, adapter)
         states: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return states
 
@@ -176,7 +180,7 @@ def _run_batch(
     tokens_BT, real_BT = _padded([example.tokens_T for example in examples], base.device)
     inputs = _flat_inputs(examples, base.device)
     with torch.set_grad_enabled(backward), model.adapter.switched_on(base.layers):
-        hidden_ND = base.hidden(tokens_BT)[real_BT]
+        hidden_ND = base.hidden(tokens_BT, model.adapter)[real_BT]
         leaf_ND = hidden_ND.detach().requires_grad_(backward)
         total, logp = _unembed(base, leaf_ND, inputs, loss, settings, backward)
         if backward:

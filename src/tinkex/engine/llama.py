@@ -1,0 +1,256 @@
+"""The Llama family taken apart: fused projections and layers that training, prompts and decoding share.
+
+Projections that read the same input are one matrix product, and so are their adapters. On a CPU the small
+products of seven adapters a layer otherwise take as long as half the model.
+
+Shapes: B sequences, T positions, N rows (all positions of all sequences), D hidden, H query heads, G key-value
+heads, E head size, R rank of all adapters of a projection together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .lora import Adapter, LoraLinear
+
+__all__ = ["LlamaBody", "LlamaLayer", "Projection", "Rows", "is_llama", "rms_norm"]
+
+_FAMILY: Final = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+
+
+def is_llama(config: Any) -> bool:
+    return config.model_type in _FAMILY and not getattr(config, "sliding_window", None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a batch speak with which adapter; None is the base model, or all rows."""
+
+    adapter: Adapter | None
+    rows: Tensor | None = None
+
+
+class Projection:
+    """Linear layers that read the same input, as one."""
+
+    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
+        self._names = list(layers)
+        parts = list(layers.values())
+        self.sizes = [part.out_features for part in parts]
+        self.weight = torch.cat([part.weight.data for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat([bias.data for bias in biases]) if biases else None
+        # The layers become views of the fused weight, so that the model is in memory once.
+        for part, weight in zip(parts, torch.split(self.weight, self.sizes), strict=True):
+            part.base.weight.data = weight
+        self._frozen: dict[int, tuple[Adapter, Tensor, Tensor] | None] = {}
+
+    def train(self, x_ND: Tensor, adapter: Adapter) -> Tensor:
+        """The output for one adapter, with gradients for its tensors."""
+        pairs = [adapter.pairs.get(name) for name in self._names]
+        if not any(pairs):
+            return functional.linear(x_ND, self.weight, self.bias)
+        tensors = [
+            tensor
+            for pair in pairs
+            for tensor in ((None, None) if pair is None else (pair.a, pair.b))
+        ]
+        output: Tensor = _FusedLora.apply(x_ND, self, adapter.scale, *tensors)  # type: ignore[no-untyped-call]
+        return output
+
+    def infer(self, x_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
+        """The output for rows that may speak with different adapters."""
+        y = functional.linear(x_ND, self.weight, self.bias)
+        for group in groups:
+            factors = None if group.adapter is None else self._frozen_factors(group.adapter)
+            if factors is None:
+                continue
+            a, b = factors
+            if group.rows is None:
+                y.addmm_(functional.linear(x_ND, a), b.t())
+            else:
+                rows = x_ND.index_select(0, group.rows)
+                y.index_add_(0, group.rows, functional.linear(functional.linear(rows, a), b))
+        return y
+
+    def _frozen_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
+        """What a sampler's adapter adds here, prepared once: it never changes."""
+        if id(adapter) not in self._frozen:
+            pairs = [adapter.pairs.get(name) for name in self._names]
+            tensors = [
+                None if pair is None else (pair.a.detach(), pair.b.detach()) for pair in pairs
+            ]
+            fused = None
+            if any(tensors):
+                a, b = fuse(tensors, self.sizes)
+                fused = (adapter, a, b * adapter.scale)
+            self._frozen[id(adapter)] = fused
+        known = self._frozen[id(adapter)]
+        return None if known is None else known[1:]
+
+    def forget(self, adapter: Adapter) -> None:
+        self._frozen.pop(id(adapter), None)
+
+
+def fuse(
+    pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Several pairs as one: A stacked, B block-diagonal."""
+    present = [pair for pair in pairs if pair is not None]
+    a = torch.cat([pair[0] for pair in present])
+    b = a.new_zeros(sum(sizes), len(a))
+    for rows, columns, pair in _blocks(pairs, sizes):
+        b[rows, columns] = pair[1]
+    return a, b
+
+
+def _blocks(pairs: Sequence[Any], sizes: Sequence[int]) -> list[tuple[slice, slice, Any]]:
+    """Where each pair's B stands in the fused one."""
+    found, row, column = [], 0, 0
+    for pair, size in zip(pairs, sizes, strict=True):
+        if pair is not None:
+            rank = pair[0].shape[0]
+            found.append((slice(row, row + size), slice(column, column + rank), pair))
+            column += rank
+        row += size
+    return found
+
+
+class _FusedLora(torch.autograd.Function):
+    """`x W' + scale · (x A') B'` for all layers of a projection, and its gradient for x, A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, projection: Projection, scale: float, *tensors: Tensor | None
+    ) -> Tensor:
+        pairs = _paired(tensors)
+        a, b = fuse(pairs, projection.sizes)
+        inner = functional.linear(x, a)
+        y = functional.linear(x, projection.weight, projection.bias)
+        y.addmm_(inner, b.t(), alpha=scale)
+        ctx.save_for_backward(x, inner, a, b)
+        ctx.projection, ctx.scale = projection, scale
+        ctx.present = [None if pair is None else (pair[0].detach(), None) for pair in pairs]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, inner, a, b = ctx.saved_tensors
+        inner_g = (g @ b).mul_(ctx.scale)
+        x_g = None
+        if ctx.needs_input_grad[0]:
+            x_g = (g @ ctx.projection.weight).addmm_(inner_g, a)
+        a_g = inner_g.t() @ x
+        b_g = (g.t() @ inner).mul_(ctx.scale)
+        gradients: list[Tensor | None] = []
+        blocks = iter(_blocks(ctx.present, ctx.projection.sizes))
+        for pair in ctx.present:
+            if pair is None:
+                gradients += [None, None]
+            else:
+                rows, columns, _ = next(blocks)
+                gradients += [a_g[columns], b_g[rows, columns]]
+        return x_g, None, None, *gradients
+
+
+def _paired(tensors: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | None]:
+    return [
+        None if a is None or b is None else (a, b)
+        for a, b in zip(tensors[::2], tensors[1::2], strict=True)
+    ]
+
+
+class LlamaLayer:
+    """One layer: its projections, norms, and what lies between them."""
+
+    def __init__(self, name: str, module: Any, config: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        prefix = f"{name}.self_attn"
+        self.qkv = Projection(
+            {
+                f"{prefix}.{part}": getattr(attention, part)
+                for part in ("q_proj", "k_proj", "v_proj")
+            }
+        )
+        self.out = Projection({f"{prefix}.o_proj": attention.o_proj})
+        self.gate_up = Projection(
+            {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")}
+        )
+        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj})
+        self.activation = mlp.act_fn
+        before, after = module.input_layernorm, module.post_attention_layernorm
+        self.before = (before.weight, before.variance_epsilon)
+        self.after = (after.weight, after.variance_epsilon)
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.heads: int = config.num_attention_heads
+        self.groups: int = config.num_key_value_heads
+        self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, from B × T × all heads: each B × heads × T × E."""
+        heads = qkv.view(*qkv.shape[:2], -1, self.size)
+        q, k, v = torch.split(heads, [self.heads, self.groups, self.groups], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (
+            _rotate(q.transpose(1, 2), cos, sin),
+            _rotate(k.transpose(1, 2), cos, sin),
+            v.transpose(1, 2),
+        )
+
+
+class LlamaBody:
+    """The body of a model of the family, for training: all positions at once, with gradients."""
+
+    def __init__(self, model: Any) -> None:
+        self.module: Any = getattr(model, model.base_model_prefix)
+        prefix = model.base_model_prefix
+        self.layers = [
+            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config)
+            for index, layer in enumerate(self.module.layers)
+        ]
+
+    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions, ready to be spread over heads."""
+        cos, sin = self.module.rotary_emb(x, positions)
+        return cos[:, None], sin[:, None]
+
+    def hidden(self, tokens_BT: Tensor, adapter: Adapter) -> Tensor:
+        batch, length = tokens_BT.shape
+        x = self.module.embed_tokens(tokens_BT).flatten(0, 1)
+        positions = torch.arange(length, device=x.device)[None]
+        cos, sin = self.rotation(x, positions)
+        for layer in self.layers:
+            normed = rms_norm(x, *layer.before)
+            qkv = layer.qkv.train(normed, adapter).view(batch, length, -1)
+            q, k, v = layer.split(qkv, cos, sin)
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+            x = x + layer.out.train(mixed.transpose(1, 2).reshape(len(x), -1), adapter)
+            normed = rms_norm(x, *layer.after)
+            gate, up = layer.gate_up.train(normed, adapter).chunk(2, dim=-1)
+            x = x + layer.down.train(layer.activation(gate) * up, adapter)
+        states: Tensor = self.module.norm(x).view(batch, length, -1)
+        return states
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
