@@ -1,0 +1,192 @@
+"""The engine: base models, the adapters being trained on them, and the samplers beside them.
+
+Token ids in, numbers out. It knows no HTTP, no database, no tokenizer. Its methods are called from one thread; a
+training pass is a generator so that whoever calls can let sampling have its turn between micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinkex.errors import InvalidInputError, NotFoundError
+
+from . import base_models, checkpoint
+from .base_models import BaseModel
+from .lora import Adapter, LoraLinear
+from .sampler import Sampler
+from .trainer import LanguageModel, TrainedModel, run_pass
+from .values import AdamStep, LoraSpec, PassResult, SampleEvent, SampleJob, TrainingPass
+
+__all__ = ["TorchEngine"]
+
+#: Padded tokens of one micro-batch: activations of a 135M model take some 1.5 MB each.
+TOKEN_BUDGET = 512
+
+
+@dataclass
+class _Loaded:
+    """A base model in memory and the sampler on it."""
+
+    model: BaseModel
+    language: LanguageModel
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class _OpenSampler:
+    base_model: str
+    adapter: Adapter | None
+
+
+class TorchEngine:
+    """All models of one process."""
+
+    def __init__(
+        self,
+        models: Sequence[BaseModel],
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        detokenize: Callable[[BaseModel, Sequence[int]], str] | None = None,
+        token_budget: int = TOKEN_BUDGET,
+    ) -> None:
+        self._known = {model.name: model for model in models}
+        self._device, self._dtype = device, dtype
+        self._detokenize = detokenize or _no_text
+        self._token_budget = token_budget
+        self._loaded: dict[str, _Loaded] = {}
+        self._models: dict[str, tuple[str, TrainedModel]] = {}
+        self._samplers: dict[str, _OpenSampler] = {}
+
+    # -- training ----------------------------------------------------------------------------
+
+    def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
+        """A fresh adapter on a base model."""
+        language = self._base(base_model).language
+        adapter = Adapter.fresh(language.layers, spec, self._device, self._dtype)
+        self._models[model_id] = (base_model, TrainedModel(language, adapter))
+
+    def restore_model(
+        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
+    ) -> None:
+        """A model from a checkpoint, with its optimizer or a fresh one."""
+        language = self._base(base_model).language
+        saved = checkpoint.load(directory, optimizer=optimizer)
+        adapter = self._adapter(saved, language.layers)
+        model = TrainedModel(language, adapter)
+        if optimizer:
+            saved.restore(model.optimizer, list(adapter.pairs))
+        self._models[model_id] = (base_model, model)
+
+    def unload_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+        """A forward or forward-backward pass, in pieces."""
+        return run_pass(self._model(model_id), request, self._token_budget)
+
+    def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
+        return self._model(model_id).optimizer.step(options)
+
+    def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
+        """Write a checkpoint; its size in bytes."""
+        base_model, model = self._named(model_id)
+        kept = model.optimizer if optimizer else None
+        return checkpoint.save(directory, model.adapter, base_model, kept)
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        *,
+        model_id: str | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        """Freeze what is to be sampled from: a model as it is now, a checkpoint, or the base model."""
+        adapter = None
+        if model_id is not None:
+            adapter = self._model(model_id).adapter.frozen_copy()
+        elif directory is not None:
+            layers = self._base(base_model).language.layers
+            adapter = self._adapter(checkpoint.load(directory), layers).frozen_copy()
+        self._samplers[sampler_id] = _OpenSampler(base_model, adapter)
+
+    def close_sampler(self, sampler_id: str) -> None:
+        closed = self._samplers.pop(sampler_id, None)
+        if closed is not None and closed.adapter is not None and closed.base_model in self._loaded:
+            self._loaded[closed.base_model].sampler.forget(closed.adapter)
+
+    def add_sample(self, job_id: str, job: SampleJob) -> None:
+        """Queue a job for its sampler; a mistake in it is raised here."""
+        sampler = self._samplers.get(job.sampler_id)
+        if sampler is None:
+            raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
+        self._base(sampler.base_model).sampler.add(job_id, job, sampler.adapter)
+
+    def cancel_sample(self, job_id: str) -> None:
+        for loaded in self._loaded.values():
+            loaded.sampler.cancel(job_id)
+
+    @property
+    def sampling(self) -> bool:
+        """Whether any sample waits or is under way."""
+        return any(loaded.sampler.busy for loaded in self._loaded.values())
+
+    def sample_step(self) -> list[SampleEvent]:
+        """One token for every sequence under way, on every base model."""
+        return [
+            event
+            for loaded in self._loaded.values()
+            if loaded.sampler.busy
+            for event in loaded.sampler.step()
+        ]
+
+    # -- what is there -----------------------------------------------------------------------
+
+    def _base(self, name: str) -> _Loaded:
+        """A base model, loaded when it is first needed."""
+        if name not in self._known:
+            known = ", ".join(self._known) or "none"
+            raise InvalidInputError(
+                f"this service does not have {name!r:.200}; it has {known}", field="base_model"
+            )
+        if name not in self._loaded:
+            model = self._known[name]
+            network = base_models.load(model, device=self._device, dtype=self._dtype)
+            language = LanguageModel(network, context_length=model.context_length)
+            sampler = Sampler(
+                language,
+                end_tokens=model.eos_token_ids,
+                detokenize=lambda ids: self._detokenize(model, ids),
+            )
+            self._loaded[name] = _Loaded(model, language, sampler)
+        return self._loaded[name]
+
+    def _named(self, model_id: str) -> tuple[str, TrainedModel]:
+        if model_id not in self._models:
+            raise NotFoundError(f"There is no model {model_id!r:.200}.")
+        return self._models[model_id]
+
+    def _model(self, model_id: str) -> TrainedModel:
+        return self._named(model_id)[1]
+
+    def _adapter(self, saved: checkpoint.Saved, layers: dict[str, LoraLinear]) -> Adapter:
+        for name, (a, b) in saved.tensors.items():
+            layer = layers.get(name)
+            if layer is None or (layer.in_features, layer.out_features) != (a.shape[1], b.shape[0]):
+                raise InvalidInputError(
+                    f"does not fit this base model: {name} is missing or of another shape",
+                    field="path",
+                )
+        return Adapter.of_tensors(saved.spec, saved.tensors, self._device, self._dtype)
+
+
+def _no_text(_: Any, __: Sequence[int]) -> str:
+    raise InvalidInputError("stop strings need a tokenizer", field="stop")

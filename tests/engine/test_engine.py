@@ -1,0 +1,158 @@
+"""Models, samplers and checkpoints of the engine, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tinkex.engine import base_models, checkpoint
+from tinkex.engine.engine import TorchEngine
+from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import InvalidInputError, NotFoundError
+
+TOKENS = np.frombuffer(b"to be or not to be, that is the question", np.uint8).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    spec = base_models.parse_spec(base_models.TINY)
+    return base_models.prepare(spec, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def engine(tiny):
+    return TorchEngine([tiny])
+
+
+def data():
+    return [Example(TOKENS[:-1], {"target_tokens": TOKENS[1:].astype(np.int64)})]
+
+
+def finish(work):
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        return end.value
+
+
+def train(engine, model_id, steps):
+    """Losses before each step."""
+    losses = []
+    for _ in range(steps):
+        losses.append(
+            finish(engine.run_pass(model_id, TrainingPass(data(), "cross_entropy"))).metrics[
+                "loss:sum"
+            ]
+        )
+        engine.optim_step(model_id, AdamStep(learning_rate=1e-2))
+    return losses
+
+
+def greedy(engine, sampler_id, count=8):
+    engine.add_sample(
+        "job", SampleJob(sampler_id, TOKENS[:10], max_tokens=count, temperature=0.0, stop_tokens=())
+    )
+    results = []
+    while engine.sampling:
+        results += [event.result for event in engine.sample_step() if event.result is not None]
+    return results[0].tokens[0].tolist()
+
+
+def test_training_learns_and_samplers_stay_as_they_were_opened(engine):
+    engine.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
+    engine.open_sampler("before", base_models.TINY, model_id="m")
+    before = greedy(engine, "before")
+    losses = train(engine, "m", 30)
+    assert losses[-1] < 0.5 * losses[0]
+    engine.open_sampler("after", base_models.TINY, model_id="m")
+    assert greedy(engine, "before") == before
+    assert greedy(engine, "after") == TOKENS[10:18].tolist()
+
+
+def test_going_on_from_a_checkpoint_is_exactly_never_having_stopped(engine, tmp_path):
+    engine.create_model("m", base_models.TINY, LoraSpec(4, seed=2))
+    train(engine, "m", 5)
+    engine.save_state("m", tmp_path / "state", optimizer=True)
+    engine.restore_model("resumed", base_models.TINY, tmp_path / "state", optimizer=True)
+    engine.restore_model("fresh", base_models.TINY, tmp_path / "state", optimizer=False)
+    undisturbed = train(engine, "m", 5)
+    assert train(engine, "resumed", 5) == undisturbed
+    assert train(engine, "fresh", 5) != undisturbed
+
+
+def test_a_saved_adapter_loads_in_peft_as_it_is(engine, tiny, tmp_path):
+    from peft import PeftModel
+
+    engine.create_model("m", base_models.TINY, LoraSpec(4, seed=3))
+    train(engine, "m", 3)
+    engine.save_state("m", tmp_path / "adapter", optimizer=False)
+    theirs = PeftModel.from_pretrained(
+        base_models.load(tiny, device="cpu", dtype=torch.float32), tmp_path / "adapter"
+    ).eval()
+    with torch.no_grad():
+        logits = theirs(torch.tensor(TOKENS[:-1].astype(np.int64))[None]).logits[0]
+    expected = logits.log_softmax(-1).gather(
+        -1, torch.tensor(TOKENS[1:].astype(np.int64))[:, None]
+    )[:, 0]
+    ours = finish(
+        engine.run_pass("m", TrainingPass(data(), "cross_entropy", backward=False))
+    ).logprobs[0]
+    np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
+
+
+def test_a_sampler_of_a_checkpoint_equals_one_of_the_model(engine, tmp_path):
+    engine.create_model("m", base_models.TINY, LoraSpec(4, seed=4))
+    train(engine, "m", 10)
+    engine.save_state("m", tmp_path / "a", optimizer=False)
+    engine.open_sampler("live", base_models.TINY, model_id="m")
+    engine.open_sampler("saved", base_models.TINY, directory=tmp_path / "a")
+    assert greedy(engine, "saved") == greedy(engine, "live")
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
+)
+def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
+    engine.create_model("m", base_models.TINY, LoraSpec(2))
+    engine.save_state("m", tmp_path / "a", optimizer=True)
+    file = tmp_path / "a" / name
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=name):
+        engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+
+
+def test_saving_again_replaces_and_a_failed_save_leaves_what_was_there(
+    engine, tmp_path, monkeypatch
+):
+    engine.create_model("m", base_models.TINY, LoraSpec(2))
+    engine.save_state("m", tmp_path / "a", optimizer=True)
+    train(engine, "m", 1)
+    engine.save_state("m", tmp_path / "a", optimizer=True)
+    assert json.loads((tmp_path / "a" / "tinkex.json").read_text())["steps"] == 1
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="space"):
+        engine.save_state("m", tmp_path / "a", optimizer=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    monkeypatch.undo()
+    engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+
+
+def test_what_is_not_there_is_said_by_name(engine, tmp_path):
+    with pytest.raises(InvalidInputError, match="does not have 'other/model'"):
+        engine.create_model("m", "other/model", LoraSpec(2))
+    with pytest.raises(NotFoundError, match="no model"):
+        engine.optim_step("nobody", AdamStep())
+    with pytest.raises(NotFoundError, match="no sampler"):
+        engine.add_sample("job", SampleJob("nobody", TOKENS))
+    with pytest.raises(InvalidInputError, match="no such checkpoint"):
+        engine.restore_model("m", base_models.TINY, tmp_path / "nothing", optimizer=False)
