@@ -1,0 +1,1 @@
+"""The service: HTTP in, engine out. Knows nothing of torch."""

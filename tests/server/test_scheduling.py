@@ -1,0 +1,111 @@
+"""Order within a model, and fairness between keys."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkex.server.scheduling import GAP_LIMIT, Candidate, Sequencer, choose
+
+
+def drain(sequencer, now=0.0):
+    taken = []
+    while (request := sequencer.take(now)) is not None:
+        taken.append(request)
+    return taken
+
+
+@given(st.permutations(range(1, 12)))
+def test_requests_run_by_number_whatever_order_they_arrive_in(order):
+    sequencer: Sequencer[int] = Sequencer()
+    run = []
+    for number in order:
+        sequencer.offer(number, number)
+        run += drain(sequencer)
+    assert run == list(range(1, 12))
+    assert len(sequencer) == 0
+
+
+def test_the_first_chunk_may_come_last():
+    sequencer: Sequencer[str] = Sequencer()
+    for number in (2, 3, 4):
+        sequencer.offer(number, f"chunk {number}")
+    assert drain(sequencer) == []
+    sequencer.offer(1, "chunk 1")
+    sequencer.offer(5, "optim_step")
+    assert drain(sequencer) == ["chunk 1", "chunk 2", "chunk 3", "chunk 4", "optim_step"]
+
+
+def test_a_repeated_number_finds_the_first_request():
+    sequencer: Sequencer[str] = Sequencer()
+    assert sequencer.offer(1, "original") == "original"
+    assert sequencer.offer(1, "retry") == "original"
+    assert drain(sequencer) == ["original"]
+    assert sequencer.knows(1)
+    assert not sequencer.knows(2)
+
+
+def test_a_refused_number_is_not_waited_for():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(3, "third")
+    sequencer.refuse(2)
+    sequencer.offer(1, "first")
+    assert drain(sequencer) == ["first", "third"]
+    sequencer.refuse(4)
+    sequencer.offer(5, "fifth")
+    assert drain(sequencer) == ["fifth"]
+
+
+def test_a_number_that_never_comes_holds_the_others_up_only_so_long():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(2, "second")
+    assert sequencer.take(100.0) is None
+    assert sequencer.wakes_at(100.0) == 100.0 + GAP_LIMIT
+    assert not sequencer.ready(99.9 + GAP_LIMIT)
+    assert sequencer.ready(100.0 + GAP_LIMIT)
+    assert sequencer.take(100.0 + GAP_LIMIT) == "second"
+    assert sequencer.wakes_at(200.0) is None
+
+
+def test_a_late_number_after_the_gap_was_passed_over_is_known():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(3, "third")
+    sequencer.take(0.0)
+    assert sequencer.take(GAP_LIMIT) == "third"
+    assert sequencer.knows(1)
+
+
+def test_a_request_without_a_number_runs_after_what_was_there():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(1, "first")
+    sequencer.offer(2, "second")
+    sequencer.offer(None, "info")
+    sequencer.offer(3, "third")
+    assert drain(sequencer) == ["first", "second", "info", "third"]
+
+
+def test_keys_take_turns_however_much_one_of_them_asks():
+    waiting = [Candidate(f"greedy{number}", "greedy", number) for number in range(50)]
+    waiting.append(Candidate("modest", "modest", 49.5))
+    served: dict[object, float] = {}
+    order = []
+    while waiting:
+        chosen = choose(waiting, served)
+        assert chosen is not None
+        waiting.remove(chosen)
+        served[chosen.key] = served.get(chosen.key, 0.0) + 1
+        order.append(chosen.model_id)
+    assert order.index("modest") <= 1
+    assert [name for name in order if name != "modest"] == [
+        f"greedy{number}" for number in range(50)
+    ]
+    assert choose([], served) is None
+
+
+def test_the_choice_does_not_depend_on_the_order_of_the_list():
+    candidates = [Candidate(f"m{index}", index % 3, index / 2) for index in range(9)]
+    expected = choose(candidates, {0: 2.0, 1: 1.0, 2: 1.0})
+    random.Random(1).shuffle(candidates)
+    assert choose(candidates, {0: 2.0, 1: 1.0, 2: 1.0}) == expected
