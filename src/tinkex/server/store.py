@@ -1,0 +1,390 @@
+"""Facts the service keeps: sessions, training runs, checkpoints, samplers. Bodies are the journal's.
+
+SQLAlchemy Core on SQLite or PostgreSQL; the same statements on both. Every method is one transaction. Rows come
+back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold what users attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine, make_url
+
+from tinkex.types import CheckpointType
+
+__all__ = ["CheckpointRow", "RunRow", "SamplerRow", "SessionRow", "Store"]
+
+R = TypeVar("R")
+
+_metadata = sa.MetaData()
+
+
+class _UTC(sa.TypeDecorator[datetime]):
+    """Moments in UTC; SQLite forgets the zone, so it is put back."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Any) -> datetime | None:
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Any) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+_sessions = sa.Table(
+    "sessions",
+    _metadata,
+    sa.Column("session_id", sa.String, primary_key=True),
+    sa.Column("owner", sa.String, nullable=False, index=True),
+    sa.Column("created_at", _UTC, nullable=False, index=True),
+    sa.Column("last_heartbeat", _UTC, nullable=False),
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("sdk_version", sa.String, nullable=False),
+    sa.Column("project_id", sa.String),
+    sa.Column("display_name", sa.String),
+    sa.Column("status", sa.JSON, nullable=False),
+    sa.Column("idempotency_key", sa.String, unique=True),
+)
+_runs = sa.Table(
+    "runs",
+    _metadata,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column(
+        "session_id", sa.String, sa.ForeignKey("sessions.session_id"), nullable=False, index=True
+    ),
+    sa.Column("owner", sa.String, nullable=False, index=True),
+    sa.Column("base_model", sa.String, nullable=False),
+    sa.Column("lora", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("created_at", _UTC, nullable=False),
+    sa.Column("last_request_at", _UTC, nullable=False, index=True),
+    sa.Column("corrupted", sa.Boolean, nullable=False, default=False),
+)
+_checkpoints = sa.Table(
+    "checkpoints",
+    _metadata,
+    sa.Column("run_id", sa.String, sa.ForeignKey("runs.run_id"), primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("owner", sa.String, nullable=False, index=True),
+    sa.Column("created_at", _UTC, nullable=False, index=True),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("public", sa.Boolean, nullable=False, default=False),
+    sa.Column("expires_at", _UTC, index=True),
+    sa.Column("user_metadata", sa.JSON),
+)
+_samplers = sa.Table(
+    "samplers",
+    _metadata,
+    sa.Column("sampler_id", sa.String, primary_key=True),
+    sa.Column(
+        "session_id", sa.String, sa.ForeignKey("sessions.session_id"), nullable=False, index=True
+    ),
+    sa.Column("owner", sa.String, nullable=False),
+    sa.Column("base_model", sa.String, nullable=False),
+    sa.Column("model_path", sa.String),
+    sa.Column("clones", sa.Integer, nullable=False, default=0),
+    sa.Column("created_at", _UTC, nullable=False),
+)
+_version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
+
+#: Statements that bring a database from each version to the next; a new database gets the newest at once.
+_MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = ()
+SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    session_id: str
+    owner: str
+    created_at: datetime
+    last_heartbeat: datetime
+    tags: Sequence[str]
+    user_metadata: Mapping[str, Any] | None
+    sdk_version: str
+    project_id: str | None
+    display_name: str | None
+    status: Mapping[str, Any]
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRow:
+    run_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora: Mapping[str, Any]
+    user_metadata: Mapping[str, Any] | None
+    created_at: datetime
+    last_request_at: datetime
+    corrupted: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    run_id: str
+    kind: CheckpointType
+    name: str
+    owner: str
+    created_at: datetime
+    size_bytes: int
+    public: bool = False
+    expires_at: datetime | None = None
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    sampler_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_path: str | None
+    created_at: datetime
+    clones: int = 0
+
+
+class Store:
+    """The database of one service; `open` makes or migrates its tables."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._engine: Engine | None = None
+
+    def open(self) -> None:
+        self._engine = _new_engine(self._url)
+        with self._transaction() as connection:
+            _metadata.create_all(connection)
+            found = connection.scalar(sa.select(_version.c.version))
+            if found is None:
+                connection.execute(_version.insert().values(version=SCHEMA_VERSION))
+                return
+            if found > SCHEMA_VERSION:
+                raise RuntimeError(
+                    f"the database is of version {found}, this release knows {SCHEMA_VERSION}; "
+                    "use a newer release"
+                )
+            for statements in _MIGRATIONS[found - 1 :]:
+                for statement in statements:
+                    connection.execute(sa.text(statement))
+            connection.execute(_version.update().values(version=SCHEMA_VERSION))
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def add_session(self, session: SessionRow) -> SessionRow:
+        """Keep a session; one with the same idempotency key is given back instead."""
+        with self._transaction() as connection:
+            if session.idempotency_key is not None:
+                same = _sessions.c.idempotency_key == session.idempotency_key
+                known = _first(connection, SessionRow, _sessions, same)
+                if known is not None:
+                    return known
+            connection.execute(_sessions.insert().values(_values(session)))
+        return session
+
+    def session(self, session_id: str) -> SessionRow | None:
+        with self._transaction() as connection:
+            return _first(connection, SessionRow, _sessions, _sessions.c.session_id == session_id)
+
+    def sessions(self, owner: str | None, *, limit: int, offset: int) -> list[SessionRow]:
+        """Newest first; `owner=None` means everybody's."""
+        with self._transaction() as connection:
+            return _page(
+                connection, SessionRow, _sessions, owner, _sessions.c.created_at, limit, offset
+            )
+
+    def update_session(self, session_id: str, **changes: Any) -> bool:
+        return self._update(_sessions, _sessions.c.session_id == session_id, changes)
+
+    # -- runs --------------------------------------------------------------------------------
+
+    def add_run(self, run: RunRow) -> None:
+        self._insert(_runs, run)
+
+    def run(self, run_id: str) -> RunRow | None:
+        with self._transaction() as connection:
+            return _first(connection, RunRow, _runs, _runs.c.run_id == run_id)
+
+    def runs(self, owner: str | None, *, limit: int, offset: int) -> tuple[list[RunRow], int]:
+        """A page of runs, the last used first, and how many there are."""
+        with self._transaction() as connection:
+            page = _page(connection, RunRow, _runs, owner, _runs.c.last_request_at, limit, offset)
+            return page, _count(connection, _runs, owner)
+
+    def runs_of_session(self, session_id: str) -> list[RunRow]:
+        with self._transaction() as connection:
+            return _all(
+                connection, RunRow, _runs, _runs.c.session_id == session_id, _runs.c.created_at
+            )
+
+    def update_run(self, run_id: str, **changes: Any) -> bool:
+        return self._update(_runs, _runs.c.run_id == run_id, changes)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def put_checkpoint(self, checkpoint: CheckpointRow) -> None:
+        """Keep a checkpoint; one of the same name is replaced."""
+        with self._transaction() as connection:
+            connection.execute(_checkpoints.delete().where(_is(checkpoint)))
+            connection.execute(_checkpoints.insert().values(_values(checkpoint)))
+
+    def checkpoint(self, run_id: str, kind: CheckpointType, name: str) -> CheckpointRow | None:
+        with self._transaction() as connection:
+            return _first(connection, CheckpointRow, _checkpoints, _named(run_id, kind, name))
+
+    def checkpoints_of_run(self, run_id: str) -> list[CheckpointRow]:
+        with self._transaction() as connection:
+            of_run = _checkpoints.c.run_id == run_id
+            return _all(connection, CheckpointRow, _checkpoints, of_run, _checkpoints.c.created_at)
+
+    def checkpoints(
+        self, owner: str | None, *, limit: int, offset: int
+    ) -> tuple[list[CheckpointRow], int]:
+        """A page of checkpoints, newest first, and how many there are."""
+        with self._transaction() as connection:
+            order = _checkpoints.c.created_at
+            page = _page(connection, CheckpointRow, _checkpoints, owner, order, limit, offset)
+            return page, _count(connection, _checkpoints, owner)
+
+    def update_checkpoint(
+        self, run_id: str, kind: CheckpointType, name: str, **changes: Any
+    ) -> bool:
+        return self._update(_checkpoints, _named(run_id, kind, name), changes)
+
+    def delete_checkpoint(self, run_id: str, kind: CheckpointType, name: str) -> bool:
+        with self._transaction() as connection:
+            done = connection.execute(_checkpoints.delete().where(_named(run_id, kind, name)))
+            return done.rowcount > 0
+
+    def expired_checkpoints(self, now: datetime) -> list[CheckpointRow]:
+        with self._transaction() as connection:
+            due = _checkpoints.c.expires_at <= now
+            return _all(connection, CheckpointRow, _checkpoints, due, _checkpoints.c.expires_at)
+
+    # -- samplers ----------------------------------------------------------------------------
+
+    def add_sampler(self, sampler: SamplerRow) -> SamplerRow:
+        """Keep a sampler; one with the same id is given back instead."""
+        with self._transaction() as connection:
+            same = _samplers.c.sampler_id == sampler.sampler_id
+            known = _first(connection, SamplerRow, _samplers, same)
+            if known is None:
+                connection.execute(_samplers.insert().values(_values(sampler)))
+        return known or sampler
+
+    def sampler(self, sampler_id: str) -> SamplerRow | None:
+        with self._transaction() as connection:
+            return _first(connection, SamplerRow, _samplers, _samplers.c.sampler_id == sampler_id)
+
+    def samplers_of_session(self, session_id: str) -> list[SamplerRow]:
+        with self._transaction() as connection:
+            of_session = _samplers.c.session_id == session_id
+            return _all(connection, SamplerRow, _samplers, of_session, _samplers.c.created_at)
+
+    def next_clone(self, sampler_id: str) -> int | None:
+        """A number for one more copy of a sampler's client, from 1; None if there is no such sampler."""
+        with self._transaction() as connection:
+            statement = (
+                _samplers.update()
+                .where(_samplers.c.sampler_id == sampler_id)
+                .values(clones=_samplers.c.clones + 1)
+                .returning(_samplers.c.clones)
+            )
+            number: int | None = connection.scalar(statement)
+            return number
+
+    # -- how -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        assert self._engine is not None, "the store is not open"
+        with self._engine.begin() as connection:
+            yield connection
+
+    def _insert(self, table: sa.Table, row: Any) -> None:
+        with self._transaction() as connection:
+            connection.execute(table.insert().values(_values(row)))
+
+    def _update(self, table: sa.Table, where: Any, changes: Mapping[str, Any]) -> bool:
+        with self._transaction() as connection:
+            return connection.execute(table.update().where(where).values(**changes)).rowcount > 0
+
+
+def _new_engine(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return sa.create_engine(url, pool_pre_ping=True)
+    engine = sa.create_engine(url, connect_args={"check_same_thread": False, "timeout": 30})
+
+    @sa.event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+
+    return engine
+
+
+def _values(row: Any) -> dict[str, Any]:
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
+def _made(kind: type[R], row: Any) -> R:
+    return kind(**row._mapping)
+
+
+def _first(connection: Connection, kind: type[R], table: sa.Table, where: Any) -> R | None:
+    row = connection.execute(sa.select(table).where(where)).first()
+    return None if row is None else _made(kind, row)
+
+
+def _all(connection: Connection, kind: type[R], table: sa.Table, where: Any, order: Any) -> list[R]:
+    rows = connection.execute(sa.select(table).where(where).order_by(order))
+    return [_made(kind, row) for row in rows]
+
+
+def _page(
+    connection: Connection,
+    kind: type[R],
+    table: sa.Table,
+    owner: str | None,
+    order: Any,
+    limit: int,
+    offset: int,
+) -> list[R]:
+    keys = [column.desc() for column in table.primary_key]  # ties must not move between pages
+    statement = sa.select(table).order_by(order.desc(), *keys).limit(limit).offset(offset)
+    if owner is not None:
+        statement = statement.where(table.c.owner == owner)
+    return [_made(kind, row) for row in connection.execute(statement)]
+
+
+def _count(connection: Connection, table: sa.Table, owner: str | None) -> int:
+    statement = sa.select(sa.func.count()).select_from(table)
+    if owner is not None:
+        statement = statement.where(table.c.owner == owner)
+    return connection.scalar(statement) or 0
+
+
+def _named(run_id: str, kind: str, name: str) -> Any:
+    return sa.and_(
+        _checkpoints.c.run_id == run_id, _checkpoints.c.kind == kind, _checkpoints.c.name == name
+    )
+
+
+def _is(checkpoint: CheckpointRow) -> Any:
+    return _named(checkpoint.run_id, checkpoint.kind, checkpoint.name)
