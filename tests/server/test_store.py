@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -35,7 +36,9 @@ def postgres_url(tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    user = ["runuser", "-u", "nobody", "--"] if Path.home() == Path("/root") else []
+    user = (
+        ["runuser", "-u", "nobody", "--"] if os.geteuid() == 0 else []
+    )  # PostgreSQL refuses to be root
     if user:
         shutil.chown(data, "nobody")
         for parent in data.parents[:3]:
