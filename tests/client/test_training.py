@@ -654,6 +654,12 @@ def test_the_async_twin_hands_over_the_sampler(server, trainer):
     assert sampler._sampling_session_id == "x"
 
 
+def test_the_older_name_hands_over_a_future_of_the_sampler(server, trainer):
+    server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "x"}))
+    sampler = trainer.save_weights_and_get_sampling_client_submit().result(10)
+    assert sampler._sampling_session_id == "x"
+
+
 def test_a_sampler_of_a_checkpoint_takes_no_number(server, trainer):
     trainer.create_sampling_client("tinker://r/sampler_weights/a")
     assert server.asked(CREATE_SAMPLER)[0].json == {

@@ -335,6 +335,12 @@ class TrainingClient(TrainingClientAsync):
 
         return self._simple("save_weights_for_sampler", request, timeout, then=sampler)
 
+    def save_weights_and_get_sampling_client_submit(
+        self, retry_config: RetryConfig | None = None
+    ) -> APIFuture[SamplingClient]:
+        """The same without blocking, under the name that releases up to 0.19 had for it."""
+        return self._save_weights_and_get_sampling_client(retry_config=retry_config)
+
     def create_sampling_client(
         self,
         model_path: str,
