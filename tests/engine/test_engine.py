@@ -13,6 +13,8 @@ from tinkex.engine.engine import TorchEngine
 from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
 from tinkex.errors import InvalidInputError, NotFoundError
 
+from ..running import finish
+
 TOKENS = np.frombuffer(b"to be or not to be, that is the question", np.uint8).astype(np.int32)
 
 
@@ -29,14 +31,6 @@ def engine(tiny):
 
 def data():
     return [Example(TOKENS[:-1], {"target_tokens": TOKENS[1:].astype(np.int64)})]
-
-
-def finish(work):
-    try:
-        while True:
-            next(work)
-    except StopIteration as end:
-        return end.value
 
 
 def train(engine, model_id, steps):

@@ -13,7 +13,8 @@ from tinkex.engine.trainer import TrainedModel, run_pass
 from tinkex.engine.values import Example, SampleJob, TrainingPass
 from tinkex.errors import InvalidInputError
 
-from .test_training import finish, trained
+from ..running import finish
+from .test_training import trained
 
 PROMPT = np.frombuffer(b"The quick brown fox", np.uint8).astype(np.int32)
 

@@ -15,6 +15,7 @@ from tinkex.engine.trainer import TrainedModel, run_pass
 from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
 from tinkex.errors import InvalidInputError
 
+from ..running import finish
 from .conftest import load
 
 LENGTHS = (5, 17, 9, 2)
@@ -35,14 +36,6 @@ def examples(loss_fn="cross_entropy", lengths=LENGTHS, seed=0):
             inputs["weights"] = (random.random(length) < 0.8).astype(np.float32)
         made.append(Example(random.integers(0, 256, length).astype(np.int32), inputs))
     return made
-
-
-def finish(work):
-    try:
-        while True:
-            next(work)
-    except StopIteration as end:
-        return end.value
 
 
 def trained(language_model, **spec):

@@ -1,4 +1,4 @@
-"""What a training call is refused for before anything is sent."""
+"""What a call is refused for before anything is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 from tinkex.errors import InvalidInputError
 from tinkex.types import Datum, EncodedTextChunk, LossFnType
 
-__all__ = ["check_data", "check_loss", "check_name"]
+__all__ = ["check_count", "check_data", "check_loss", "check_name"]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
 
@@ -89,3 +89,11 @@ def check_name(name: str) -> None:
         raise InvalidInputError(f"must be a non-empty string, got {name!r:.80}", field="name")
     if "/" in name or name in {".", ".."}:
         raise InvalidInputError(f"{name!r:.80} must be one path segment", field="name")
+
+
+def check_count(name: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(
+            f"must be a whole number of {least} or more, not {value!r:.80}", field=name
+        )
+    return value

@@ -12,6 +12,7 @@ from tinkex._wire.operations import Body, Operation, Pool
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
 from tinkex.errors import DecodeError, InvalidInputError, TinkerError
 
+from .http1 import HTTP1Response
 from .multipart import Files, encode_multipart
 from .retry import HTTPRetryPolicy, retrying
 from .runtime import APIFuture
@@ -128,7 +129,7 @@ class HTTPClient:
             try:
                 return response.data
             except DecodeError as error:
-                answer = _Answer(response.status, response.headers, response.body)
+                answer = HTTP1Response(response.status, response.headers, response.body)
                 row = _row(method, path)
                 raise self._session.transport.misunderstood(row, answer, error) from error
 
@@ -162,10 +163,8 @@ class HTTPClient:
         async with transport.open_stream(Pool.SESSION, method, url, sent, content) as response:
             lowered = {name.lower(): value for name, value in response.headers.items()}
             if response.status >= 300:
-                rest = b"".join([bytes(chunk) async for chunk in response.content])
-                raise transport.error(
-                    _row(method, path), url, _Answer(response.status, lowered, rest)
-                )
+                refused = await transport.read_stream(response)
+                raise transport.error(_row(method, path), url, refused)
             yield StreamResponse(response.status, lowered, method, url, response.content)
 
     async def _request(
@@ -219,11 +218,6 @@ class HTTPClient:
             (session.clock.monotonic() - started) * 1000,
             attempts,
         )
-
-
-class _Answer:
-    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        self.status, self.headers, self.content = status, headers, content
 
 
 def _checked(method: str) -> Method:

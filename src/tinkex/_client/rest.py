@@ -47,7 +47,7 @@ from tinkex.types.paths import ParsedCheckpointTinkerPath
 
 from ._async_twins import AdminClientAsync, RestClientAsync
 from .auth import config_with_login
-from .http1 import HTTP1Response
+from .checks import check_count
 from .retry import HTTPRetryPolicy
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
@@ -138,8 +138,7 @@ class AdminClient(_Sessionless, AdminClientAsync):
             asyncio.timeout(transport.config.timeout),
             transport.open_stream(Pool.SESSION, "GET", url, headers) as response,
         ):
-            content = b"".join([bytes(part) async for part in response.content])
-            return HTTP1Response(response.status, dict(response.headers), content)
+            return await transport.read_stream(response)
 
     def get_billing_usage(
         self,
@@ -188,8 +187,8 @@ class RestClient(RestClientAsync, AdminClient):
         timeout: float | None = None,
     ) -> APIFuture[ListSessionsResponse]:
         request = ListSessionsRequest(
-            limit=_count("limit", limit),
-            offset=_count("offset", offset),
+            limit=check_count("limit", limit),
+            offset=check_count("offset", offset),
             access_scope=_scope(access_scope),
         )
         return self._call("list_sessions", request, timeout=timeout)
@@ -258,8 +257,8 @@ class RestClient(RestClientAsync, AdminClient):
         timeout: float | None = None,
     ) -> APIFuture[TrainingRunsResponse]:
         request = ListTrainingRunsRequest(
-            limit=_count("limit", limit),
-            offset=_count("offset", offset),
+            limit=check_count("limit", limit),
+            offset=check_count("offset", offset),
             access_scope=_scope(access_scope),
             project_id=project_id,
         )
@@ -278,7 +277,7 @@ class RestClient(RestClientAsync, AdminClient):
     ) -> APIFuture[CheckpointsListResponse]:
         """All checkpoints of the account, newest first."""
         request = ListCheckpointsRequest(
-            limit=_count("limit", limit), offset=_count("offset", offset)
+            limit=check_count("limit", limit), offset=check_count("offset", offset)
         )
         return self._call("list_user_checkpoints", request, timeout=timeout)
 
@@ -314,7 +313,7 @@ class RestClient(RestClientAsync, AdminClient):
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
     ) -> APIFuture[None]:
         """Expire a checkpoint so many seconds from now; None keeps it for good."""
-        if ttl_seconds is not None and _count("ttl_seconds", ttl_seconds) == 0:
+        if ttl_seconds is not None and check_count("ttl_seconds", ttl_seconds) == 0:
             raise InvalidInputError("must be positive, or None to keep it", field="ttl_seconds")
         request = SetCheckpointTtlRequest(ttl_seconds=ttl_seconds)
         return self._done("set_checkpoint_ttl", request, _where(tinker_path), timeout)
@@ -481,14 +480,6 @@ def _scope(access_scope: AccessScope) -> AccessScope | None:
             f"must be owned or accessible, not {access_scope!r:.80}", field="access_scope"
         )
     return None if access_scope == "owned" else access_scope
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(
-            f"must be a whole number of 0 or more, not {value!r:.80}", field=name
-        )
-    return value
 
 
 def _moment(name: str, value: datetime | str) -> datetime:

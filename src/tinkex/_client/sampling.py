@@ -7,7 +7,7 @@ import base64
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from itertools import zip_longest
 from typing import Any, Final, Literal, cast
 
@@ -45,6 +45,7 @@ from ._async_twins import SamplingClientAsync
 from .auth import config_with_login
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
+from .checks import check_count
 from .chunking import input_bytes
 from .polling import Poll
 from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
@@ -175,22 +176,26 @@ class SamplingClient(SamplingClientAsync):
         params = SamplingParams() if sampling_params is None else sampling_params
         fields: dict[str, Any] = {
             "type": "sample",
-            "num_samples": _count("num_samples", num_samples, 1),
+            "num_samples": check_count("num_samples", num_samples, 1),
             "prompt": prompt,
             "sampling_params": params,
             "sampling_session_id": self._sampling_session_id,
-            "topk_prompt_logprobs": _count("topk_prompt_logprobs", topk_prompt_logprobs, 0),
+            "topk_prompt_logprobs": check_count("topk_prompt_logprobs", topk_prompt_logprobs, 0),
         }
         if include_prompt_logprobs is not None:  # None leaves it to the service
             fields["prompt_logprobs"] = bool(include_prompt_logprobs)
         if topk_sample_logprobs:
-            fields["topk_sample_logprobs"] = _count("topk_sample_logprobs", topk_sample_logprobs, 0)
+            fields["topk_sample_logprobs"] = check_count(
+                "topk_sample_logprobs", topk_sample_logprobs, 0
+            )
         if target_prompt_logprobs is not None:
             fields["target_prompt_logprobs"] = target_prompt_logprobs
         if prompt_alt_tokens_k:
-            fields["prompt_alt_tokens_k"] = _count("prompt_alt_tokens_k", prompt_alt_tokens_k, 0)
+            fields["prompt_alt_tokens_k"] = check_count(
+                "prompt_alt_tokens_k", prompt_alt_tokens_k, 0
+            )
         if prompt_logprobs_last_n is not None:
-            fields["prompt_logprobs_last_n"] = _count(
+            fields["prompt_logprobs_last_n"] = check_count(
                 "prompt_logprobs_last_n", prompt_logprobs_last_n, 0
             )
         if self._record_stability_info:
@@ -463,10 +468,9 @@ class SamplingClient(SamplingClientAsync):
 
     async def _read_stream(self, response: Any, put: Any) -> None:
         if response.status >= 300:
-            content = b"".join([bytes(part) async for part in response.content])
-            raise self._session.transport.error(
-                _STREAM, _STREAM.path, _Answer(response.status, response.headers, content)
-            )
+            transport = self._session.transport
+            refused = await transport.read_stream(response)
+            raise transport.error(_STREAM, _STREAM.path, refused)
         decoder = SSEDecoder()
         async for part in response.content:
             for event in decoder.feed(bytes(part)):
@@ -581,11 +585,6 @@ class _Boarding:
         return False
 
 
-class _Answer:
-    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        self.status, self.headers, self.content = status, headers, content
-
-
 def _put_event(event: ServerSentEvent, put: Any) -> None:
     if event.data:  # without data it only keeps the connection awake
         put(_stream_chunk(event))
@@ -633,14 +632,6 @@ def _mapped(source: APIFuture[Any], change: Any) -> APIFuture[Any]:
     source.add_done_callback(deliver)
     target.add_done_callback(lambda done: source.cancel() if done.cancelled() else None)
     return target
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInputError(
-            f"must be a whole number of {least} or more, not {value!r:.80}", field=name
-        )
-    return value
 
 
 def _revive(

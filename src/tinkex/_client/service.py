@@ -23,6 +23,7 @@ from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
 from ._async_twins import ServiceClientAsync
 from .auth import config_with_login
+from .checks import check_count
 from .http import HTTPClient
 from .notices import logger
 from .queue_state import QueueLogger
@@ -416,10 +417,7 @@ class ServiceClient(ServiceClientAsync):
 def _lora_config(
     rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
 ) -> LoraConfig:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise InvalidInputError(
-            f"must be a whole number of 1 or more, not {rank!r:.80}", field="rank"
-        )
+    check_count("rank", rank, 1)
     if not (train_mlp or train_attn or train_unembed):
         raise InvalidInputError(
             "at least one of train_mlp, train_attn, train_unembed must be true", field="train_mlp"

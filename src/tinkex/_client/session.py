@@ -106,7 +106,6 @@ class Session:
         self._close_lock = threading.Lock()
         self._model_seq = itertools.count()
         self._sampling_seq = itertools.count()
-        self._custom_loss_seq = itertools.count()
         self.dynamic = ClientDynamicConfigResponse()
         self.flags = ClientConfigResponse()
         self.sample_budget: SampleBudget
@@ -131,7 +130,6 @@ class Session:
             first = (1 << 20) + secrets.randbelow(1 << 30)
             self._model_seq = itertools.count(first)
             self._sampling_seq = itertools.count(first)
-            self._custom_loss_seq = itertools.count(first)
 
     # -- running work ------------------------------------------------------------------------
 
@@ -177,7 +175,10 @@ class Session:
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something nobody waits for; it ends with the session."""
-        task = asyncio.ensure_future(work)
+        self.keep(asyncio.ensure_future(work))
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Let a task end with the session."""
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -391,9 +392,6 @@ class Session:
     def next_sampling_seq(self) -> int:
         return next(self._sampling_seq)
 
-    def next_custom_loss_seq(self) -> int:
-        return next(self._custom_loss_seq)
-
     # -- closing -----------------------------------------------------------------------------
 
     def close(self, reason: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
@@ -438,9 +436,8 @@ def refusing_bad_values() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or None
-        raise InvalidInputError(first["msg"].removeprefix("Value error, "), field=field) from error
+        field, complaint = json_codec.first_complaint(error)
+        raise InvalidInputError(complaint, field=field) from error
 
 
 async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -454,7 +451,6 @@ async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]])
     if task is None or task.done():
         task = asyncio.ensure_future(work())
         setattr(session, slot, task)
-        session._background.add(task)
-        task.add_done_callback(session._background.discard)
+        session.keep(task)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)

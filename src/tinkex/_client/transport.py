@@ -38,7 +38,7 @@ from tinkex.errors import (
 
 from .auth import Auth
 from .budget import Budget, slots
-from .http1 import HTTP1Client
+from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
 from .retry import DISPATCH_WINDOW, Clock, HTTPRetryPolicy, retrying
 
@@ -198,12 +198,7 @@ class Transport:
         self._check_open()
         if self.auth.stale and operation is not _EXCHANGE:
             await self.auth.ensure()
-        sent = {
-            "x-api-key": self.auth.credential,
-            "x-stainless-retry-count": str(attempt),
-            **self._headers,
-            **headers,
-        }
+        sent = {**self.headers(attempt), **headers}
         timeout = self._timeout(operation, deadline)
         if timeout <= 0:  # what nobody waits for any more is not sent
             raise APITimeoutError(HTTPRequest(operation.method, url), "No time was left to ask.")
@@ -303,16 +298,22 @@ class Transport:
                     self.notices.end(flight)
             yield _Streamed(response, method, url)
 
+    @staticmethod
+    async def read_stream(response: Any) -> RawResponse:
+        """The rest of a stream that turned out not to be wanted as one."""
+        content = b"".join([bytes(part) async for part in response.content])
+        return HTTP1Response(response.status, _lower(response.headers), content)
+
     # -- details -----------------------------------------------------------------------------
 
     def new_idempotency_key(self) -> str:
         return f"tinkex-{self._nonce}-{next(self._counter):x}"
 
-    def headers(self) -> dict[str, str]:
-        """The headers of a first attempt, credential included."""
+    def headers(self, attempt: int = 0) -> dict[str, str]:
+        """The headers every request has, credential included."""
         return {
             "x-api-key": self.auth.credential,
-            "x-stainless-retry-count": "0",
+            "x-stainless-retry-count": str(attempt),
             **self._headers,
         }
 

@@ -30,7 +30,7 @@ from tinkex.types.training import (
     OptimStepRequest,
 )
 
-__all__ = ["decode", "encode", "from_object", "parse"]
+__all__ = ["decode", "encode", "first_complaint", "from_object", "parse"]
 
 T = TypeVar("T")
 
@@ -203,10 +203,15 @@ def from_object(value: Any, kind: type[T]) -> T:
         raise DecodeError(str(error)) from error
 
 
-def _decode_error(error: ValidationError) -> DecodeError:
+def first_complaint(error: ValidationError) -> tuple[str | None, str]:
+    """The field and the fault that pydantic names first; never the value, which may be a secret."""
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(map(str, first["loc"])) or "body"
-    return DecodeError(first["msg"].removeprefix("Value error, "), field=field)
+    return ".".join(map(str, first["loc"])) or None, first["msg"].removeprefix("Value error, ")
+
+
+def _decode_error(error: ValidationError) -> DecodeError:
+    field, complaint = first_complaint(error)
+    return DecodeError(complaint, field=field or "body")
 
 
 def _list(value: Any, field: str) -> list[Any]:

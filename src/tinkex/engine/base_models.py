@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.engine import smollm2
+from tinkex.engine.files import flush
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
         make(unfinished)
         if os.name == "posix":  # elsewhere a directory cannot be opened
             for path in (*unfinished.iterdir(), unfinished):
-                _flush(path)
+                flush(path)
         try:
             unfinished.replace(target)
         except OSError:
@@ -198,14 +199,6 @@ def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _download(source: str, progress: Progress) -> Path:

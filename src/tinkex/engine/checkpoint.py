@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
+from .files import flush
 from .lora import Adapter
 from .optim import AdamW
 from .values import LoraSpec
@@ -94,8 +94,8 @@ def _write(target: Path, adapter: Adapter, base_model: str, optimizer: AdamW | N
     }
     (target / _MANIFEST).write_text(json.dumps(manifest, indent=2))
     for file in target.iterdir():
-        _flush(file)
-    _flush(target)
+        flush(file)
+    flush(target)
 
 
 def _peft_config(adapter: Adapter, base_model: str) -> dict[str, Any]:
@@ -130,14 +130,6 @@ def _replace(scratch: Path, directory: Path) -> None:
         older.replace(directory)
         raise
     shutil.rmtree(older, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(file: Path) -> str:

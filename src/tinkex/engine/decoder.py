@@ -37,8 +37,20 @@ class Decoder(Protocol):
     def step(self, tokens_B: Tensor, lengths_B: Tensor, groups: Sequence[Rows]) -> Tensor:
         """Read one token in each of the first B slots; the logits after it."""
 
+    def prompt_logits(self, hidden: Tensor, adapter: Adapter | None) -> Tensor:
+        """The logits after each hidden state that `prefill` gave."""
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Make one slot's state another's."""
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Make room for so many sequences of such a length."""
+
+    def release(self) -> None:
+        """Give the memory back; no sequence is left."""
+
+    def forget(self, adapter: Adapter) -> None:
+        """Drop what was prepared for an adapter that is gone."""
 
 
 def decoder_for(base: LanguageModel) -> Decoder:

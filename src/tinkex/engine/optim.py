@@ -55,9 +55,6 @@ class AdamW:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state(self) -> dict[str, list[Tensor]]:
-        return {"first": self.first, "second": self.second}
-
 
 def _global_norm(tensors: list[Tensor]) -> float:
     norms = torch._foreach_norm(tensors)

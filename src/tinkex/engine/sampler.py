@@ -75,7 +75,7 @@ class Sampler:
         prefill_tokens: int = 2048,
     ) -> None:
         self._base = base
-        self._decoder: Any = decoder_for(base)
+        self._decoder = decoder_for(base)
         self._end_tokens = frozenset(end_tokens)
         self._detokenize = detokenize
         self._max_sequences = max_sequences
@@ -140,7 +140,7 @@ class Sampler:
         if admitted:
             self._read_prompts(admitted, events)
         if self._running:
-            self._draw_from(self._advance(), events)
+            self._draw(list(self._running), self._advance(), events)
         if not self.busy:
             self._decoder.release()
         return events
@@ -229,9 +229,6 @@ class Sampler:
                 for adapter, where in rows.values()
             )
         return self._groups
-
-    def _draw_from(self, logits: Tensor, events: list[SampleEvent]) -> None:
-        self._draw(list(self._running), logits, events)
 
     # -- drawing -----------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -116,7 +115,6 @@ class SampledResult:
     topk_prompt: tuple[Array, Array] | None = None
     topk_sampled: list[tuple[Array, Array]] | None = None
     target_prompt_logprobs: Array | None = None
-    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +127,3 @@ class SampleEvent:
     index: int = 0
     token: int | None = None
     logprob: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """Where a sampler's weights come from: a saved adapter, or the base model alone."""
-
-    base_model: str
-    directory: Path | None = None
