@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from tinkex.errors import InvalidInputError, NotFoundError
 
 from . import base_models, checkpoint
 from .base_models import BaseModel
+from .checks import check_base, check_same_base
 from .lora import Adapter, LoraLinear
 from .sampler import Sampler
 from .trainer import LanguageModel, TrainedModel, run_pass
@@ -32,7 +33,6 @@ TOKEN_BUDGET = 512
 class _Loaded:
     """A base model in memory and the sampler on it."""
 
-    model: BaseModel
     language: LanguageModel
     sampler: Sampler
 
@@ -57,9 +57,9 @@ class TorchEngine:
     ) -> None:
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
-        self._detokenize = detokenize or _no_text
+        self._detokenize = detokenize
         self._token_budget = token_budget
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[Path, _Loaded] = {}  # by directory: two names of one model share it
         self._models: dict[str, tuple[str, TrainedModel]] = {}
         self._samplers: dict[str, _OpenSampler] = {}
 
@@ -110,18 +110,22 @@ class TorchEngine:
         directory: Path | None = None,
     ) -> None:
         """Freeze what is to be sampled from: a model as it is now, a checkpoint, or the base model."""
+        self._known_model(base_model)
         adapter = None
         if model_id is not None:
-            adapter = self._model(model_id).adapter.frozen_copy()
+            trained_on, model = self._named(model_id)
+            check_same_base(base_model, trained_on)
+            adapter = model.adapter.frozen_copy()
         elif directory is not None:
             layers = self._base(base_model).language.layers
             adapter = self._adapter(checkpoint.load(directory), layers).frozen_copy()
+        self.close_sampler(sampler_id)
         self._samplers[sampler_id] = _OpenSampler(base_model, adapter)
 
     def close_sampler(self, sampler_id: str) -> None:
         closed = self._samplers.pop(sampler_id, None)
-        if closed is not None and closed.adapter is not None and closed.base_model in self._loaded:
-            self._loaded[closed.base_model].sampler.forget(closed.adapter)
+        if closed is not None and closed.adapter is not None:
+            self._base(closed.base_model).sampler.forget(closed.adapter)
 
     def add_sample(self, job_id: str, job: SampleJob) -> None:
         """Queue a job for its sampler; a mistake in it is raised here."""
@@ -150,24 +154,27 @@ class TorchEngine:
 
     # -- what is there -----------------------------------------------------------------------
 
+    def load(self, base_model: str) -> None:
+        """Bring a base model into memory ahead of its first use."""
+        self._base(base_model)
+
+    def _known_model(self, name: str) -> BaseModel:
+        check_base(name, self._known)
+        return self._known[name]
+
     def _base(self, name: str) -> _Loaded:
         """A base model, loaded when it is first needed."""
-        if name not in self._known:
-            known = ", ".join(self._known) or "none"
-            raise InvalidInputError(
-                f"this service does not have {name!r:.200}; it has {known}", field="base_model"
-            )
-        if name not in self._loaded:
-            model = self._known[name]
+        model = self._known_model(name)
+        if model.directory not in self._loaded:
             network = base_models.load(model, device=self._device, dtype=self._dtype)
             language = LanguageModel(network, context_length=model.context_length)
             sampler = Sampler(
                 language,
                 end_tokens=model.eos_token_ids,
-                detokenize=lambda ids: self._detokenize(model, ids),
+                detokenize=self._detokenize and partial(self._detokenize, model),
             )
-            self._loaded[name] = _Loaded(model, language, sampler)
-        return self._loaded[name]
+            self._loaded[model.directory] = _Loaded(language, sampler)
+        return self._loaded[model.directory]
 
     def _named(self, model_id: str) -> tuple[str, TrainedModel]:
         if model_id not in self._models:
@@ -186,7 +193,3 @@ class TorchEngine:
                     field="path",
                 )
         return Adapter.of_tensors(saved.spec, saved.tensors, self._device, self._dtype)
-
-
-def _no_text(_: Any, __: Sequence[int]) -> str:
-    raise InvalidInputError("stop strings need a tokenizer", field="stop")

@@ -11,15 +11,14 @@ multiplying.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from tinkex.errors import InvalidInputError
+from .checks import Loss
 
-__all__ = ["LOSSES", "Loss", "check_loss", "loss_sum"]
+__all__ = ["TERMS", "loss_sum"]
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -69,63 +68,20 @@ def _ratio(logp: Tensor, inputs: Inputs) -> Tensor:
     return (logp - inputs["logprobs"]).exp()
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss, the inputs it cannot do without, and its settings with their defaults.
-
-    `whole_sequences` marks one whose terms are not independent of each other: it needs all positions of an
-    example at once.
-    """
-
-    terms: Callable[[Tensor, Inputs, Config], Tensor]
-    required: tuple[str, ...] = ()
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    soft_targets: bool = False
-    whole_sequences: bool = False
-
-
-_RL: Final = ("logprobs", "advantages")
-
-LOSSES: Final[Mapping[str, Loss]] = {
-    "cross_entropy": Loss(_cross_entropy, soft_targets=True),
-    "importance_sampling": Loss(_importance_sampling, _RL),
-    "ppo": Loss(_ppo, _RL, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    "cispo": Loss(_cispo, _RL, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    "dro": Loss(_dro, _RL, {"beta": 0.05}),
-    "gspo": Loss(
-        _gspo,
-        (*_RL, "sequence_ratio_mask"),
-        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-        whole_sequences=True,
-    ),
+#: The loss at each position, before weights; what else there is to know of a loss is in `checks`.
+TERMS: Final[Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]]] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
 }
-
-
-def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
-    """The loss called `name` and its complete settings; what it does not know is refused by name."""
-    loss = LOSSES.get(name)
-    if loss is None:
-        raise InvalidInputError(
-            f"unknown loss {name!r:.80}; this service has {', '.join(LOSSES)}", field="loss_fn"
-        )
-    settings = dict(loss.defaults)
-    for key, value in config.items():
-        if key not in settings:
-            known = ", ".join(settings) or "none"
-            raise InvalidInputError(
-                f"{name} has no setting {key!r:.80}; it has {known}", field="loss_fn_config"
-            )
-        if isinstance(value, str):
-            raise InvalidInputError(f"{key} must be a number", field="loss_fn_config")
-        settings[key] = float(value)
-    return loss, settings
 
 
 def loss_sum(loss: Loss, logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """The sum of the loss over all positions, each times its weight."""
-    weights = inputs.get("weights")
-    if weights is None:
-        return loss.terms(logp, inputs, config).sum()
+    weights = inputs["weights"]
     counted = weights != 0
     if not loss.whole_sequences:
         # Masking the result is not enough: an infinity behind the mask comes back as a NaN gradient.
@@ -134,4 +90,4 @@ def loss_sum(loss: Loss, logp: Tensor, inputs: Inputs, config: Config) -> Tensor
             **inputs,
             **{name: torch.where(counted, inputs[name], 0.0) for name in loss.required},
         }
-    return torch.where(counted, loss.terms(logp, inputs, config) * weights, 0.0).sum()
+    return torch.where(counted, TERMS[loss.name](logp, inputs, config) * weights, 0.0).sum()

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.errors import InvalidInputError
-
+from .checks import check_job
 from .decoder import decoder_for
 from .llama import Rows
 from .lora import Adapter
@@ -28,6 +27,8 @@ __all__ = ["Sampler"]
 #: Positions whose logits exist at one time while prompts are scored.
 _LOGIT_ROWS: Final = 256
 _EMPTY: Final = -99999.0
+#: Below this temperature only the likeliest token has a chance, and logits divided by it would overflow.
+_COLDEST: Final = 1e-30
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Sampler:
         base: LanguageModel,
         *,
         end_tokens: Sequence[int],
-        detokenize: Callable[[Sequence[int]], str],
+        detokenize: Callable[[Sequence[int]], str] | None = None,
         max_sequences: int = 64,
         prefill_tokens: int = 2048,
     ) -> None:
@@ -83,6 +84,7 @@ class Sampler:
         self._waiting: deque[_Request] = deque()
         self._running: list[_Sequence] = []
         self._groups: tuple[Rows, ...] | None = None
+        self._closed: list[Adapter] = []
 
     @property
     def busy(self) -> bool:
@@ -97,7 +99,12 @@ class Sampler:
 
     def add(self, job_id: str, job: SampleJob, adapter: Adapter | None) -> None:
         """Queue a job; a mistake in it is raised here."""
-        self._check(job)
+        check_job(
+            job,
+            vocab_size=self._base.vocab_size,
+            context_length=self._base.context_length,
+            detokenize=self._detokenize,
+        )
         limit = self._base.context_length - len(job.prompt_T)
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
@@ -109,27 +116,21 @@ class Sampler:
         for sequence in self._running:
             if sequence.request.job_id == job_id:
                 sequence.request.cancelled = True
+        self._forget_closed()
 
     def forget(self, adapter: Adapter) -> None:
-        self._decoder.forget(adapter)
+        """Give up what is kept for an adapter; what is under way with it goes on."""
+        self._closed.append(adapter)
+        self._forget_closed()
 
-    def _check(self, job: SampleJob) -> None:
-        prompt = job.prompt_T
-        if not len(prompt):
-            raise InvalidInputError("has no tokens", field="prompt")
-        if len(prompt) >= self._base.context_length:
-            raise InvalidInputError(
-                f"has {len(prompt)} tokens; the model's context of {self._base.context_length} "
-                "leaves no room for a sample",
-                field="prompt",
-            )
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._base.vocab_size:
-            raise InvalidInputError(
-                f"token {low if low < 0 else high} is outside the vocabulary of "
-                f"{self._base.vocab_size}",
-                field="prompt",
-            )
+    def _forget_closed(self) -> None:
+        """Drop what was prepared for adapters that are gone, once nobody samples from them any more."""
+        requests = [*self._waiting, *(sequence.request for sequence in self._running)]
+        used = {id(request.adapter) for request in requests}
+        for adapter in self._closed:
+            if id(adapter) not in used:
+                self._decoder.forget(adapter)
+        self._closed = [adapter for adapter in self._closed if id(adapter) in used]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -143,6 +144,8 @@ class Sampler:
             self._draw(list(self._running), self._advance(), events)
         if not self.busy:
             self._decoder.release()
+        if self._closed:
+            self._forget_closed()
         return events
 
     def _admit(self) -> list[_Request]:
@@ -272,7 +275,7 @@ class Sampler:
 
     def _stop_text(self, sequence: _Sequence) -> bool:
         texts = sequence.request.job.stop_texts
-        if not texts:
+        if not texts or self._detokenize is None:
             return False
         # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
         window = max(len(text.encode()) for text in texts) + 4
@@ -336,7 +339,8 @@ def _random(job: SampleJob, index: int) -> np.random.Generator:
     """Chance for one sequence: its own, and the same again for the same seed."""
     if job.seed is None:
         return np.random.Generator(np.random.Philox())
-    return np.random.Generator(np.random.Philox(key=[job.seed & (2**64 - 1), index]))
+    key = (job.seed & (2**64 - 1), index)
+    return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
 
 
 def _choose(
@@ -344,7 +348,9 @@ def _choose(
 ) -> tuple[list[int], list[float], Tensor]:
     """Draw a token for each row; its logprob is that of the temperature-scaled distribution."""
     jobs = [sequence.request.job for sequence in sequences]
-    temperatures = torch.tensor([job.temperature if job.temperature > 0 else 1.0 for job in jobs])
+    temperatures = torch.tensor(
+        [max(job.temperature, _COLDEST) if job.temperature > 0 else 1.0 for job in jobs]
+    )
     if bool((temperatures != 1).any()):
         logits_BV = logits_BV / temperatures[:, None]
     logp_BV = logits_BV - logits_BV.logsumexp(-1, keepdim=True)
@@ -391,14 +397,18 @@ def _topk(logp_NV: Tensor, k: int) -> tuple[Array, Array]:
 
 def _result(request: _Request) -> SampledResult:
     result = request.prompt or SampledResult([], [], [])
-    for sequence in sorted(request.sequences, key=lambda sequence: sequence.index):
+    sequences = sorted(request.sequences, key=lambda sequence: sequence.index)
+    for sequence in sequences:
         result.tokens.append(np.array(sequence.tokens, np.int32))
         result.logprobs.append(np.array(sequence.logprobs, np.float32))
         result.stop_reasons.append(sequence.stop_reason)
-        if request.job.topk_sample_logprobs:
-            ids, values = zip(*sequence.topk, strict=True) if sequence.topk else ((), ())
-            result.topk_sampled = [
-                *(result.topk_sampled or []),
-                (np.concatenate(ids), np.concatenate(values)),
-            ]
+    k = request.job.topk_sample_logprobs
+    if k:
+        result.topk_sampled = [
+            (
+                np.array([ids for ids, _ in sequence.topk], np.int32).reshape(-1, k),
+                np.array([values for _, values in sequence.topk], np.float32).reshape(-1, k),
+            )
+            for sequence in sequences
+        ]
     return result

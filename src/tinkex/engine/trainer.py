@@ -6,7 +6,7 @@ another, D hidden size, V vocabulary, K targets per position.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.errors import InvalidInputError
-
 from .batching import micro_batches
+from .checks import Loss, check_examples, check_loss
 from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
-from .losses import Loss, check_loss, loss_sum
+from .losses import loss_sum
 from .optim import AdamW
 from .values import Array, Example, PassResult, TrainingPass
 
-__all__ = ["LanguageModel", "TrainedModel", "check_examples", "run_pass"]
+__all__ = ["LanguageModel", "TrainedModel", "run_pass"]
 
 #: Positions whose logits exist at one time: a vocabulary of 49k makes 50 MB of 256 of them.
 _LOGIT_ROWS: Final = 256
@@ -77,57 +76,6 @@ class TrainedModel:
         self.optimizer = AdamW(self.adapter.parameters())
 
 
-def check_examples(examples: Sequence[Example], loss: Loss, base: LanguageModel) -> None:
-    """Refuse what cannot be trained on, by the index of the datum and the name of the input."""
-    if not examples:
-        raise InvalidInputError("is empty", field="data")
-    for index, example in enumerate(examples):
-        _check_tokens(example.tokens_T, base, f"data.{index}.model_input")
-        targets = example.inputs.get("target_tokens")
-        if targets is None:
-            raise InvalidInputError("is required", field=f"data.{index}.target_tokens")
-        if targets.ndim == 2 and not loss.soft_targets:
-            raise InvalidInputError(
-                "this loss takes one target per position", field=f"data.{index}.target_tokens"
-            )
-        if targets.ndim not in {1, 2} or len(targets) != example.length:
-            raise InvalidInputError(
-                f"has shape {list(targets.shape)} for an input of {example.length} tokens",
-                field=f"data.{index}.target_tokens",
-            )
-        _check_ids(targets, base.vocab_size, f"data.{index}.target_tokens")
-        for name in (*loss.required, "weights"):
-            values = example.inputs.get(name)
-            if values is None:
-                if name != "weights":
-                    raise InvalidInputError("is required", field=f"data.{index}.{name}")
-            elif values.shape != targets.shape:
-                raise InvalidInputError(
-                    f"has shape {list(values.shape)}, target_tokens has {list(targets.shape)}",
-                    field=f"data.{index}.{name}",
-                )
-
-
-def _check_tokens(tokens: Array, base: LanguageModel, field_name: str) -> None:
-    if not len(tokens):
-        raise InvalidInputError("has no tokens", field=field_name)
-    if len(tokens) > base.context_length:
-        raise InvalidInputError(
-            f"has {len(tokens)} tokens, the model's context is {base.context_length}",
-            field=field_name,
-        )
-    _check_ids(tokens, base.vocab_size, field_name)
-
-
-def _check_ids(tokens: Array, vocab_size: int, field_name: str) -> None:
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise InvalidInputError(
-            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}",
-            field=field_name,
-        )
-
-
 def run_pass(
     model: TrainedModel, request: TrainingPass, token_budget: int
 ) -> Generator[None, None, PassResult]:
@@ -136,14 +84,18 @@ def run_pass(
     Gradients are added to what has accumulated only when the whole pass succeeded.
     """
     loss, settings = check_loss(request.loss_fn, request.config)
-    check_examples(request.examples, loss, model.base)
+    check_examples(
+        request.examples,
+        loss,
+        vocab_size=model.base.vocab_size,
+        context_length=model.base.context_length,
+    )
     accumulated = [parameter.grad for parameter in model.optimizer.parameters]
     model.optimizer.clear()
     logprobs: list[Array] = [np.empty(0, np.float32)] * len(request.examples)
     total = 0.0
     try:
-        lengths = [example.length for example in request.examples]
-        for group in micro_batches(lengths, token_budget):
+        for group in _groups(request.examples, token_budget):
             examples = [request.examples[index] for index in group]
             batch_loss, batch_logprobs = _run_batch(
                 model, examples, loss, settings, request.backward
@@ -156,7 +108,18 @@ def run_pass(
         _restore(model.optimizer.parameters, accumulated, keep_new=False)
         raise
     _restore(model.optimizer.parameters, accumulated, keep_new=request.backward)
-    return PassResult(logprobs, {"loss:sum": total, "tokens:sum": float(sum(lengths))})
+    tokens = sum(example.length for example in request.examples)
+    return PassResult(logprobs, {"loss:sum": total, "tokens:sum": float(tokens)})
+
+
+def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int]]:
+    """Micro-batches of examples that have the same number of targets per position."""
+    by_width: dict[tuple[int, ...], list[int]] = {}
+    for index, example in enumerate(examples):
+        by_width.setdefault(example.inputs["target_tokens"].shape[1:], []).append(index)
+    for members in by_width.values():
+        for group in micro_batches([examples[index].length for index in members], token_budget):
+            yield [members[position] for position in group]
 
 
 def _restore(
@@ -178,12 +141,12 @@ def _run_batch(
 ) -> tuple[float, list[Array]]:
     base = model.base
     tokens_BT, real_BT = _padded([example.tokens_T for example in examples], base.device)
-    inputs = _flat_inputs(examples, base.device)
+    inputs = _flat_inputs(examples, loss, base.device)
     with torch.set_grad_enabled(backward), model.adapter.switched_on(base.layers):
         hidden_ND = base.hidden(tokens_BT, model.adapter)[real_BT]
         leaf_ND = hidden_ND.detach().requires_grad_(backward)
         total, logp = _unembed(base, leaf_ND, inputs, loss, settings, backward)
-        if backward:
+        if hidden_ND.requires_grad:  # not where the unembedding alone is trained
             hidden_ND.backward(leaf_ND.grad)  # type: ignore[no-untyped-call]
     pieces = torch.split(logp, [example.length for example in examples])
     return total, [piece.cpu().numpy() for piece in pieces]
@@ -226,14 +189,15 @@ def _padded(sequences: Sequence[Array], device: Any) -> tuple[Tensor, Tensor]:
     return tokens.to(device), real.to(device)
 
 
-def _flat_inputs(examples: Sequence[Example], device: Any) -> dict[str, Tensor]:
-    """The inputs of all examples one after another; an input that one lacks is dropped for all."""
-    names = set.intersection(*(set(example.inputs) for example in examples))
-    flat = {
-        name: torch.from_numpy(np.concatenate([example.inputs[name] for example in examples])).to(
-            device
-        )
-        for name in names
-    }
-    owners = np.repeat(np.arange(len(examples)), [example.length for example in examples])
-    return flat | {"example": torch.from_numpy(owners).to(device)}
+def _flat_inputs(examples: Sequence[Example], loss: Loss, device: Any) -> dict[str, Tensor]:
+    """What the loss reads of all examples, one after another; without weights, each position counts once."""
+    targets = [example.inputs["target_tokens"] for example in examples]
+    read = {name: [example.inputs[name] for example in examples] for name in loss.required}
+    read["weights"] = [
+        example.inputs.get("weights", np.ones(own.shape))
+        for example, own in zip(examples, targets, strict=True)
+    ]
+    flat = {name: np.concatenate(parts).astype(np.float32) for name, parts in read.items()}
+    flat["target_tokens"] = np.concatenate(targets).astype(np.int64)
+    flat["example"] = np.repeat(np.arange(len(examples)), [example.length for example in examples])
+    return {name: torch.from_numpy(array).to(device) for name, array in flat.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 __all__ = ["GAP_LIMIT", "Candidate", "Sequencer", "choose"]
 
@@ -77,6 +77,14 @@ class Sequencer(Generic[T]):
             self._gap_since = now
         return self._gap_since + GAP_LIMIT
 
+    def drain(self) -> list[T]:
+        """All that is in line, taken out of it."""
+        left = [self._pending[seq_id] for seq_id in sorted(self._pending)]
+        left += [request for _, request in self._unnumbered]
+        self._pending.clear()
+        self._unnumbered.clear()
+        return left
+
     def __len__(self) -> int:
         return len(self._pending) + len(self._unnumbered)
 
@@ -105,7 +113,7 @@ class Candidate:
     since: float
 
 
-def choose(candidates: Iterable[Candidate], served: Mapping[Hashable, float]) -> Candidate | None:
+def choose(candidates: Iterable[Candidate], served: Mapping[Any, float]) -> Candidate | None:
     """The next model to serve: of the key that has had least, the one that has waited longest."""
     return min(
         candidates,

@@ -1,4 +1,4 @@
-"""Facts the service keeps: sessions, training runs, checkpoints, samplers. Bodies are the journal's.
+"""Facts the service keeps: sessions, training runs, checkpoints, samplers, and what was used. Bodies are the journal's.
 
 SQLAlchemy Core on SQLite or PostgreSQL; the same statements on both. Every method is one transaction. Rows come
 back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold what users attached.
@@ -6,20 +6,35 @@ back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine, make_url
 
 from tinkex.types import CheckpointType
 
-__all__ = ["CheckpointRow", "RunRow", "SamplerRow", "SessionRow", "Store"]
+__all__ = [
+    "AuditRow",
+    "CheckpointRow",
+    "Database",
+    "RunRow",
+    "SamplerRow",
+    "SessionRow",
+    "Store",
+    "TelemetryRow",
+    "UsageRow",
+]
 
 R = TypeVar("R")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _metadata = sa.MetaData()
 
@@ -95,6 +110,37 @@ _samplers = sa.Table(
     sa.Column("clones", sa.Integer, nullable=False, default=0),
     sa.Column("created_at", _UTC, nullable=False),
 )
+_usage = sa.Table(
+    "usage",
+    _metadata,
+    sa.Column("bucket_start", _UTC, primary_key=True),
+    sa.Column("owner", sa.String, primary_key=True),
+    sa.Column("session_id", sa.String, primary_key=True),
+    sa.Column("base_model", sa.String, primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("count", sa.BigInteger, nullable=False),
+)
+_audit = sa.Table(
+    "audit",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("at", _UTC, nullable=False, index=True),
+    sa.Column("owner", sa.String, nullable=False),
+    sa.Column("topic", sa.String, nullable=False),
+    sa.Column("event", sa.String, nullable=False),
+    sa.Column("details", sa.JSON, nullable=False),
+    sa.Column("run_id", sa.String),
+    sa.Column("tinker_path", sa.String),
+)
+_telemetry = sa.Table(
+    "telemetry",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("received_at", _UTC, nullable=False, index=True),
+    sa.Column("owner", sa.String, nullable=False),
+    sa.Column("session_id", sa.String, nullable=False, index=True),
+    sa.Column("event", sa.JSON, nullable=False),
+)
 _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
 
 #: Statements that bring a database from each version to the next; a new database gets the newest at once.
@@ -154,6 +200,37 @@ class SamplerRow:
     clones: int = 0
 
 
+@dataclass(frozen=True)
+class UsageRow:
+    """How much of something was used within one hour."""
+
+    bucket_start: datetime
+    owner: str
+    session_id: str
+    base_model: str
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    at: datetime
+    owner: str
+    topic: str
+    event: str
+    details: Mapping[str, Any]
+    run_id: str | None = None
+    tinker_path: str | None = None
+
+
+@dataclass(frozen=True)
+class TelemetryRow:
+    received_at: datetime
+    owner: str
+    session_id: str
+    event: Mapping[str, Any]
+
+
 class Store:
     """The database of one service; `open` makes or migrates its tables."""
 
@@ -178,6 +255,10 @@ class Store:
                 for statement in statements:
                     connection.execute(sa.text(statement))
             connection.execute(_version.update().values(version=SCHEMA_VERSION))
+
+    @property
+    def is_open(self) -> bool:
+        return self._engine is not None
 
     def close(self) -> None:
         if self._engine is not None:
@@ -211,20 +292,56 @@ class Store:
     def update_session(self, session_id: str, **changes: Any) -> bool:
         return self._update(_sessions, _sessions.c.session_id == session_id, changes)
 
+    def search_sessions(
+        self,
+        *,
+        owners: Sequence[str] | None = None,
+        project_ids: Sequence[str] | None = None,
+        before: tuple[datetime, str] | None = None,
+        limit: int,
+    ) -> list[SessionRow]:
+        """The newest sessions that fit, older than `before`."""
+        statement = sa.select(_sessions)
+        if owners is not None:
+            statement = statement.where(_sessions.c.owner.in_(owners))
+        if project_ids is not None:
+            statement = statement.where(_sessions.c.project_id.in_(project_ids))
+        if before is not None:
+            at, session_id = before
+            older = _sessions.c.created_at < at
+            tied = sa.and_(_sessions.c.created_at == at, _sessions.c.session_id < session_id)
+            statement = statement.where(sa.or_(older, tied))
+        order = _sessions.c.created_at.desc(), _sessions.c.session_id.desc()
+        with self._transaction() as connection:
+            rows = connection.execute(statement.order_by(*order).limit(limit))
+            return [_made(SessionRow, row) for row in rows]
+
     # -- runs --------------------------------------------------------------------------------
 
     def add_run(self, run: RunRow) -> None:
-        self._insert(_runs, run)
+        """Keep a run; one that is there already stays as it is."""
+        with self._transaction() as connection:
+            if _first(connection, RunRow, _runs, _runs.c.run_id == run.run_id) is None:
+                connection.execute(_runs.insert().values(_values(run)))
 
     def run(self, run_id: str) -> RunRow | None:
         with self._transaction() as connection:
             return _first(connection, RunRow, _runs, _runs.c.run_id == run_id)
 
-    def runs(self, owner: str | None, *, limit: int, offset: int) -> tuple[list[RunRow], int]:
+    def runs(
+        self, owner: str | None, *, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[RunRow], int]:
         """A page of runs, the last used first, and how many there are."""
+        where = None
+        if project_id is not None:
+            of_project = sa.select(_sessions.c.session_id).where(
+                _sessions.c.project_id == project_id
+            )
+            where = _runs.c.session_id.in_(of_project)
         with self._transaction() as connection:
-            page = _page(connection, RunRow, _runs, owner, _runs.c.last_request_at, limit, offset)
-            return page, _count(connection, _runs, owner)
+            order = _runs.c.last_request_at
+            page = _page(connection, RunRow, _runs, owner, order, limit, offset, where)
+            return page, _count(connection, _runs, owner, where)
 
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         with self._transaction() as connection:
@@ -271,6 +388,24 @@ class Store:
             done = connection.execute(_checkpoints.delete().where(_named(run_id, kind, name)))
             return done.rowcount > 0
 
+    def storage(self, owner: str, project_id: str | None) -> list[tuple[str | None, int, int]]:
+        """Projects of an owner, with the number and the bytes of their checkpoints."""
+        project = _sessions.c.project_id
+        size = sa.func.coalesce(sa.func.sum(_checkpoints.c.size_bytes), 0)
+        statement = (
+            sa.select(project, sa.func.count(), size)
+            .select_from(_checkpoints.join(_runs).join(_sessions))
+            .where(_checkpoints.c.owner == owner)
+            .group_by(project)
+            .order_by(project)
+        )
+        if project_id is not None:
+            statement = statement.where(project == project_id)
+        with self._transaction() as connection:
+            return [
+                (name, count, int(total)) for name, count, total in connection.execute(statement)
+            ]
+
     def expired_checkpoints(self, now: datetime) -> list[CheckpointRow]:
         with self._transaction() as connection:
             due = _checkpoints.c.expires_at <= now
@@ -307,6 +442,63 @@ class Store:
             )
             number: int | None = connection.scalar(statement)
             return number
+
+    # -- what was used, done and told ----------------------------------------------------------
+
+    def add_usage(self, rows: Sequence[UsageRow]) -> None:
+        """Add to what was used; rows of the same hour and kind are one."""
+        with self._transaction() as connection:
+            for row in rows:
+                values = _values(row)
+                count = values.pop("count")
+                same = sa.and_(*(_usage.c[name] == value for name, value in values.items()))
+                more = _usage.update().where(same).values(count=_usage.c.count + count)
+                if not connection.execute(more).rowcount:
+                    connection.execute(_usage.insert().values(_values(row)))
+
+    def usage(self, owner: str | None, start: datetime, end: datetime) -> list[UsageRow]:
+        within = sa.and_(_usage.c.bucket_start >= start, _usage.c.bucket_start < end)
+        if owner is not None:
+            within = sa.and_(within, _usage.c.owner == owner)
+        with self._transaction() as connection:
+            return _all(connection, UsageRow, _usage, within, _usage.c.bucket_start)
+
+    def add_audit(self, row: AuditRow) -> None:
+        self._insert(_audit, row)
+
+    def audit(
+        self, owner: str, *, topic: str | None, start: datetime, end: datetime, limit: int = 10_000
+    ) -> list[AuditRow]:
+        where = sa.and_(_audit.c.owner == owner, _audit.c.at >= start, _audit.c.at < end)
+        if topic is not None:
+            where = sa.and_(where, _audit.c.topic == topic)
+        columns = [_audit.c[field.name] for field in fields(AuditRow)]
+        statement = sa.select(*columns).where(where).order_by(_audit.c.id).limit(limit)
+        with self._transaction() as connection:
+            return [_made(AuditRow, row) for row in connection.execute(statement)]
+
+    def add_telemetry(self, rows: Sequence[TelemetryRow]) -> None:
+        with self._transaction() as connection:
+            connection.execute(_telemetry.insert(), [_values(row) for row in rows])
+
+    def telemetry(self, owner: str, session_id: str, *, limit: int = 1000) -> list[TelemetryRow]:
+        """What a session's clients reported, in the order in which it came."""
+        where = sa.and_(_telemetry.c.owner == owner, _telemetry.c.session_id == session_id)
+        columns = [_telemetry.c[field.name] for field in fields(TelemetryRow)]
+        statement = sa.select(*columns).where(where).order_by(_telemetry.c.id).limit(limit)
+        with self._transaction() as connection:
+            return [_made(TelemetryRow, row) for row in connection.execute(statement)]
+
+    def forget_telemetry(self, before: datetime) -> None:
+        with self._transaction() as connection:
+            connection.execute(_telemetry.delete().where(_telemetry.c.received_at < before))
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many sessions, runs and checkpoints there are."""
+        with self._transaction() as connection:
+            tables = (_sessions, _runs, _checkpoints)
+            sessions, runs, checkpoints = (_count(connection, table, None) for table in tables)
+            return sessions, runs, checkpoints
 
     # -- how -----------------------------------------------------------------------------------
 
@@ -365,18 +557,23 @@ def _page(
     order: Any,
     limit: int,
     offset: int,
+    where: Any = None,
 ) -> list[R]:
     keys = [column.desc() for column in table.primary_key]  # ties must not move between pages
     statement = sa.select(table).order_by(order.desc(), *keys).limit(limit).offset(offset)
     if owner is not None:
         statement = statement.where(table.c.owner == owner)
+    if where is not None:
+        statement = statement.where(where)
     return [_made(kind, row) for row in connection.execute(statement)]
 
 
-def _count(connection: Connection, table: sa.Table, owner: str | None) -> int:
+def _count(connection: Connection, table: sa.Table, owner: str | None, where: Any = None) -> int:
     statement = sa.select(sa.func.count()).select_from(table)
     if owner is not None:
         statement = statement.where(table.c.owner == owner)
+    if where is not None:
+        statement = statement.where(where)
     return connection.scalar(statement) or 0
 
 
@@ -388,3 +585,19 @@ def _named(run_id: str, kind: str, name: str) -> Any:
 
 def _is(checkpoint: CheckpointRow) -> Any:
     return _named(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+
+
+class Database:
+    """The store from inside the event loop: one thread of its own does one thing after another."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-store")
+
+    async def __call__(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, partial(method, *args, **options))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.store.close()

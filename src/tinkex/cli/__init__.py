@@ -1,0 +1,1 @@
+"""The `tinkex` command. Groups load when they are used."""

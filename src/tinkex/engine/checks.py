@@ -1,0 +1,188 @@
+"""What is refused, and under which name: decided here once, so that every engine refuses the same.
+
+Plain values only: a mistake in a request can be seen without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tinkex.errors import InvalidInputError
+
+from .values import Array, Example, SampleJob
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "check_base",
+    "check_examples",
+    "check_job",
+    "check_loss",
+    "check_same_base",
+]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss by name, the inputs it cannot do without, and its settings with their defaults.
+
+    `whole_sequences` marks one whose terms are not independent of each other: it needs all positions of an
+    example at once.
+    """
+
+    name: str
+    required: tuple[str, ...] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    soft_targets: bool = False
+    whole_sequences: bool = False
+
+
+_RL: Final = ("logprobs", "advantages")
+
+
+def _clip(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+LOSSES: Final[Mapping[str, Loss]] = {
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", soft_targets=True),
+        Loss("importance_sampling", _RL),
+        Loss("ppo", _RL, _clip(0.8, 1.2)),
+        Loss("cispo", _RL, _clip(0.0, 4.0)),
+        Loss("dro", _RL, {"beta": 0.05}),
+        Loss(
+            "gspo",
+            (*_RL, "sequence_ratio_mask"),
+            _clip(1 - 3e-4, 1 + 4e-4),
+            whole_sequences=True,
+        ),
+    )
+}
+
+
+def check_base(name: str, known: Collection[str]) -> None:
+    """Refuse a base model that is not there."""
+    if name not in known:
+        raise InvalidInputError(
+            f"this service does not have {name!r:.200}; it has {', '.join(known) or 'none'}",
+            field="base_model",
+        )
+
+
+def check_same_base(wanted: str, trained_on: str) -> None:
+    """Refuse to sample from a model as if it were on another base model."""
+    if wanted != trained_on:
+        raise InvalidInputError(
+            f"is {wanted!r:.200}, the model was trained on {trained_on!r:.200}", field="base_model"
+        )
+
+
+def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
+    """The loss called `name` and its complete settings; what it does not know is refused by name."""
+    loss = LOSSES.get(name)
+    if loss is None:
+        raise InvalidInputError(
+            f"unknown loss {name!r:.80}; this service has {', '.join(LOSSES)}", field="loss_fn"
+        )
+    settings = dict(loss.defaults)
+    for key, value in config.items():
+        if key not in settings:
+            known = ", ".join(settings) or "none"
+            raise InvalidInputError(
+                f"{name} has no setting {key!r:.80}; it has {known}", field="loss_fn_config"
+            )
+        if isinstance(value, str):
+            raise InvalidInputError(f"{key} must be a number", field="loss_fn_config")
+        settings[key] = float(value)
+    return loss, settings
+
+
+def check_examples(
+    examples: Sequence[Example], loss: Loss, *, vocab_size: int, context_length: int
+) -> None:
+    """Refuse what cannot be trained on, by the index of the datum and the name of the input."""
+    if not examples:
+        raise InvalidInputError("is empty", field="data")
+    for index, example in enumerate(examples):
+        at = f"data.{index}"
+        if example.length > context_length:
+            raise InvalidInputError(
+                f"has {example.length} tokens, the model's context is {context_length}",
+                field=f"{at}.model_input",
+            )
+        _check_tokens(example.tokens_T, vocab_size, f"{at}.model_input")
+        targets = example.inputs.get("target_tokens")
+        if targets is None:
+            raise InvalidInputError("is required", field=f"{at}.target_tokens")
+        if targets.ndim == 2 and not loss.soft_targets:
+            raise InvalidInputError(
+                "this loss takes one target per position", field=f"{at}.target_tokens"
+            )
+        if targets.ndim not in {1, 2} or len(targets) != example.length:
+            raise InvalidInputError(
+                f"has shape {list(targets.shape)} for an input of {example.length} tokens",
+                field=f"{at}.target_tokens",
+            )
+        _check_tokens(targets, vocab_size, f"{at}.target_tokens")
+        for name in (*loss.required, "weights"):
+            values = example.inputs.get(name)
+            if values is None:
+                if name != "weights":
+                    raise InvalidInputError("is required", field=f"{at}.{name}")
+            elif values.shape != targets.shape:
+                raise InvalidInputError(
+                    f"has shape {list(values.shape)}, target_tokens has {list(targets.shape)}",
+                    field=f"{at}.{name}",
+                )
+
+
+def check_job(
+    job: SampleJob,
+    *,
+    vocab_size: int,
+    context_length: int,
+    detokenize: Callable[[Sequence[int]], str] | None,
+) -> None:
+    """Refuse what cannot be sampled; once a job is under way there is nobody left to tell."""
+    if len(job.prompt_T) >= context_length:
+        raise InvalidInputError(
+            f"has {len(job.prompt_T)} tokens; the model's context of {context_length} "
+            "leaves no room for a sample",
+            field="prompt",
+        )
+    _check_tokens(job.prompt_T, vocab_size, "prompt")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(job, name) > vocab_size:
+            raise InvalidInputError(f"must be at most the vocabulary of {vocab_size}", field=name)
+    targets = job.target_prompt_tokens
+    if targets is not None:
+        rows = len(job.prompt_T) - 1
+        if targets.ndim != 2 or len(targets) != rows:
+            raise InvalidInputError(
+                f"must be {rows} rows, one per prompt token after the first; "
+                f"its shape is {list(targets.shape)}",
+                field="target_prompt_logprobs",
+            )
+        if targets.size:
+            # A negative one stands for no token.
+            _check_tokens(targets.clip(0), vocab_size, "target_prompt_logprobs")
+    if job.stop_texts:
+        if detokenize is None:
+            raise InvalidInputError("stop strings need a tokenizer", field="stop")
+        detokenize(())  # a tokenizer that cannot be read says so now
+
+
+def _check_tokens(tokens: Array, vocab_size: int, at: str) -> None:
+    if not tokens.size:
+        raise InvalidInputError("has no tokens", field=at)
+    if tokens.dtype.kind not in "iu":
+        raise InvalidInputError(f"has numbers of type {tokens.dtype}, not integers", field=at)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise InvalidInputError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}", field=at
+        )

@@ -1,0 +1,142 @@
+"""Directories of checkpoints: each appears whole or not at all, and holds a checksum of every file in it.
+
+Names, JSON and checksums only: what is in the tensors is for the engine that wrote them. `adapter_config.json` is
+PEFT's; `tinkex.json` holds what PEFT has no place for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex.errors import InvalidInputError, TinkerError
+
+from .files import flush
+from .values import LoraSpec
+
+__all__ = ["CONFIG", "OPTIMIZER", "WEIGHTS", "Manifest", "checked_manifest", "reading", "write"]
+
+WEIGHTS: Final = "adapter_model.safetensors"
+CONFIG: Final = "adapter_config.json"
+OPTIMIZER: Final = "optimizer.safetensors"
+_MANIFEST: Final = "tinkex.json"
+
+
+def write(
+    directory: Path,
+    fill: Callable[[Path], None],
+    *,
+    base_model: str,
+    spec: LoraSpec,
+    target_modules: Iterable[str],
+    steps: int,
+) -> int:
+    """Let `fill` write the tensors of a checkpoint and add the rest; how many bytes it takes.
+
+    What was at `directory` before is replaced.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
+    scratch.mkdir()
+    try:
+        fill(scratch)
+        config = _peft_config(spec, base_model, target_modules)
+        (scratch / CONFIG).write_text(json.dumps(config, indent=2))
+        manifest = {
+            "format": 1,
+            "base_model": base_model,
+            "lora": asdict(spec),
+            "steps": steps,
+            "sha256": {file.name: _digest(file) for file in sorted(scratch.iterdir())},
+        }
+        (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2))
+        for file in scratch.iterdir():
+            flush(file)
+        flush(scratch)
+        size = sum(file.stat().st_size for file in scratch.iterdir())
+        _replace(scratch, directory)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return size
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `tinkex.json` says; nothing if there is none."""
+
+    spec: LoraSpec | None = None
+    steps: int = 0
+
+
+def checked_manifest(directory: Path) -> Manifest:
+    """The manifest, once every file is as it was written."""
+    if not directory.is_dir():
+        raise InvalidInputError("there is no such checkpoint", field="path")
+    if not (directory / _MANIFEST).exists():
+        return Manifest()
+    with reading(_MANIFEST):
+        content = json.loads((directory / _MANIFEST).read_text())
+        manifest = Manifest(LoraSpec(**content["lora"]), int(content["steps"]))
+        digests = dict(content["sha256"])
+    for name, expected in digests.items():
+        file = directory / name
+        if not file.is_file() or _digest(file) != expected:
+            raise InvalidInputError(f"the file {name} is damaged", field="path")
+    return manifest
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Whatever shows that a file is not what it should be: said with its name, without where it lies."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except TinkerError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InvalidInputError(
+            f"the file {name} is missing, damaged or of another kind", field="path"
+        ) from error
+
+
+def _peft_config(spec: LoraSpec, base_model: str, target_modules: Iterable[str]) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(set(target_modules)),
+        "inference_mode": True,
+    }
+
+
+def _replace(scratch: Path, directory: Path) -> None:
+    """Put a finished directory in its place; an older one leaves first, and comes back if that fails."""
+    if not directory.exists():
+        scratch.replace(directory)
+        return
+    older = directory.with_name(f".{directory.name}.old.{secrets.token_hex(4)}")
+    directory.replace(older)
+    try:
+        scratch.replace(directory)
+    except BaseException:
+        older.replace(directory)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

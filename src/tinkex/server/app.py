@@ -1,0 +1,324 @@
+"""The service over HTTP: a Starlette application made from the table of operations.
+
+Bodies are read by the codecs of the wire — JSON, protobuf, compressed or not — and errors are written by them, so
+that both halves of the package say the same thing in the same words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinkex._version import __version__
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.compression import decode_body
+from tinkex._wire.failures import response_from_error
+from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex.errors import (
+    DecodeError,
+    InternalServerError,
+    NotFoundError,
+    PayloadTooLargeError,
+    TinkerError,
+    UnsupportedMediaTypeError,
+)
+from tinkex.types import CheckpointType
+
+from . import archives, openapi, pages
+from .checkpoints import now_utc
+from .leases import Leases
+from .routes import HANDLERS, Call
+from .service import Service
+
+__all__ = ["build_app"]
+
+logger = logging.getLogger("tinkex.server")
+
+#: The order of routes is the order in which they are tried: what is asked for most comes first.
+_BUSY: Final = (
+    "retrieve_future",
+    "asample",
+    "forward_backward",
+    "optim_step",
+    "forward",
+    "healthz",
+    "session_heartbeat",
+)
+_PROTO: Final = "application/x-protobuf"
+
+
+def build_app(service: Service, leases: Leases | None = None) -> Starlette:
+    """The application of a service that whoever calls starts and stops."""
+
+    async def front_page(request: Request) -> Response:
+        sessions, runs, checkpoints = await service.database(service.database.store.counts)
+        models = [(model.name, model.context_length) for model in service.engine.models]
+        return HTMLResponse(
+            pages.front_page(
+                url=_base_url(request),
+                version=__version__,
+                models=models,
+                sessions=sessions,
+                runs=runs,
+                checkpoints=checkpoints,
+                uptime_seconds=time.time() - service.started_at,
+            )
+        )
+
+    async def docs_page(_: Request) -> Response:
+        return HTMLResponse(pages.docs_page(_document()))
+
+    async def openapi_document(_: Request) -> Response:
+        return Response(orjson.dumps(_document()), media_type="application/json")
+
+    routes = [_route(service, row) for row in _ordered()]
+    routes += [
+        Route("/", front_page),
+        Route("/docs", docs_page),
+        Route("/openapi.json", openapi_document),
+        Route("/archives/{run_id}/{kind}/{name}", _guarded(service, _archive)),
+        Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
+        Route("/traces/{session_id}", _guarded(service, _trace)),
+    ]
+    if leases is not None:
+        routes.append(Route("/lease", leases.endpoint))
+    return Starlette(routes=routes)
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return openapi.document(__version__)
+
+
+def _ordered() -> list[Operation[Any]]:
+    busy = [OPERATIONS[name] for name in _BUSY]
+    # A checkpoint's id has a slash in it, so its bare path would swallow those with a suffix.
+    rest = sorted(
+        (row for row in OPERATIONS.values() if row.name not in _BUSY),
+        key=lambda row: row.path.endswith("{checkpoint_id}"),
+    )
+    return [*busy, *rest]
+
+
+def _route(service: Service, row: Operation[Any]) -> Route:
+    handler = HANDLERS[row.name]
+
+    async def endpoint(request: Request) -> Response:
+        body = b""
+        decoded: Any = None
+        try:
+            headers = request.headers
+            owner = _owner(service, headers)
+            media = "json"
+            if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
+                body, media = await _read_body(service, row, request)
+                decoded = _decode(row, body, media)
+            elif row.body is Body.QUERY:
+                decoded = json_codec.from_object(dict(request.query_params), row.request)
+            call = Call(
+                service=service,
+                row=row,
+                owner=owner,
+                request=decoded,
+                params=request.path_params,
+                headers=headers,
+                body=body,
+                media=media,
+                base_url=_base_url(request),
+            )
+            answer = await handler(call)
+        except Exception as error:
+            response = _error_response(error, row.name)
+            _note_refusal(service, row, decoded, body, response.status_code)
+            return response
+        if isinstance(answer, Response):
+            return answer
+        return Response(json_codec.encode(answer), media_type="application/json")
+
+    path = row.path.replace("{checkpoint_id}", "{checkpoint_id:path}")
+    return Route(path, endpoint, methods=[row.method], name=row.name)
+
+
+def _owner(service: Service, headers: Mapping[str, str]) -> str:
+    token = headers.get("x-api-key", "")
+    if token.startswith("eyJ") and service.settings.keys.needed and service.signer is not None:
+        return service.signer.token_owner(token, now_utc())
+    return service.settings.keys.owner(headers)
+
+
+def _base_url(request: Request) -> str:
+    return str(request.base_url).rstrip("/")
+
+
+async def _read_body(service: Service, row: Operation[Any], request: Request) -> tuple[bytes, str]:
+    """The body, decompressed, and what it is; anything over the limit is refused unread."""
+    limit = service.settings.max_body_bytes
+    stated = request.headers.get("content-length", "")
+    if stated.isdigit() and int(stated) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = request.headers.get("content-encoding")
+    if encoding:
+        body = decode_body(body, encoding, max_size=service.settings.max_decoded_bytes)
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != _PROTO:
+        return body, "json"
+    if row.body is not Body.JSON_OR_PROTO:
+        raise UnsupportedMediaTypeError(f"{row.name} takes application/json, not {media}.")
+    return body, "proto"
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"The body is larger than {limit} bytes; send fewer examples at a time."
+    )
+
+
+def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
+    if media == "proto":
+        return proto_codec.decode_forward_backward_request(body)
+    content = json_codec.parse(body)
+    if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
+        # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
+        with contextlib.suppress(ValueError):
+            content = json.loads(body)
+    return json_codec.from_object(content, row.request)
+
+
+def _error_response(error: Exception, name: str) -> Response:
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        error = _DiskFullError(
+            "The service's disk is full; nothing was changed. Free some space and go on."
+        )
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if not isinstance(error, TinkerError):
+        logger.exception("%s failed", name, exc_info=error)
+        error = InternalServerError(
+            f"The service failed on {name}: {type(error).__name__}: {error}"[:500]
+        )
+    status, headers, body = response_from_error(error)
+    return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
+
+
+class _DiskFullError(InternalServerError):
+    _status = 507
+
+
+def _note_refusal(
+    service: Service, row: Operation[Any], decoded: Any, body: bytes, status: int
+) -> None:
+    """Tell a model's line of a number that will not come: its client goes on with the next one."""
+    if not row.queued or status in {401, 408, 429, 499} or status >= 500:
+        return
+    model_id, seq_id = getattr(decoded, "model_id", None), getattr(decoded, "seq_id", None)
+    if decoded is None:
+        with contextlib.suppress(DecodeError):
+            content = json_codec.parse(body)
+            if isinstance(content, dict):
+                model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    if isinstance(model_id, str) and isinstance(seq_id, int):
+        service.models.refuse(model_id, seq_id)
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def _guarded(service: Service, serve: Any) -> Any:
+    """A link without a key: its signature says who made it and until when it is good."""
+
+    async def endpoint(request: Request) -> Response:
+        query = request.query_params
+        path = request.scope.get("raw_path", b"").decode("ascii", "replace").partition("?")[0]
+        root = request.scope.get("root_path", "")
+        try:
+            assert service.signer is not None
+            service.signer.check(
+                path.removeprefix(root),
+                query.get("expires", ""),
+                query.get("signature", ""),
+                now_utc(),
+            )
+            response: Response = await serve(service, request)
+        except Exception as error:
+            return _error_response(error, "download")
+        return response
+
+    return endpoint
+
+
+async def _directory(service: Service, request: Request) -> Any:
+    run_id, name = request.path_params["run_id"], request.path_params["name"]
+    kind: CheckpointType = request.path_params["kind"]
+    row = await service.database(service.database.store.checkpoint, run_id, kind, name)
+    directory = service.checkpoints.place(run_id, kind, name)
+    if row is None or not directory.is_dir():
+        raise NotFoundError("The checkpoint is no longer there.")
+    return directory
+
+
+async def _archive(service: Service, request: Request) -> Response:
+    directory = await _directory(service, request)
+    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    return StreamingResponse(
+        archives.tar_chunks(directory, names),
+        media_type="application/x-tar",
+        headers={
+            "content-length": str(archives.tar_size(directory, names)),
+            "content-disposition": f'attachment; filename="{directory.name}.tar"',
+        },
+    )
+
+
+async def _file(service: Service, request: Request) -> Response:
+    directory = await _directory(service, request)
+    file = directory / archives.validate_name(request.path_params["file"])
+    if not file.is_file():
+        raise NotFoundError("There is no such file in the checkpoint.")
+    return FileResponse(file)
+
+
+async def _trace(service: Service, request: Request) -> Response:
+    """The requests of a session on a time line, in the form that trace viewers read."""
+    session_id = request.path_params["session_id"]
+    events = []
+    for promise in service.promises:
+        if not promise.scope.startswith(f"{session_id}:"):
+            continue
+        start = promise.started_at or promise.accepted_at
+        end = promise.result.at if promise.result is not None else time.time()
+        events += [
+            {
+                "name": name,
+                "ph": "X",
+                "pid": session_id,
+                "tid": promise.scope,
+                "ts": round(since * 1e6),
+                "dur": round((until - since) * 1e6),
+                "args": {"request_id": promise.request_id, "seq_id": promise.seq_id},
+            }
+            for name, since, until in (
+                (f"{promise.operation.name} (waiting)", promise.accepted_at, start),
+                (promise.operation.name, start, end),
+            )
+            if until > since
+        ]
+    return Response(orjson.dumps({"traceEvents": events}), media_type="application/json")

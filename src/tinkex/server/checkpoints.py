@@ -1,0 +1,224 @@
+"""Checkpoints: directories on disk, rows in the store, and who may read which until when."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
+
+from . import archives
+from .inputs import check_ttl
+from .store import AuditRow, CheckpointRow, Database
+
+__all__ = ["Checkpoints", "checkpoint_of", "tinker_path"]
+
+_KINDS: Final[dict[str, CheckpointType]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+def now_utc() -> datetime:
+    return datetime.now(UTC)
+
+
+class Checkpoints:
+    """The checkpoints of one data directory."""
+
+    def __init__(
+        self, directory: Path, database: Database, now: Callable[[], datetime] = now_utc
+    ) -> None:
+        self._directory = directory
+        self._db = database
+        self._store = database.store
+        self._now = now
+
+    # -- names -------------------------------------------------------------------------------
+
+    def place(self, run_id: str, kind: CheckpointType, name: str) -> Path:
+        """Where a checkpoint lies; run ids are made by the service, names were checked."""
+        return self._directory / run_id.replace("/", "_") / kind / name
+
+    # -- reading -----------------------------------------------------------------------------
+
+    async def readable(self, owner: str, path: str) -> tuple[CheckpointRow, Path]:
+        """A checkpoint of one's own, or one that was published; nobody learns of others."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+        row = await self._db(
+            self._store.checkpoint, parsed.training_run_id, parsed.checkpoint_type, parsed.name
+        )
+        if row is None or not (row.owner == owner or row.public):
+            raise NotFoundError(f"There is no checkpoint {path!r:.300}.")
+        if row.expires_at is not None and row.expires_at <= self._now():
+            raise NotFoundError(f"The checkpoint {path!r:.300} has expired.")
+        return row, self.place(row.run_id, row.kind, row.name)
+
+    async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
+        """A checkpoint of one's own, by the id REST paths use."""
+        kind, _, name = checkpoint_id.partition("/")
+        if kind not in _KINDS or not name:
+            raise InvalidInputError(
+                f"must be <kind>/<name> with a kind of {', '.join(_KINDS)}, "
+                f"got {checkpoint_id!r:.200}",
+                field="checkpoint_id",
+            )
+        row = await self._db(self._store.checkpoint, run_id, _KINDS[kind], name)
+        if row is None or row.owner != owner:
+            raise NotFoundError(
+                f"There is no checkpoint {checkpoint_id!r:.200} of {run_id!r:.200}."
+            )
+        return row
+
+    # -- writing -----------------------------------------------------------------------------
+
+    async def check_free(
+        self, run_id: str, kind: CheckpointType, name: str, *, overwrite: bool = False
+    ) -> Path:
+        """The place of a new checkpoint, unless its name is taken."""
+        archives.validate_name(name)
+        if not overwrite and await self._db(self._store.checkpoint, run_id, kind, name) is not None:
+            hint = "; overwrite=True replaces it" if kind == "training" else ""
+            raise InvalidInputError(
+                f"this run has a {kind} checkpoint called {name!r:.200} already{hint}", field="path"
+            )
+        return self.place(run_id, kind, name)
+
+    async def add(
+        self,
+        run_id: str,
+        kind: CheckpointType,
+        name: str,
+        owner: str,
+        size_bytes: int,
+        *,
+        ttl_seconds: int | None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> CheckpointRow:
+        """List a checkpoint that has been written."""
+        now = self._now()
+        row = CheckpointRow(
+            run_id,
+            kind,
+            name,
+            owner,
+            now,
+            size_bytes,
+            expires_at=_expiry(now, ttl_seconds),
+            user_metadata=user_metadata,
+        )
+        await self._db(self._store.put_checkpoint, row)
+        await self._note(row, "checkpoint_created", {"size_bytes": size_bytes})
+        return row
+
+    async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
+        """Take a checkpoint off the list, then off the disk."""
+        await self._db(self._store.delete_checkpoint, row.run_id, row.kind, row.name)
+        await self._note(row, event)
+        place = self.place(row.run_id, row.kind, row.name)
+        await self._db(_remove, place)
+
+    async def publish(self, row: CheckpointRow, *, public: bool) -> None:
+        await self._db(self._store.update_checkpoint, row.run_id, row.kind, row.name, public=public)
+        await self._note(row, "checkpoint_published" if public else "checkpoint_unpublished")
+
+    async def set_ttl(self, row: CheckpointRow, ttl_seconds: int | None) -> None:
+        check_ttl(ttl_seconds)
+        expires_at = _expiry(self._now(), ttl_seconds)
+        await self._db(
+            self._store.update_checkpoint, row.run_id, row.kind, row.name, expires_at=expires_at
+        )
+        await self._note(row, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds})
+
+    async def copy(
+        self, row: CheckpointRow, run_id: str, owner: str, ttl_seconds: int | None
+    ) -> CheckpointRow:
+        """The same checkpoint in another run."""
+        check_ttl(ttl_seconds)
+        target = await self.check_free(run_id, row.kind, row.name)
+        source = self.place(row.run_id, row.kind, row.name)
+        await self._db(_copy, source, target)
+        return await self.add(
+            run_id,
+            row.kind,
+            row.name,
+            owner,
+            row.size_bytes,
+            ttl_seconds=ttl_seconds,
+            user_metadata=row.user_metadata,
+        )
+
+    async def delete_expired(self) -> int:
+        """Let go of what has outlived its time."""
+        expired = await self._db(self._store.expired_checkpoints, self._now())
+        for row in expired:
+            await self.delete(row, "checkpoint_expired")
+        return len(expired)
+
+    def clear_scratch(self) -> None:
+        """Remove what a crash left half written."""
+        for leftover in self._directory.glob("*/*/.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    async def _note(
+        self, row: CheckpointRow, event: str, details: Mapping[str, Any] | None = None
+    ) -> None:
+        entry = AuditRow(
+            self._now(),
+            row.owner,
+            "checkpoints",
+            event,
+            details or {},
+            row.run_id,
+            tinker_path(row),
+        )
+        await self._db(self._store.add_audit, entry)
+
+
+def tinker_path(row: CheckpointRow) -> str:
+    return ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name).tinker_path
+
+
+def checkpoint_of(row: CheckpointRow) -> Checkpoint:
+    """A row as clients see it."""
+    path = ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name)
+    return Checkpoint(
+        checkpoint_id=path.checkpoint_id,
+        checkpoint_type=row.kind,
+        time=row.created_at,
+        tinker_path=path.tinker_path,
+        size_bytes=row.size_bytes,
+        public=row.public,
+        expires_at=row.expires_at,
+        user_metadata=None if row.user_metadata is None else dict(row.user_metadata),
+    )
+
+
+def _expiry(now: datetime, ttl_seconds: int | None) -> datetime | None:
+    return None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds)
+
+
+def _remove(place: Path) -> None:
+    """Make a directory disappear at once, then delete it at leisure."""
+    if not place.exists():
+        return
+    doomed = place.with_name(f".{uuid.uuid4().hex}")
+    place.replace(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{uuid.uuid4().hex}")
+    try:
+        shutil.copytree(source, scratch)
+        scratch.replace(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

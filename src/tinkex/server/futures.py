@@ -1,0 +1,296 @@
+"""Promises: accepted requests on their way to a result.
+
+A request is in the journal before its promise is given out, so it is answered even if the service dies meanwhile.
+Results stay retrievable for a while, as often as a client asks: the newest in memory, the others from the journal.
+Whoever waits is woken by the result itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.failures import failure_body
+from tinkex._wire.operations import Operation, operation
+from tinkex.errors import GoneError, NotFoundError
+from tinkex.types import ForwardBackwardOutput, SampleResponse
+
+from .journal import Journal, Kind, Place, Record
+
+__all__ = ["Feed", "Promise", "Promises", "Result"]
+
+#: Results that are kept in memory; older ones are read from the journal.
+MEMORY_BYTES: Final = 128 << 20
+
+
+@dataclass(slots=True)
+class Result:
+    """The answer to a request, encoded: protobuf where the protocol has it, else JSON."""
+
+    failed: bool
+    binary: bool
+    place: Place
+    payload: bytes | None
+    at: float
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """One accepted request.
+
+    `scope` is the model or sampler it belongs to, `body` the bytes as they came and `extra` what the service
+    decided when it accepted it, so that doing it again after a crash does the same.
+    """
+
+    request_id: str
+    operation: Operation[Any]
+    owner: str
+    scope: str
+    seq_id: int | None
+    media: str
+    accepted_at: float
+    place: Place
+    request: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    started_at: float | None = None
+    result: Result | None = None
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    on_cancel: Callable[[], object] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None
+
+    @property
+    def key(self) -> Hashable | None:
+        """What a repeated request has in common with the first."""
+        return None if self.seq_id is None else (self.scope, self.seq_id)
+
+    @property
+    def sequence_ids(self) -> list[str] | None:
+        count = self.extra.get("num_samples")
+        return None if count is None else [f"{self.request_id}-{i}" for i in range(count)]
+
+
+@dataclass
+class Feed:
+    """The finished requests of one sampling client, numbered, for whoever waits for any of them."""
+
+    cursor: int = 0
+    finished: deque[tuple[int, Promise]] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, promise: Promise) -> None:
+        self.cursor += 1
+        self.finished.append((self.cursor, promise))
+        self.changed.set()
+
+    def after(self, cursor: int) -> list[Promise]:
+        while self.finished and self.finished[0][0] <= cursor:
+            self.finished.popleft()
+        return [promise for number, promise in self.finished if number > cursor]
+
+
+class Promises:
+    """All promises that can still be asked for."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._memory_bytes = memory_bytes
+        self._promises: dict[str, Promise] = {}
+        self._by_key: dict[Hashable, Promise] = {}
+        self._in_memory: OrderedDict[str, Promise] = OrderedDict()
+        self._bytes_in_memory = 0
+        self._pending_of: dict[str, int] = {}
+        #: Called with every promise that got its result.
+        self.on_finish: list[Callable[[Promise], None]] = []
+
+    def __iter__(self) -> Iterator[Promise]:
+        return iter(list(self._promises.values()))
+
+    # -- accepting ---------------------------------------------------------------------------
+
+    def accept(
+        self,
+        row: Operation[Any],
+        owner: str,
+        scope: str,
+        seq_id: int | None,
+        request: Any,
+        body: bytes,
+        media: str,
+        extra: dict[str, Any] | None = None,
+    ) -> Promise:
+        """Write a request down; it is safe once the journal is flushed."""
+        request_id = uuid.uuid4().hex
+        now = self._clock()
+        head = {
+            "id": request_id,
+            "op": row.name,
+            "owner": owner,
+            "scope": scope,
+            # Clients number their samples beyond what JSON readers take for an integer.
+            "seq": None if seq_id is None else str(seq_id),
+            "media": media,
+            "at": now,
+            "extra": extra or {},
+        }
+        place = self._journal.append(Kind.REQUEST, head, body)
+        return self._add(_promise(head, place, request))
+
+    def duplicate(self, scope: str, seq_id: int | None) -> Promise | None:
+        """The promise that was given for the same number before."""
+        return None if seq_id is None else self._by_key.get((scope, seq_id))
+
+    async def flushed(self) -> None:
+        await self._journal.flushed()
+
+    def pending(self, owner: str) -> int:
+        """How many requests of an owner have no result yet."""
+        return self._pending_of.get(owner, 0)
+
+    def request_of(self, promise: Promise) -> Any:
+        """The request, read again from the journal when it is not at hand."""
+        if promise.request is not None:
+            return promise.request
+        body = self._journal.read(promise.place)
+        if promise.media == "proto":
+            return proto_codec.decode_forward_backward_request(body)
+        return json_codec.decode(body, promise.operation.request)
+
+    def _add(self, promise: Promise) -> Promise:
+        self._promises[promise.request_id] = promise
+        if promise.key is not None:
+            self._by_key[promise.key] = promise
+        self._pending_of[promise.owner] = self._pending_of.get(promise.owner, 0) + 1
+        return promise
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def finish(self, promise: Promise, value: Any) -> None:
+        if isinstance(value, SampleResponse):
+            self._keep(promise, proto_codec.encode_sample_response(value), binary=True)
+        elif isinstance(value, ForwardBackwardOutput):
+            self._keep(promise, proto_codec.encode_forward_backward_output(value), binary=True)
+        else:
+            self._keep(promise, json_codec.encode(value))
+
+    def fail(self, promise: Promise, error: BaseException) -> None:
+        self._keep(promise, json_codec.encode(failure_body(error)), failed=True)
+
+    def _keep(
+        self, promise: Promise, payload: bytes, *, binary: bool = False, failed: bool = False
+    ) -> None:
+        if promise.done:  # cancelled meanwhile
+            return
+        now = self._clock()
+        head = {"id": promise.request_id, "failed": failed, "binary": binary, "at": now}
+        try:
+            place = self._journal.append(Kind.RESULT, head, payload)
+        except OSError:  # a full disk: the answer lives as long as the service does
+            place = Place(-1, 0, len(payload))
+        self._set(promise, Result(failed, binary, place, payload, now))
+        self._in_memory[promise.request_id] = promise
+        self._bytes_in_memory += len(payload)
+        self._evict()
+        for tell in self.on_finish:
+            tell(promise)
+
+    def _set(self, promise: Promise, result: Result) -> None:
+        promise.result = result
+        promise.request = None
+        promise.on_cancel = None
+        promise.finished.set()
+        self._pending_of[promise.owner] -= 1
+        if not self._pending_of[promise.owner]:
+            del self._pending_of[promise.owner]
+
+    def _evict(self) -> None:
+        while self._bytes_in_memory > self._memory_bytes:
+            _, promise = self._in_memory.popitem(last=False)
+            result = promise.result
+            if result is not None and result.payload is not None and result.place.segment >= 0:
+                self._bytes_in_memory -= len(result.payload)
+                result.payload = None
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def get(self, request_id: str, owner: str) -> Promise:
+        promise = self._promises.get(request_id)
+        if promise is not None and promise.owner == owner:
+            return promise
+        if promise is None and len(request_id) == 32 and request_id.isalnum():
+            # Samples are asked for again when they hear this; a 404 would end them.
+            raise GoneError(f"The result of request {request_id!r} is no longer kept.")
+        raise NotFoundError(f"There is no request {request_id!r:.100}.")
+
+    def payload(self, promise: Promise) -> bytes:
+        assert promise.result is not None
+        if promise.result.payload is not None:
+            return promise.result.payload
+        return self._journal.read(promise.result.place)
+
+    # -- restart and retention ---------------------------------------------------------------
+
+    def restore(self, record: Record) -> Promise | None:
+        """Take a record of the journal back; the promise it is about, unless that is forgotten."""
+        if record.kind is Kind.REQUEST:
+            known = self._promises.get(record.head["id"])
+            return known or self._add(_promise(record.head, record.place, None))
+        promise = self._promises.get(record.head["id"])
+        if promise is not None and not promise.done:
+            head = record.head
+            self._set(
+                promise, Result(head["failed"], head["binary"], record.place, None, head["at"])
+            )
+        return promise
+
+    def moved(self, record: Record) -> None:
+        """A record was written anew elsewhere."""
+        promise = self._promises.get(record.head["id"])
+        if promise is None:
+            return
+        if record.kind is Kind.REQUEST:
+            promise.place = record.place
+        elif promise.result is not None:
+            promise.result.place = record.place
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._promises
+
+    def forget(self, promise: Promise) -> None:
+        self._promises.pop(promise.request_id, None)
+        if promise.key is not None and self._by_key.get(promise.key) is promise:
+            del self._by_key[promise.key]
+        if self._in_memory.pop(promise.request_id, None) is not None:
+            assert promise.result is not None
+            self._bytes_in_memory -= len(promise.result.payload or b"")
+
+
+def _promise(head: dict[str, Any], place: Place, request: Any) -> Promise:
+    seq = head["seq"]
+    return Promise(
+        request_id=head["id"],
+        operation=operation(head["op"]),
+        owner=head["owner"],
+        scope=head["scope"],
+        seq_id=None if seq is None else int(seq),
+        media=head["media"],
+        accepted_at=head["at"],
+        place=place,
+        request=request,
+        extra=head["extra"],
+    )

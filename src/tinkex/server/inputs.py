@@ -1,0 +1,185 @@
+"""Requests of the wire as values of the engine; what this service cannot do is refused here, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import InvalidInputError
+from tinkex.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardInput,
+    LoraConfig,
+    ModelInput,
+    OptimizerConfig,
+    OptimParamsBase,
+    SampleRequest,
+    TensorData,
+)
+
+__all__ = [
+    "adam_step",
+    "check_optimizer",
+    "check_ttl",
+    "lora_spec",
+    "sample_job",
+    "training_pass",
+]
+
+MAX_RANK: Final = 512
+MAX_TTL: Final = 10 * 365 * 86_400
+MIN_TTL: Final = 3600
+#: Elements of one tensor once its sparse form is written out: a hundred full contexts of 20 alternatives.
+MAX_ELEMENTS: Final = 1 << 26
+
+
+def tokens_of(value: ModelInput, field: str) -> Array:
+    parts = []
+    for index, chunk in enumerate(value.chunks):
+        if not isinstance(chunk, EncodedTextChunk):
+            raise InvalidInputError(
+                f"is a chunk of type {chunk.type}; the models of this service read text tokens only",
+                field=f"{field}.chunks.{index}",
+            )
+        parts.append(chunk.tokens_np)
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def training_pass(inputs: ForwardBackwardInput, *, backward: bool) -> TrainingPass:
+    """The pass a request asks for."""
+    examples = [_example(datum, f"data.{index}") for index, datum in enumerate(inputs.data)]
+    return TrainingPass(examples, inputs.loss_fn, dict(inputs.loss_fn_config or {}), backward)
+
+
+def _example(datum: Datum, field: str) -> Example:
+    tensors = {
+        name: dense(tensor, f"{field}.{name}") for name, tensor in datum.loss_fn_inputs.items()
+    }
+    return Example(tokens_of(datum.model_input, f"{field}.model_input"), tensors)
+
+
+def dense(tensor: TensorData, field: str) -> Array:
+    """The numbers of a tensor; what a sparse one leaves out is zero."""
+    size = int(np.prod(np.asarray(tensor.shape or [0], dtype=np.float64)))
+    if tensor.is_sparse and size > MAX_ELEMENTS:
+        raise InvalidInputError(
+            f"would take {size} elements written out, more than {MAX_ELEMENTS}", field=field
+        )
+    return tensor.to_numpy()
+
+
+def adam_step(params: OptimParamsBase) -> AdamStep:
+    if not isinstance(params, AdamParams):
+        raise InvalidInputError(
+            f"this model was created with AdamW; {type(params).__name__} does not fit it",
+            field="optim_params",
+        )
+    return AdamStep(**dict(params))
+
+
+def check_optimizer(config: OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise InvalidInputError(
+            f"this service trains with adamw, not {config.type!r:.80}",
+            field="optimizer_config.type",
+        )
+
+
+def lora_spec(config: LoraConfig | None, seed: int) -> LoraSpec:
+    config = config or LoraConfig()
+    if config.rank > MAX_RANK:
+        raise InvalidInputError(
+            f"must be at most {MAX_RANK}, got {config.rank}", field="lora_config.rank"
+        )
+    return LoraSpec(
+        rank=config.rank,
+        seed=seed if config.seed is None else config.seed,
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not MIN_TTL <= ttl_seconds <= MAX_TTL:
+        raise InvalidInputError(
+            f"must be between {MIN_TTL} seconds (an hour) and {MAX_TTL} (ten years), "
+            f"got {ttl_seconds}",
+            field="ttl_seconds",
+        )
+
+
+def sample_job(request: SampleRequest, sampler_id: str, *, max_samples: int) -> SampleJob:
+    """The job a request asks for."""
+    params = request.sampling_params
+    prompt = tokens_of(request.prompt, "prompt")
+    if request.num_samples > max_samples:
+        raise InvalidInputError(
+            f"must be at most {max_samples}, got {request.num_samples}", field="num_samples"
+        )
+    if request.prompt_alt_tokens_k:
+        raise InvalidInputError(
+            "alternative prompt tokens are not offered by this service; "
+            "topk_prompt_logprobs gives the likeliest tokens of each position",
+            field="prompt_alt_tokens_k",
+        )
+    stop_tokens, stop_texts = _stops(params.stop)
+    targets = request.target_prompt_logprobs
+    return SampleJob(
+        sampler_id=sampler_id,
+        prompt_T=prompt,
+        num_samples=request.num_samples,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop_tokens=stop_tokens,
+        stop_texts=stop_texts,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_tokens=None if targets is None else _targets(targets, len(prompt)),
+    )
+
+
+def _targets(targets: TensorData, prompt_length: int) -> Array:
+    field = "target_prompt_logprobs"
+    shape = targets.shape or []
+    if len(shape) != 2 or shape[0] != prompt_length - 1:
+        raise InvalidInputError(
+            f"must be {prompt_length - 1} rows, one per prompt token after the first; "
+            f"its shape is {list(shape)}",
+            field=field,
+        )
+    if targets.is_sparse and shape[0] * shape[1] > MAX_ELEMENTS:
+        raise InvalidInputError(
+            f"would take {shape[0] * shape[1]} elements written out", field=field
+        )
+    return targets.to_numpy(pad_value=-1)
+
+
+def _stops(
+    stop: str | Sequence[str] | Sequence[int] | None,
+) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Stop tokens and stop strings; strings alone leave no token that stops."""
+    if stop is None:
+        return None, ()
+    if isinstance(stop, str):
+        return (), (stop,)
+    texts = tuple(item for item in stop if isinstance(item, str))
+    tokens = tuple(item for item in stop if not isinstance(item, str))
+    if "" in texts:
+        raise InvalidInputError("a stop string must not be empty", field="sampling_params.stop")
+    return tokens, texts
+
+
+def lora_of(stored: Mapping[str, object]) -> LoraSpec:
+    """The adapter as the store keeps it."""
+    return LoraSpec(**stored)  # type: ignore[arg-type]  # written from the same dataclass

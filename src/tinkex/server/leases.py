@@ -1,0 +1,49 @@
+"""Leases: a private service lives as long as somebody holds on to it.
+
+A lease is a connection that is held open and says nothing. It ends with its holder, however that ends, so a service
+that was started for a script never outlives it, and one that several scripts share outlives all but the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """Counts the holders and tells when the last one has gone."""
+
+    def __init__(self, on_last: Callable[[], None], *, grace: float = 2.0) -> None:
+        self._on_last = on_last
+        self._grace = grace
+        self._held = 0
+        self._leaving: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to wait for a first holder."""
+        self._wait(30.0)
+
+    async def endpoint(self, _: Request) -> Response:
+        return StreamingResponse(self._hold(), media_type="text/plain")
+
+    async def _hold(self) -> AsyncIterator[bytes]:
+        self._held += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+        try:
+            yield b"held\n"
+            await asyncio.Event().wait()
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._wait(self._grace)
+
+    def _wait(self, seconds: float) -> None:
+        # For a moment: a script may close one client and open the next.
+        loop = asyncio.get_running_loop()
+        self._leaving = loop.call_later(seconds, self._on_last)

@@ -1,0 +1,632 @@
+"""Models in training: their requests run in order, one after another, and survive the engine.
+
+A model's state is what its requests made of it. As long as the model lives, the requests that changed it are in the
+journal; when the engine forgets the model — it died, or the service was restarted — they are run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from tinkex._wire.operations import Operation
+from tinkex.engine.values import LoraSpec
+from tinkex.errors import (
+    InvalidInputError,
+    NotFoundError,
+    RateLimitError,
+    RequestErrorCategory,
+    RequestFailedError,
+    TinkerError,
+)
+from tinkex.types import (
+    CreateModelRequest,
+    CreateModelResponse,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    OptimStepRequest,
+    OptimStepResponse,
+    ParsedCheckpointTinkerPath,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    TensorData,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+
+from . import archives
+from .checkpoints import Checkpoints, now_utc, tinker_path
+from .engine import Supervisor
+from .futures import Promise, Promises
+from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
+from .samplers import Samplers
+from .scheduling import Candidate, Sequencer, choose
+from .sessions import Sessions
+from .store import Database, RunRow
+from .usage import Usage
+
+__all__ = ["Model", "Models"]
+
+#: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
+IN_LINE: Final = 2
+#: Bodies of waiting requests that are kept decoded; others are read from the journal when it is their turn.
+KEPT_BYTES: Final = 256 << 20
+
+#: Operations that change a model; running them again brings it back.
+_CHANGING: Final = {"create_model", "load_weights", "forward_backward", "optim_step"}
+
+
+@dataclass(eq=False)
+class Model:
+    """One model and the line of its requests."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora: LoraSpec | None = None
+    line: Sequencer[Promise] = field(default_factory=lambda: Sequencer(next_seq=0))
+    history: list[Promise] = field(default_factory=list)
+    life: int = -1  # the life of the engine that knows this model
+    running: bool = False
+    waiting_since: float = 0.0
+    failure: str | None = None
+    made: asyncio.Event = field(default_factory=asyncio.Event)
+    last_request_at: Any = None
+
+
+class Models:
+    """All models that live."""
+
+    def __init__(
+        self,
+        database: Database,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        samplers: Samplers,
+        promises: Promises,
+        engine: Supervisor,
+        usage: Usage,
+        *,
+        max_pending: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._db, self._store = database, database.store
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._promises = promises
+        self._engine = engine
+        self._usage = usage
+        self._max_pending = max_pending
+        self._clock = clock
+        self._models: dict[str, Model] = {}
+        self._waiting: set[Model] = set()
+        self._served: dict[str, float] = {}
+        self._running = 0
+        self._kept_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._run_operation: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
+            "create_model": self._create_model,
+            "load_weights": self._load_weights,
+            "forward": self._forward,
+            "forward_backward": self._forward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "save_weights_external": self._save_weights_external,
+            "unload_model": self._unload_model,
+        }
+
+    # -- accepting -----------------------------------------------------------------------------
+
+    async def create(
+        self,
+        row: Operation[Any],
+        owner: str,
+        request: CreateModelRequest | LoadWeightsRequest,
+        body: bytes,
+    ) -> Promise:
+        """Accept a request that makes a model: afresh, or from a checkpoint."""
+        assert request.session_id is not None
+        await self._sessions.check_active(request.session_id, owner)
+        model_id = f"{request.session_id}:train:{request.model_seq_id}"
+        known = self._promises.duplicate(model_id, 0)
+        if known is None:
+            base_model = await self._base_model(owner, request)
+            known = self._promises.duplicate(model_id, 0)  # another may have come meanwhile
+            if known is None:
+                model = self._models[model_id] = Model(
+                    model_id, request.session_id, owner, base_model
+                )
+                extra = {"seed": secrets.randbits(31)}
+                known = self._accept(row, model, 0, request, body, "json", extra)
+        await self._promises.flushed()
+        return known
+
+    async def _base_model(
+        self, owner: str, request: CreateModelRequest | LoadWeightsRequest
+    ) -> str:
+        """The base model of a new model; a request that cannot work is refused here."""
+        check_optimizer(request.optimizer_config)
+        if isinstance(request, CreateModelRequest):
+            self._engine.check_model(request.base_model, "base_model")
+            lora_spec(request.lora_config, 0)
+            return request.base_model
+        checkpoint, _ = await self._trainable(owner, request.path)
+        run = await self._db(self._store.run, checkpoint.run_id)
+        assert run is not None
+        if request.base_model is not None and request.base_model != run.base_model:
+            raise InvalidInputError(
+                f"the checkpoint is of {run.base_model}, not of {request.base_model!r:.200}",
+                field="base_model",
+            )
+        self._engine.check_model(run.base_model, "path")
+        return run.base_model
+
+    async def _trainable(self, owner: str, path: str) -> Any:
+        if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "training":
+            raise InvalidInputError(
+                f"{path!r:.300} is no training checkpoint (…/weights/…)", field="path"
+            )
+        return await self._checkpoints.readable(owner, path)
+
+    async def submit(
+        self,
+        row: Operation[Any],
+        owner: str,
+        model_id: str,
+        seq_id: int | None,
+        request: Any,
+        body: bytes,
+        media: str,
+    ) -> Promise:
+        """Accept a request for a model; repeating a number gives the first promise again."""
+        model = await self.find(model_id, owner)
+        await self._sessions.check_active(model.session_id, owner)
+        if seq_id == 0:  # how protobuf says that there is none
+            seq_id = None
+        known = self._promises.duplicate(model_id, seq_id)
+        if known is None:
+            if seq_id is not None and model.line.knows(seq_id):
+                raise InvalidInputError(
+                    f"request {seq_id} of this model was done or refused before, and its result is not kept",
+                    field="seq_id",
+                )
+            if self._promises.pending(owner) >= self._max_pending:
+                raise _too_many(self._max_pending)
+            extra = {"forward": True} if isinstance(request, ForwardRequest) else {}
+            known = self._accept(row, model, seq_id, request, body, media, extra)
+        await self._promises.flushed()
+        return known
+
+    def refuse(self, model_id: str, seq_id: int | None) -> None:
+        """A request was turned away at the door; those after it need not wait for it."""
+        model = self._models.get(model_id)
+        if model is not None and seq_id:
+            model.line.refuse(seq_id)
+            self._schedule()
+
+    def _accept(
+        self,
+        row: Operation[Any],
+        model: Model,
+        seq_id: int | None,
+        request: Any,
+        body: bytes,
+        media: str,
+        extra: dict[str, Any],
+    ) -> Promise:
+        promise = self._promises.accept(
+            row, model.owner, model.model_id, seq_id, request, body, media, extra
+        )
+        if self._kept_bytes + len(body) > KEPT_BYTES:
+            promise.request = None
+        else:
+            self._kept_bytes += len(body)
+        model.last_request_at = now_utc()
+        self._enqueue(model, promise)
+        return promise
+
+    def _enqueue(self, model: Model, promise: Promise) -> None:
+        if not len(model.line):
+            model.waiting_since = self._clock()
+        model.line.offer(promise.seq_id, promise)
+        if model not in self._waiting:
+            self._waiting.add(model)
+            others = [
+                self._served[other.owner] for other in self._waiting if other.owner in self._served
+            ]
+            # Who was away has not saved up turns.
+            self._served[model.owner] = max(
+                self._served.get(model.owner, 0.0), min(others, default=0.0)
+            )
+        self._schedule()
+
+    async def find(self, model_id: str, owner: str) -> Model:
+        model = self._models.get(model_id)
+        if model is not None and model.owner == owner:
+            return model
+        run = await self._db(self._store.run, model_id)
+        if run is not None and run.owner == owner:
+            raise InvalidInputError(
+                f"model {model_id!r:.200} has been unloaded; its checkpoints are there to go on from",
+                field="model_id",
+            )
+        raise NotFoundError(f"There is no model {model_id!r:.200}.")
+
+    def __iter__(self) -> Any:
+        return iter(list(self._models.values()))
+
+    # -- scheduling ----------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Start what can start."""
+        if self._engine.stopping:
+            return
+        now = self._clock()
+        while self._running < IN_LINE:
+            ready = [
+                Candidate(model.model_id, model.owner, model.waiting_since)
+                for model in self._waiting
+                if not model.running and model.line.ready(now)
+            ]
+            chosen = choose(ready, self._served)
+            if chosen is None:
+                break
+            model = self._models[chosen.model_id]
+            promise = model.line.take(now)
+            assert promise is not None
+            model.running = True
+            self._running += 1
+            task = asyncio.ensure_future(self._serve(model, promise))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._wake_for_gaps(now)
+
+    def _wake_for_gaps(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        moments = [model.line.wakes_at(now) for model in self._waiting if not model.running]
+        soonest = min((moment for moment in moments if moment is not None), default=None)
+        if soonest is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, soonest - now) + 0.01, self._schedule)
+
+    async def _serve(self, model: Model, promise: Promise) -> None:
+        started = self._clock()
+        promise.started_at = time.time()
+        try:
+            await self._run(model, promise)
+        finally:
+            self._served[model.owner] = self._served.get(model.owner, 0.0) + self._clock() - started
+            self._running -= 1
+            model.running = False
+            model.waiting_since = self._clock()
+            if not len(model.line):
+                self._waiting.discard(model)
+            self._schedule()
+
+    async def _run(self, model: Model, promise: Promise) -> None:
+        if promise.done:  # cancelled before its turn
+            return
+        if promise.request is not None:
+            self._kept_bytes -= promise.place.length
+
+        async def work() -> Any:
+            await self._bring_back(model)
+            request = self._promises.request_of(promise)
+            return await self._run_operation[promise.operation.name](model, request, promise)
+
+        try:
+            if model.failure is not None:
+                raise RequestFailedError(model.failure, category=RequestErrorCategory.User)
+            value = await self._engine.persist(work)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if promise.operation.name in {"create_model", "load_weights"} and not model.history:
+                model.failure = f"The model was never made: {error}"
+            self._promises.fail(promise, error)
+        else:
+            self._promises.finish(promise, value)
+            self._remember(model, promise)
+
+    def _remember(self, model: Model, promise: Promise) -> None:
+        if _changes(promise):
+            model.history.append(promise)
+
+    async def _bring_back(self, model: Model) -> None:
+        """Make the engine know a model that it has forgotten."""
+        if model.life == self._engine.life:
+            return
+        for promise in model.history:
+            request = self._promises.request_of(promise)
+            await self._run_operation[promise.operation.name](model, request, promise)
+        model.life = self._engine.life
+
+    # -- what requests do ----------------------------------------------------------------------
+
+    async def _create_model(
+        self, model: Model, request: CreateModelRequest, promise: Promise
+    ) -> CreateModelResponse:
+        model.lora = lora_spec(request.lora_config, promise.extra["seed"])
+        await self._add_run(model, request.user_metadata)
+        await self._call("create_model", model.model_id, model.base_model, model.lora)
+        return CreateModelResponse(model_id=model.model_id)
+
+    async def _load_weights(
+        self, model: Model, request: LoadWeightsRequest, promise: Promise
+    ) -> LoadWeightsResponse:
+        checkpoint, directory = await self._trainable(model.owner, request.path)
+        run = await self._db(self._store.run, checkpoint.run_id)
+        assert run is not None
+        if run.base_model != model.base_model:
+            raise InvalidInputError(
+                f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
+                field="path",
+            )
+        # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
+        kept = self._checkpoints.place(model.model_id, "training", f".{promise.request_id}")
+        if not kept.is_dir():
+            await self._db(_copy, directory, kept)
+        model.lora = lora_of(run.lora)
+        await self._add_run(model, request.user_metadata)
+        await self._call(
+            "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
+        )
+        return LoadWeightsResponse(path=request.path, model_id=model.model_id)
+
+    async def _forward(
+        self, model: Model, request: ForwardBackwardRequest | ForwardRequest, promise: Promise
+    ) -> ForwardBackwardOutput:
+        backward = isinstance(request, ForwardBackwardRequest)
+        inputs = (
+            request.forward_backward_input
+            if isinstance(request, ForwardBackwardRequest)
+            else request.forward_input
+        )
+        asked = training_pass(inputs, backward=backward)
+        result = await self._call("run_pass", model.model_id, asked)
+        tokens = sum(example.length for example in asked.examples)
+        if not promise.done:  # else it is being run again
+            self._usage.add(model.owner, model.session_id, model.base_model, "training", tokens)
+        return ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord",
+            loss_fn_outputs=[
+                {"logprobs": TensorData.from_numpy(values)} for values in result.logprobs
+            ],
+            metrics=result.metrics,
+        )
+
+    async def _optim_step(
+        self, model: Model, request: OptimStepRequest, _: Promise
+    ) -> OptimStepResponse:
+        step = adam_step(request.optim_params)
+        return OptimStepResponse(metrics=await self._call("optim_step", model.model_id, step))
+
+    async def _save_weights(
+        self, model: Model, request: SaveWeightsRequest, promise: Promise
+    ) -> SaveWeightsResponse:
+        check_ttl(request.ttl_seconds)
+        name = request.path or f"{promise.seq_id or 0:06d}"
+        place = await self._checkpoints.check_free(
+            model.model_id, "training", name, overwrite=request.overwrite
+        )
+        size = await self._call("save_state", model.model_id, place, optimizer=True)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "training",
+            name,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsResponse(path=tinker_path(row))
+
+    async def _save_weights_for_sampler(
+        self, model: Model, request: SaveWeightsForSamplerRequest, _: Promise
+    ) -> SaveWeightsForSamplerResponseInternal:
+        check_ttl(request.ttl_seconds)
+        if request.path is None:
+            return await self._unnamed_sampler(model, request.sampling_session_seq_id)
+        place = await self._checkpoints.check_free(model.model_id, "sampler", request.path)
+        size = await self._call("save_state", model.model_id, place, optimizer=False)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "sampler",
+            request.path,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsForSamplerResponseInternal(path=tinker_path(row))
+
+    async def _unnamed_sampler(
+        self, model: Model, number: int | None
+    ) -> SaveWeightsForSamplerResponseInternal:
+        """A sampler of the weights as they are now; it is not listed as a checkpoint."""
+        if number is None:
+            raise InvalidInputError("give a name, or a sampling_session_seq_id", field="path")
+        sampler_id = f"{model.session_id}:sample:{number}"
+        place = self._samplers.place(sampler_id)
+        await self._call("save_state", model.model_id, place, optimizer=False)
+        await self._call("open_sampler", sampler_id, model.base_model, model_id=model.model_id)
+        await self._samplers.add(model.owner, model.session_id, sampler_id, model.base_model, None)
+        self._samplers.opened(sampler_id)
+        return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
+
+    async def _save_weights_external(
+        self, model: Model, request: SaveWeightsExternalRequest, promise: Promise
+    ) -> SaveWeightsExternalResponseInternal:
+        check_ttl(request.ttl_seconds)
+        place = await self._checkpoints.check_free(model.model_id, "external", request.path)
+        scratch = place.with_name(f".{promise.request_id}")
+        try:
+            await self._call("save_state", model.model_id, scratch, optimizer=False)
+            recipients = request.age_encryption_recipients or ()
+            size = await self._db(archives.export, scratch, place, recipients)
+        finally:
+            await self._db(shutil.rmtree, scratch, ignore_errors=True)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "external",
+            request.path,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsExternalResponseInternal(path=tinker_path(row), size_bytes=size)
+
+    async def _unload_model(
+        self, model: Model, _: UnloadModelRequest, promise: Promise
+    ) -> UnloadModelResponse:
+        await self._call("unload_model", model.model_id)
+        await self._forget(model, "was unloaded")
+        return UnloadModelResponse(model_id=model.model_id)
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        return await self._engine.worker.call(method, *args, **options)
+
+    def _count_checkpoint(self, model: Model) -> None:
+        self._usage.add(model.owner, model.session_id, model.base_model, "checkpoint", 1)
+
+    async def _add_run(self, model: Model, user_metadata: dict[str, Any] | None) -> None:
+        assert model.lora is not None
+        now = now_utc()
+        await self._db(
+            self._store.add_run,
+            RunRow(
+                model.model_id,
+                model.session_id,
+                model.owner,
+                model.base_model,
+                asdict(model.lora),
+                user_metadata,
+                now,
+                now,
+            ),
+        )
+
+    # -- endings -------------------------------------------------------------------------------
+
+    async def close_session(self, session_id: str) -> None:
+        """Let go of the models of a session that has ended."""
+        for model in list(self._models.values()):
+            if model.session_id == session_id:
+                await self._engine.call_now("unload_model", model.model_id)
+                await self._forget(model, "was unloaded when its session ended")
+
+    async def _forget(self, model: Model, why: str) -> None:
+        self._models.pop(model.model_id, None)
+        self._waiting.discard(model)
+        model.failure = f"The model {why}."
+        for promise in model.line.drain():
+            error = RequestFailedError(model.failure, promise.request_id, RequestErrorCategory.User)
+            self._promises.fail(promise, error)
+        for promise in model.history:
+            if promise.operation.name == "load_weights":
+                kept = self._checkpoints.place(model.model_id, "training", f".{promise.request_id}")
+                await self._db(shutil.rmtree, kept, ignore_errors=True)
+        model.history.clear()
+
+    def needs(self, promise: Promise) -> bool:
+        """Whether a request may have to be run again."""
+        return promise.scope in self._models and _changes(promise)
+
+    async def write_times(self) -> None:
+        """Put down when models were last asked for something."""
+        for model in self._models.values():
+            at, model.last_request_at = model.last_request_at, None
+            if at is not None:
+                await self._db(self._store.update_run, model.model_id, last_request_at=at)
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- restart -------------------------------------------------------------------------------
+
+    async def restore(self, promises: list[Promise]) -> None:
+        """Take up the models of before a restart; `promises` are in the order in which they were accepted."""
+        done: list[tuple[float, int, Promise]] = []
+        for order, promise in enumerate(promises):
+            model = self._models.get(promise.scope)
+            if model is None:
+                model = await self._revived(promise)
+                if model is None:
+                    continue
+            if promise.result is None:
+                model.line.offer(promise.seq_id, promise)
+                self._waiting.add(model)
+                continue
+            if promise.seq_id is not None:
+                model.line.refuse(promise.seq_id)  # nobody waits for it
+            if not promise.result.failed:
+                done.append((promise.result.at, order, promise))
+        for _, _, promise in sorted(done, key=lambda entry: entry[:2]):
+            if (model := self._models.get(promise.scope)) is not None:
+                self._remember(model, promise)
+        self._schedule()
+
+    async def _revived(self, promise: Promise) -> Model | None:
+        """The model that a request made, if its session still lives."""
+        if promise.operation.name not in {"create_model", "load_weights"}:
+            if promise.result is None:
+                self._promises.fail(promise, NotFoundError(f"There is no model {promise.scope!r}."))
+            return None
+        session_id = promise.scope.rpartition(":train:")[0]
+        request = self._promises.request_of(promise)
+        try:
+            await self._sessions.check_active(session_id, promise.owner)
+            base_model = await self._base_model(promise.owner, request)
+        except TinkerError as error:
+            if promise.result is None:
+                self._promises.fail(promise, error)
+            return None
+        model = Model(promise.scope, session_id, promise.owner, base_model)
+        run = await self._db(self._store.run, promise.scope)
+        model.lora = None if run is None else lora_of(run.lora)
+        self._models[promise.scope] = model
+        return model
+
+
+def _changes(promise: Promise) -> bool:
+    return promise.operation.name in _CHANGING and not promise.extra.get("forward")
+
+
+def _too_many(limit: int) -> TinkerError:
+    return RateLimitError(
+        f"{limit} requests of this key are waiting already; send more when some of them are done.",
+        retry_after=1.0,
+    )
+
+
+def _copy(source: Any, target: Any) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    scratch.replace(target)

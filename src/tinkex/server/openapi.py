@@ -1,0 +1,590 @@
+"""The OpenAPI document of the service, made from the operations table.
+
+Bodies are read by our own codecs rather than by a framework, so no framework can describe them. The document comes
+from what the codecs go by: the table for paths and answers, the pydantic models for most bodies, and one small table
+of schemas for the values that live around numpy arrays and have no model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, get_args
+
+from pydantic import BaseModel
+from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
+
+from tinkex import types
+from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex.types.tensors import tensor_to_object
+
+__all__ = ["document"]
+
+Schema: TypeAlias = dict[str, Any]
+
+_REF: Final = "#/components/schemas/{model}"
+_JSON, _PROTOBUF, _EVENTS = "application/json", "application/x-protobuf", "text/event-stream"
+
+
+def document(version: str) -> dict[str, Any]:
+    """The whole document, as OpenAPI 3.1; the same for the same release, to the byte."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "tinkex",
+            "version": version,
+            "summary": "A local service that speaks the Tinker API.",
+            "description": (
+                "Calls that take time answer at once with a promise, an `UntypedAPIFuture`; `retrieve_future` "
+                "waits for its result. In requests unknown fields are ignored, and null is the same as leaving "
+                "an optional field out. Bodies may be compressed with gzip, deflate or zstd."
+            ),
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": [{"ApiKey": []}],
+        "tags": [{"name": theme.name, "description": theme.about} for theme in _THEMES],
+        "paths": _paths(),
+        "components": {
+            "securitySchemes": {
+                "ApiKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "X-API-Key",
+                    "description": "A key starts with `tml-`; a local service usually takes `tml-local`.",
+                }
+            },
+            "responses": {error.name: error.response() for error in _ERRORS},
+            "schemas": _schemas(),
+        },
+    }
+
+
+# -- what each call is for -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Theme:
+    """Calls that a reader looks for in one place, each with its summary."""
+
+    name: str
+    about: str
+    summaries: Mapping[str, str]
+
+
+_THEMES: Final = (
+    _Theme(
+        "Service",
+        "Is it there, what does it offer, and who is asking.",
+        {
+            "healthz": "Say whether the service is well",
+            "get_server_capabilities": "List the base models",
+            "client_config": "Tell a client how to behave",
+            "client_dynamic_config": "Tell a client what may change while it runs",
+            "auth_token": "Exchange the key for a token",
+            "get_api_key": "Describe the key in use",
+            "delete_api_key": "Withdraw the key in use",
+        },
+    ),
+    _Theme(
+        "Sessions",
+        "Everything a client makes belongs to its session, which lives as long as it sends heartbeats.",
+        {
+            "create_session": "Open a session",
+            "session_heartbeat": "Keep a session alive",
+            "finish_session": "End a session",
+            "list_sessions": "List sessions",
+            "get_session": "List the runs and samplers of a session",
+            "assign_session_project": "Move a session to a project",
+            "trace_export": "Get the trace of a session",
+            "search_sessions": "Find sessions, newest first",
+        },
+    ),
+    _Theme(
+        "Training",
+        "A model is a LoRA adapter on a base model. Its requests run in the order of `seq_id`.",
+        {
+            "create_model": "Create an adapter",
+            "get_info": "Describe a model",
+            "unload_model": "Drop a model from memory",
+            "forward": "Compute a loss without gradients",
+            "forward_backward": "Compute a loss and add up its gradients",
+            "optim_step": "Update the weights from the gradients",
+            "create_custom_loss": "Upload a loss traced by the client",
+        },
+    ),
+    _Theme(
+        "Weights",
+        "Checkpoints, named by paths such as `tinker://<training run>/weights/<name>`.",
+        {
+            "load_weights": "Load a checkpoint into a model, or make a model of it",
+            "save_weights": "Save weights and optimizer state",
+            "save_weights_for_sampler": "Freeze the weights for sampling",
+            "save_weights_external": "Write adapter files for use elsewhere",
+            "copy_weights": "Copy a checkpoint",
+            "weights_info": "Describe a checkpoint",
+        },
+    ),
+    _Theme(
+        "Sampling",
+        "Drawing tokens from a base model or from saved weights.",
+        {
+            "create_sampling_session": "Open a sampler",
+            "join_sampling_session": "Share a sampler with another process",
+            "get_sampler": "Describe a sampler",
+            "asample": "Sample",
+            "stream_sample": "Sample, token by token",
+        },
+    ),
+    _Theme(
+        "Futures",
+        "Waiting for what was promised.",
+        {
+            "retrieve_future": "Wait for a result",
+            "retrieve_futures": "Wait for any result of a sampler",
+            "cancel_future": "Say that a result is no longer wanted",
+        },
+    ),
+    _Theme(
+        "Runs and checkpoints",
+        "What has been trained, and what was saved of it.",
+        {
+            "list_training_runs": "List training runs",
+            "get_training_run": "Describe a training run",
+            "list_checkpoints": "List the checkpoints of a run",
+            "list_user_checkpoints": "List all checkpoints, newest first",
+            "delete_checkpoint": "Delete a checkpoint",
+            "publish_checkpoint": "Let everybody load a checkpoint",
+            "unpublish_checkpoint": "Keep a checkpoint to its owner again",
+            "set_checkpoint_ttl": "Set when a checkpoint expires",
+            "get_checkpoint_archive_url": "Get the address of a checkpoint's archive",
+            "get_external_weights_urls": "Get the addresses of exported files",
+        },
+    ),
+    _Theme(
+        "Reports",
+        "What happened, and what it used.",
+        {
+            "telemetry": "Take a client's events",
+            "get_audit_log": "Read the audit log",
+            "get_billing_usage": "Read what was used",
+            "get_current_checkpoint_storage_usage": "Read what checkpoints take up",
+        },
+    ),
+)
+
+# -- paths ---------------------------------------------------------------------------------------
+
+# A checkpoint id is two segments, and a parameter of OpenAPI can only be one.
+_CHECKPOINT_ID: Final = ("{checkpoint_id}", "{checkpoint_kind}/{checkpoint_name}")
+
+_PATH_PARAMETERS: Final[Mapping[str, tuple[str, Schema]]] = {
+    "session_id": ("As `create_session` answered it.", {"type": "string"}),
+    "training_run_id": ("The id of the model that was trained.", {"type": "string"}),
+    "sampler_id": ("The id of a sampling session.", {"type": "string"}),
+    "checkpoint_kind": (
+        "The middle part of the checkpoint's path.",
+        {"type": "string", "enum": ["weights", "sampler_weights", "external_weights"]},
+    ),
+    "checkpoint_name": ("The name it was saved under.", {"type": "string"}),
+}
+
+
+def _paths() -> dict[str, dict[str, Any]]:
+    paths: dict[str, dict[str, Any]] = {}
+    for theme in _THEMES:
+        for name, summary in theme.summaries.items():
+            row = OPERATIONS[name]
+            path = row.path.replace(*_CHECKPOINT_ID)
+            paths.setdefault(path, {})[row.method.lower()] = _operation(row, theme, summary, path)
+    return paths
+
+
+def _operation(row: Operation[Any], theme: _Theme, summary: str, path: str) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": row.name,
+        "tags": [theme.name],
+        "summary": summary,
+    }
+    if row.flag:
+        described["description"] = (
+            f"Clients call it only where the service switches `{row.flag}` on."
+        )
+    parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)\}", path)]
+    if row.body is Body.QUERY:
+        parameters += _query_parameters(row.request)
+    if parameters:
+        described["parameters"] = parameters
+    if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
+        described["requestBody"] = _request_body(row)
+    described["responses"] = _responses(row)
+    return described
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    about, schema = _PATH_PARAMETERS[name]
+    return {"name": name, "in": "path", "required": True, "description": about, "schema": schema}
+
+
+def _query_parameters(request: type[BaseModel]) -> list[dict[str, Any]]:
+    schema = request.model_json_schema(ref_template=_REF, schema_generator=_Generator)
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": _not_null(field)}
+        for name, field in schema["properties"].items()
+    ]
+
+
+def _not_null(schema: Schema) -> Schema:
+    """The schema without null, which a query string cannot hold: there one leaves the name out."""
+    rest = {key: value for key, value in schema.items() if key not in {"anyOf", "default"}}
+    if schema.get("default") is not None:
+        rest["default"] = schema["default"]
+    for choice in schema.get("anyOf", ()):
+        if choice != {"type": "null"}:
+            rest |= choice
+    return rest
+
+
+def _request_body(row: Operation[Any]) -> dict[str, Any]:
+    content = _content(_JSON, _schema_of(row.request))
+    if row.body is Body.JSON_OR_PROTO:
+        content |= _content(_PROTOBUF, _message(f"The message `{row.request.__name__}`"))
+    return {"required": row.request is not types.EmptyRequest, "content": content}
+
+
+def _content(media_type: str, schema: Schema) -> dict[str, Any]:
+    return {media_type: {"schema": schema}}
+
+
+def _schema_of(kind: type[Any]) -> Schema:
+    return {"$ref": _REF.format(model=kind.__name__)}
+
+
+def _message(about: str) -> Schema:
+    return {"type": "string", "format": "binary", "description": about}
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Error:
+    """An error status that any call, or only those named in `of`, may answer."""
+
+    status: int
+    name: str
+    about: str
+    of: frozenset[str] = frozenset(OPERATIONS)
+    headers: Mapping[str, str] | None = None
+
+    def response(self) -> dict[str, Any]:
+        return _answer(self.about, _content(_JSON, {"$ref": _REF.format(model="Error")})) | (
+            {"headers": _headers(self.headers)} if self.headers else {}
+        )
+
+
+_ERRORS: Final = (
+    _Error(400, "BadRequest", "Understood and refused; where one field is to blame, it is named."),
+    _Error(401, "Unauthorized", "The key is missing or not known here."),
+    _Error(404, "NotFound", "Something that the request names does not exist."),
+    _Error(
+        410,
+        "Gone",
+        "The session has ended, or the result has expired.",
+        of=frozenset({"session_heartbeat", "retrieve_future"}),
+    ),
+    _Error(422, "Unprocessable", "The body cannot be read as this request."),
+    _Error(
+        429,
+        "TooManyRequests",
+        "Too much at once; ask again a little later.",
+        headers={"retry-after-ms": "Milliseconds to wait."},
+    ),
+)
+
+
+def _answer(about: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {"description": about, **({"content": content} if content else {})}
+
+
+def _headers(about: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: {"description": text, "schema": {"type": "string"}} for name, text in about.items()
+    }
+
+
+def _responses(row: Operation[Any]) -> dict[str, Any]:
+    answers = {"200": _success(row)} | _OTHER_ANSWERS.get(row.name, {})
+    for error in _ERRORS:
+        if row.name in error.of:
+            answers[str(error.status)] = {"$ref": f"#/components/responses/{error.name}"}
+    return dict(sorted(answers.items()))
+
+
+def _success(row: Operation[Any]) -> dict[str, Any]:
+    if row.queued:
+        return _answer(
+            f"A promise; `retrieve_future` answers it with `{row.result.__name__}`.",
+            _content(_JSON, _schema_of(types.UntypedAPIFuture)),
+        )
+    if row.name == "retrieve_future":
+        return _answer(
+            "The result, or why there is none. Losses and samples come as protobuf where `Accept` asks for it. "
+            "A large one is announced first, if the request allows it.",
+            _content(_JSON, {"anyOf": [_schema_of(kind) for kind in _retrieved()]})
+            | _content(
+                _PROTOBUF, _message("The message `ForwardBackwardOutput` or `SampleResponse`")
+            ),
+        )
+    if row.result is types.SampleStreamChunk:
+        return _answer(
+            "Server-sent events; the data of each is one `SampleStreamChunk`.",
+            _content(_EVENTS, _schema_of(row.result)),
+        )
+    return _answer("Answered at once.", _content(_JSON, _schema_of(row.result)))
+
+
+def _retrieved() -> list[type[Any]]:
+    """What a future may turn out to be, each once, in the order of the table."""
+    results = dict.fromkeys(row.result for row in OPERATIONS.values() if row.queued)
+    return [*results, types.MetadataOnlyResponse, types.RequestFailedResponse]
+
+
+_OTHER_ANSWERS: Final[Mapping[str, dict[str, Any]]] = {
+    "retrieve_future": {
+        "408": _answer(
+            "Not ready yet; ask again at once.",
+            _content(_JSON, _schema_of(types.TryAgainResponse)),
+        )
+    },
+    "get_checkpoint_archive_url": {
+        "302": _answer("The archive is there, and can be fetched without a key.")
+        | {
+            "headers": _headers(
+                {
+                    "Location": "Where the archive can be fetched.",
+                    "Expires": "Until when, as an HTTP date.",
+                }
+            )
+        }
+    },
+}
+
+# -- schemas without a model ---------------------------------------------------------------------
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _map(values: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": values}
+
+
+def _object(about: str, required: Iterable[str] = (), /, **properties: Schema) -> Schema:
+    schema: Schema = {"type": "object", "description": about, "properties": properties}
+    return schema | ({"required": [*required]} if required else {})
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_TEXT: Final[Schema] = {"type": "string"}
+_INTEGER: Final[Schema] = {"type": "integer"}
+_NUMBER: Final[Schema] = {"type": "number"}
+_TOKENS: Final = _list({"type": "integer", "format": "int32"})
+_TENSORS: Final = _map(_schema_of(types.TensorData))
+# JSON has no NaN: what was not computed, or came out as none, is null.
+_NUMBER_OR_NULL: Final = _or_null(_NUMBER)
+_TOPK_ROWS: Final = _list(
+    _or_null(
+        _list(
+            {
+                "type": "array",
+                "description": "A token id and its logprob.",
+                "prefixItems": [_INTEGER, _NUMBER],
+                "minItems": 2,
+                "maxItems": 2,
+            }
+        )
+    )
+)
+_TRAINING: Final = {
+    "model_id": _TEXT,
+    "seq_id": _or_null(_INTEGER) | {"description": "The place in the model's order, from 1."},
+}
+
+_BY_HAND: Final[Mapping[str, Schema]] = {
+    "Error": _object(
+        "Why a request was not done.",
+        ("detail", "category"),
+        detail=_TEXT | {"description": "What was wrong, in words."},
+        category=_schema_of(types.RequestErrorCategory),
+        field=_TEXT | {"description": "Where, if it was one field of the request."},
+    ),
+    "TensorData": _object(
+        "A tensor, its values in row-major order. With `sparse_crow_indices` and `sparse_col_indices` it is "
+        "two-dimensional, in compressed sparse rows, and `data` holds the values listed there.",
+        ("data", "dtype"),
+        data=_list(_NUMBER_OR_NULL),
+        dtype={"type": "string", "enum": [*get_args(types.TensorDtype)]},
+        shape=_or_null(_list(_INTEGER)),
+        sparse_crow_indices=_or_null(_list(_INTEGER)),
+        sparse_col_indices=_or_null(_list(_INTEGER)),
+    ),
+    "EncodedTextChunk": _object(
+        "A run of token ids.",
+        ("tokens",),
+        tokens=_TOKENS,
+        type={"type": "string", "const": "encoded_text", "default": "encoded_text"},
+    ),
+    "Datum": _object(
+        "One training example: the input and the tensors its loss reads.",
+        ("model_input",),
+        model_input=_schema_of(types.ModelInput),
+        loss_fn_inputs=_TENSORS,
+    ),
+    "ForwardBackwardInput": _object(
+        "A batch and the loss to compute on it.",
+        ("data", "loss_fn"),
+        data=_list(_schema_of(types.Datum)),
+        loss_fn={"type": "string", "enum": [*get_args(types.LossFnType)]},
+        loss_fn_config=_or_null(_map({"type": ["number", "string"]})),
+    ),
+    "ForwardRequest": _object(
+        "A loss to compute, for its outputs alone.",
+        ("forward_input", "model_id"),
+        forward_input=_schema_of(types.ForwardBackwardInput),
+        **_TRAINING,
+    ),
+    "ForwardBackwardRequest": _object(
+        "A loss to compute, and its gradients to add to those that are there.",
+        ("forward_backward_input", "model_id"),
+        forward_backward_input=_schema_of(types.ForwardBackwardInput),
+        **_TRAINING,
+    ),
+    "ForwardBackwardOutput": _object(
+        "Per datum the tensors the loss function returned, and metrics named `name:reduction`.",
+        ("loss_fn_output_type", "loss_fn_outputs", "metrics"),
+        loss_fn_output_type=_TEXT,
+        loss_fn_outputs=_list(_TENSORS),
+        metrics=_map(_NUMBER_OR_NULL),
+    ),
+    "OptimStepRequest": _object(
+        "One optimizer step: `adam_params` for a model that was created with Adam, else `optimizer_params`.",
+        ("model_id",),
+        **_TRAINING,
+        adam_params=_schema_of(types.AdamParams),
+        optimizer_params=_schema_of(types.DimuonParams),
+        type={"type": "string", "const": "optim_step", "default": "optim_step"},
+    )
+    | {"oneOf": [{"required": ["adam_params"]}, {"required": ["optimizer_params"]}]},
+    "SampledSequence": _object(
+        "One sampled sequence; the stop token, where there was one, is the last of `tokens`.",
+        ("stop_reason", "tokens"),
+        stop_reason={"type": "string", "enum": [*get_args(types.StopReason)]},
+        tokens=_TOKENS,
+        logprobs=_list(_NUMBER_OR_NULL),
+        topk_logprobs=_TOPK_ROWS,
+    ),
+    "PromptAltTokens": _object(
+        "Per prompt token the likeliest others.",
+        ("tokens", "logprobs"),
+        tokens=_schema_of(types.TensorData),
+        logprobs=_schema_of(types.TensorData),
+    ),
+    "SampleResponse": _object(
+        "The sequences of one request, and what was asked about the prompt.",
+        ("sequences",),
+        type={"type": "string", "const": "sample"},
+        sequences=_list(_schema_of(types.SampledSequence)),
+        prompt_logprobs=_list(_NUMBER_OR_NULL),
+        topk_prompt_logprobs=_TOPK_ROWS,
+        target_prompt_logprobs=_schema_of(types.TensorData),
+        prompt_cache_hit_tokens=_INTEGER,
+        prompt_alt_tokens=_schema_of(types.PromptAltTokens),
+    ),
+    "SampleStreamChunk": _object(
+        "One token of a streamed sample, or its end, which has a `finish_reason`, or an `error`.",
+        token=_TEXT,
+        token_id=_INTEGER,
+        index=_INTEGER,
+        logprob=_NUMBER_OR_NULL,
+        finish_reason=_TEXT,
+        total_tokens=_INTEGER,
+        error=_TEXT,
+    ),
+}
+
+# -- schemas of models ---------------------------------------------------------------------------
+
+# Models that no row names.
+_MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
+    types.UntypedAPIFuture,
+    types.TryAgainResponse,
+    types.MetadataOnlyResponse,
+    types.RequestFailedResponse,
+    types.AdamParams,
+    types.DimuonParams,
+)
+
+
+def _schemas() -> dict[str, Schema]:
+    kinds: dict[type[Any], None] = {}
+    for row in OPERATIONS.values():
+        if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
+            kinds[row.request] = None
+        kinds[row.result] = None
+    models = [
+        kind for kind in kinds if issubclass(kind, BaseModel) and kind.__name__ not in _BY_HAND
+    ]
+    _, generated = models_json_schema(
+        [(model, "validation") for model in (*models, *_MORE_MODELS)],
+        ref_template=_REF,
+        schema_generator=_Generator,
+    )
+    schemas = {**generated["$defs"], **_BY_HAND}
+    for schema in schemas.values():
+        schema.pop("title", None)  # the name it stands under, once more
+    return dict(sorted(schemas.items()))
+
+
+class _Generator(GenerateJsonSchema):
+    """pydantic's schemas, told what pydantic cannot know of our codecs."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # a field's name is title enough
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name).lstrip("_")
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        described = super().model_schema(schema)
+        if described.get("additionalProperties") is False:
+            del described[
+                "additionalProperties"
+            ]  # that is for callers; off the wire they are ignored
+        return described
+
+    def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
+        return {"type": "string", "contentEncoding": "base64"}
+
+    def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
+        described = super().tagged_union_schema(schema)
+        if "discriminator" not in described:  # told apart by a function: several may fit on paper
+            described["anyOf"] = described.pop("oneOf")
+        return described
+
+    def function_plain_schema(
+        self, schema: core_schema.PlainValidatorFunctionSchema
+    ) -> JsonSchemaValue:
+        if schema.get("serialization", {}).get("function") is not tensor_to_object:
+            return super().function_plain_schema(schema)
+        # Registered among pydantic's own names, because pydantic follows every reference it meets.
+        name, reference = self.get_cache_defs_ref_schema(CoreRef("TensorData"))
+        self.definitions[name] = _BY_HAND["TensorData"]
+        return reference

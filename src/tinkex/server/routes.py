@@ -1,0 +1,740 @@
+"""What each operation does: one function per row of the table, named like it.
+
+A function gets a `Call` — the decoded request, who asks, and the service — and returns a value of the protocol, or a
+response where HTTP itself is the answer. Its errors are the typed ones; the app turns them into status and body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, time, timedelta
+from email.utils import format_datetime
+from typing import Any, Final
+from urllib.parse import quote
+
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from tinkex import types
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.operations import Operation
+from tinkex.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+
+from .checkpoints import checkpoint_of, now_utc, tinker_path
+from .futures import Promise
+from .inputs import lora_of
+from .service import Service
+from .sessions import text_map
+from .store import CheckpointRow, RunRow, TelemetryRow
+
+__all__ = ["HANDLERS", "Call", "promise_response"]
+
+#: Results from here on are announced by their size first, so that a client can make room for them.
+LARGE_RESULT: Final = 8 << 20
+#: Clients before this release cannot read of external weights.
+_EXTERNAL_SINCE: Final = (0, 28)
+_AGENT: Final = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the service."""
+
+    service: Service
+    row: Operation[Any]
+    owner: str
+    request: Any
+    params: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+    media: str
+    base_url: str
+
+    @property
+    def knows_external(self) -> bool:
+        found = _AGENT.search(self.headers.get("user-agent", ""))
+        return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL_SINCE
+
+
+Handler = Callable[[Call], Awaitable[Any]]
+HANDLERS: Final[dict[str, Handler]] = {}
+
+
+def _handles(handler: Handler) -> Handler:
+    HANDLERS[handler.__name__] = handler
+    return handler
+
+
+def _promised(promise: Promise) -> types.UntypedAPIFuture:
+    sample = promise.sequence_ids
+    return types.UntypedAPIFuture(
+        request_id=promise.request_id,
+        model_id=None if sample is not None else promise.scope,
+        sample_sequence_ids=sample,
+    )
+
+
+# -- service and identity --------------------------------------------------------------------------
+
+
+@_handles
+async def healthz(_: Call) -> types.HealthResponse:
+    return types.HealthResponse()
+
+
+@_handles
+async def get_server_capabilities(call: Call) -> types.GetServerCapabilitiesResponse:
+    return types.GetServerCapabilitiesResponse(
+        supported_models=[
+            types.SupportedModel(
+                model_name=model.name,
+                max_context_length=model.context_length,
+                trainable=True,
+                sampleable=True,
+            )
+            for model in call.service.engine.models
+        ]
+    )
+
+
+@_handles
+async def client_config(call: Call) -> types.ClientConfigResponse:
+    return types.ClientConfigResponse(
+        use_pyqwest_transport=False,  # on loopback it only costs
+        proto_write_fwdbwd=True,
+        create_model_via_load_weights=True,
+        sample_join_sampling_session=True,
+        sample_use_retrieve_futures=call.service.settings.use_retrieve_futures,
+    )
+
+
+@_handles
+async def client_dynamic_config(_: Call) -> types.ClientDynamicConfigResponse:
+    return types.ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+
+@_handles
+async def auth_token(call: Call) -> types.AuthTokenResponse:
+    signer = call.service.signer
+    assert signer is not None
+    return types.AuthTokenResponse(jwt=signer.token(call.owner, now_utc() + timedelta(hours=1)))
+
+
+@_handles
+async def get_api_key(call: Call) -> dict[str, Any]:
+    return {
+        "key_id": 0,
+        "name": call.owner,
+        "note": "a key of this local service",
+        "details": {
+            "org_details": {"name": "local"},
+            "user_details": {"email": f"{call.owner}@localhost"},
+        },
+    }
+
+
+@_handles
+async def delete_api_key(_: Call) -> None:
+    raise PermissionDeniedError("Keys of this service live in its key file; remove the line there.")
+
+
+# -- sessions ----------------------------------------------------------------------------------------
+
+
+@_handles
+async def create_session(call: Call) -> types.CreateSessionResponse:
+    key = call.headers.get("x-idempotency-key")
+    session_id = await call.service.sessions.create(call.owner, call.request, key)
+    return types.CreateSessionResponse(session_id=session_id)
+
+
+@_handles
+async def session_heartbeat(call: Call) -> types.SessionHeartbeatResponse:
+    await call.service.sessions.heartbeat(call.request.session_id, call.owner)
+    return types.SessionHeartbeatResponse()
+
+
+@_handles
+async def finish_session(call: Call) -> types.EmptyResponse:
+    await call.service.finish_session(call.params["session_id"], call.owner, call.request)
+    return types.EmptyResponse()
+
+
+@_handles
+async def list_sessions(call: Call) -> types.ListSessionsResponse:
+    database = call.service.database
+    rows = await database(
+        database.store.sessions, call.owner, limit=call.request.limit, offset=call.request.offset
+    )
+    return types.ListSessionsResponse(sessions=[row.session_id for row in rows])
+
+
+@_handles
+async def get_session(call: Call) -> types.GetSessionResponse:
+    session_id = call.params["session_id"]
+    await call.service.sessions.find(session_id, call.owner)
+    database = call.service.database
+    row = await database(database.store.session, session_id)
+    assert row is not None
+    runs = await database(database.store.runs_of_session, session_id)
+    samplers = await database(database.store.samplers_of_session, session_id)
+    return types.GetSessionResponse(
+        training_run_ids=[run.run_id for run in runs],
+        sampler_ids=[sampler.sampler_id for sampler in samplers],
+        user_metadata=text_map(row.user_metadata),
+        display_name=row.display_name,
+    )
+
+
+@_handles
+async def assign_session_project(call: Call) -> types.EmptyResponse:
+    if not call.request.project_id.strip():
+        raise InvalidInputError("must not be empty", field="project_id")
+    session_id = call.params["session_id"]
+    await call.service.sessions.find(session_id, call.owner)
+    database = call.service.database
+    await database(database.store.update_session, session_id, project_id=call.request.project_id)
+    return types.EmptyResponse()
+
+
+@_handles
+async def trace_export(call: Call) -> types.TraceExportResponse:
+    session_id = call.params["session_id"]
+    await call.service.sessions.find(session_id, call.owner)
+    url = _signed(call, f"/traces/{quote(session_id, safe=':')}")[0]
+    return types.TraceExportResponse(status="ready", url=url)
+
+
+@_handles
+async def search_sessions(call: Call) -> types.SessionSearchResponse:
+    return await call.service.sessions.search(call.owner, call.request)
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+@_handles
+async def create_model(call: Call) -> types.UntypedAPIFuture:
+    return _promised(
+        await call.service.models.create(call.row, call.owner, call.request, call.body)
+    )
+
+
+@_handles
+async def get_info(call: Call) -> types.GetInfoResponse:
+    run = await _run(call, call.request.model_id)
+    base = call.service.engine.check_model(run.base_model, "model_id")
+    return types.GetInfoResponse(
+        type="get_info",
+        model_id=run.run_id,
+        model_data=types.ModelData(
+            arch=base.arch, model_name=base.name, tokenizer_id=str(base.directory)
+        ),
+        is_lora=True,
+        lora_rank=lora_of(run.lora).rank,
+        model_name=base.name,
+    )
+
+
+async def _submitted(call: Call) -> types.UntypedAPIFuture:
+    request = call.request
+    promise = await call.service.models.submit(
+        call.row,
+        call.owner,
+        request.model_id,
+        getattr(request, "seq_id", None),
+        request,
+        call.body,
+        call.media,
+    )
+    return _promised(promise)
+
+
+for _name in (
+    "unload_model",
+    "forward",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+):
+    HANDLERS[_name] = _submitted
+
+
+@_handles
+async def load_weights(call: Call) -> types.UntypedAPIFuture:
+    request: types.LoadWeightsRequest = call.request
+    if request.model_id is not None:
+        return await _submitted(call)
+    if request.session_id is None or request.model_seq_id is None:
+        raise InvalidInputError(
+            "give model_id and seq_id of a model, or session_id and model_seq_id for a new one",
+            field="model_id",
+        )
+    return _promised(await call.service.models.create(call.row, call.owner, request, call.body))
+
+
+@_handles
+async def create_custom_loss(_: Call) -> None:
+    raise InvalidInputError(
+        "losses traced for the service are not offered; forward_backward_custom runs them in the "
+        "client",
+        field="loss",
+    )
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+@_handles
+async def copy_weights(call: Call) -> types.CopyWeightsResponse:
+    return types.CopyWeightsResponse(
+        tinker_path=await call.service.copy_weights(
+            call.owner, call.request, call.headers.get("x-idempotency-key")
+        )
+    )
+
+
+@_handles
+async def weights_info(call: Call) -> types.WeightsInfoResponse:
+    row, _ = await call.service.checkpoints.readable(call.owner, call.request.tinker_path)
+    database = call.service.database
+    run = await database(database.store.run, row.run_id)
+    assert run is not None
+    lora = lora_of(run.lora)
+    return types.WeightsInfoResponse(
+        base_model=run.base_model,
+        is_lora=True,
+        lora_rank=lora.rank,
+        train_unembed=lora.train_unembed,
+        train_mlp=lora.train_mlp,
+        train_attn=lora.train_attn,
+    )
+
+
+# -- sampling ----------------------------------------------------------------------------------------
+
+
+@_handles
+async def create_sampling_session(call: Call) -> types.CreateSamplingSessionResponse:
+    sampler_id = await call.service.samplers.create(call.owner, call.request)
+    return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
+
+
+@_handles
+async def join_sampling_session(call: Call) -> types.JoinSamplingSessionResponse:
+    number = await call.service.samplers.join(call.request.sampling_session_id, call.owner)
+    return types.JoinSamplingSessionResponse(client_counter=number)
+
+
+@_handles
+async def get_sampler(call: Call) -> types.GetSamplerResponse:
+    row = await call.service.samplers.get(call.params["sampler_id"], call.owner)
+    return types.GetSamplerResponse(
+        sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path
+    )
+
+
+@_handles
+async def asample(call: Call) -> types.UntypedAPIFuture:
+    return _promised(await call.service.samplers.sample(call.owner, call.request, call.body))
+
+
+@_handles
+async def stream_sample(call: Call) -> Response:
+    chunks = await call.service.samplers.stream(call.owner, call.request)
+    return StreamingResponse(_events(chunks), media_type="text/event-stream")
+
+
+async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            fields = {
+                name: value
+                for name in types.SampleStreamChunk.__slots__
+                if (value := getattr(chunk, name)) is not None
+            }
+            yield (
+                b"event: "
+                + chunk.event_type.encode()
+                + b"\ndata: "
+                + json_codec.encode(fields)
+                + b"\n\n"
+            )
+    except Exception as error:  # the status is long sent
+        yield b"event: error\ndata: " + json_codec.encode({"error": str(error)}) + b"\n\n"
+
+
+# -- futures -----------------------------------------------------------------------------------------
+
+
+@_handles
+async def retrieve_future(call: Call) -> Response:
+    request: types.FutureRetrieveRequest = call.request
+    promise = call.service.promises.get(request.request_id, call.owner)
+    if not promise.done:
+        try:
+            async with asyncio.timeout(call.service.settings.hold):
+                await promise.finished.wait()
+        except TimeoutError:
+            return _try_again(promise)
+    binary = "application/x-protobuf" in call.headers.get("accept", "")
+    return promise_response(
+        call.service, promise, binary=binary, metadata_only=request.allow_metadata_only
+    )
+
+
+def _try_again(promise: Promise) -> Response:
+    body = {
+        "type": "try_again",
+        "request_id": promise.request_id,
+        "queue_state": types.QueueState.ACTIVE.value,
+        "queue_state_reason": (
+            "the engine is working on it"
+            if promise.started_at is not None or promise.sequence_ids is not None
+            else "it waits for requests before it"
+        ),
+    }
+    return _json(json_codec.encode(body), 408)
+
+
+def promise_response(
+    service: Service, promise: Promise, *, binary: bool, metadata_only: bool = False
+) -> Response:
+    """The result of a promise in the form a client can read."""
+    result = promise.result
+    assert result is not None
+    if metadata_only and result.place.length >= LARGE_RESULT and not result.failed:
+        size = types.MetadataOnlyResponse(response_payload_size=result.place.length)
+        return _json(json_codec.encode(size))
+    payload = service.promises.payload(promise)
+    if not result.binary:
+        return _json(payload)
+    if binary:
+        return Response(payload, media_type="application/x-protobuf")
+    if promise.operation.name == "asample":
+        return _json(json_codec.encode(proto_codec.decode_sample_response(payload)))
+    return _json(json_codec.encode(proto_codec.decode_forward_backward_output(payload)))
+
+
+def _json(payload: bytes, status: int = 200) -> Response:
+    return Response(payload, status, media_type="application/json")
+
+
+@_handles
+async def retrieve_futures(call: Call) -> types.FuturesRetrieveResponse:
+    request: types.FuturesRetrieveRequest = call.request
+    target = request.target
+    feed = await call.service.samplers.feed(
+        target.sampling_session_id, target.cloned_sampler_id, call.owner
+    )
+    hold = call.service.settings.hold
+    if request.timeout is not None:
+        hold = min(hold, request.timeout)
+    try:
+        async with asyncio.timeout(hold):
+            while not (finished := feed.after(request.prev_cursor)):
+                feed.changed.clear()
+                await feed.changed.wait()
+    except TimeoutError:
+        finished = []
+    return types.FuturesRetrieveResponse(
+        completions=[_completion(promise) for promise in finished], cursor=feed.cursor
+    )
+
+
+def _completion(promise: Promise) -> types.FutureFinished | types.FutureFailed:
+    assert promise.result is not None
+    if promise.result.failed:
+        return types.FutureFailed(request_id=promise.request_id)
+    size = promise.result.place.length
+    return types.FutureFinished(
+        request_id=promise.request_id, response_payload_uncompressed_size=size
+    )
+
+
+@_handles
+async def cancel_future(call: Call) -> types.EmptyResponse:
+    try:
+        promise = call.service.promises.get(call.request.request_id, call.owner)
+    except Exception:  # what is not there needs no cancelling
+        return types.EmptyResponse()
+    if promise.on_cancel is not None:
+        promise.on_cancel()
+    return types.EmptyResponse()
+
+
+# -- runs and checkpoints ------------------------------------------------------------------------------
+
+
+async def _run(call: Call, run_id: str) -> RunRow:
+    """A run of one's own, or one of which something was published."""
+    database = call.service.database
+    row = await database(database.store.run, run_id)
+    if row is None:
+        model = await call.service.models.find(run_id, call.owner)  # being made right now
+        await model.made.wait()
+        row = await database(database.store.run, run_id)
+    if row is not None and row.owner != call.owner:
+        checkpoints = await database(database.store.checkpoints_of_run, run_id)
+        if not any(checkpoint.public for checkpoint in checkpoints):
+            row = None
+    if row is None:
+        raise NotFoundError(f"There is no training run {run_id!r:.200}.")
+    return row
+
+
+async def _training_run(call: Call, row: RunRow) -> types.TrainingRun:
+    database = call.service.database
+    rows = await database(database.store.checkpoints_of_run, row.run_id)
+    newest: dict[str, CheckpointRow] = {checkpoint.kind: checkpoint for checkpoint in rows}
+    training, sampler = newest.get("training"), newest.get("sampler")
+    return types.TrainingRun(
+        training_run_id=row.run_id,
+        base_model=row.base_model,
+        model_owner=row.owner,
+        is_lora=True,
+        corrupted=row.corrupted,
+        lora_rank=lora_of(row.lora).rank,
+        last_request_time=row.last_request_at,
+        last_checkpoint=None if training is None else checkpoint_of(training),
+        last_sampler_checkpoint=None if sampler is None else checkpoint_of(sampler),
+        user_metadata=text_map(row.user_metadata),
+    )
+
+
+@_handles
+async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
+    request: types.ListTrainingRunsRequest = call.request
+    await call.service.models.write_times()
+    database = call.service.database
+    rows, total = await database(
+        database.store.runs,
+        call.owner,
+        limit=request.limit,
+        offset=request.offset,
+        project_id=request.project_id,
+    )
+    return types.TrainingRunsResponse(
+        training_runs=[await _training_run(call, row) for row in rows],
+        cursor=types.Cursor(offset=request.offset, limit=request.limit, total_count=total),
+    )
+
+
+@_handles
+async def get_training_run(call: Call) -> types.TrainingRun:
+    await call.service.models.write_times()
+    return await _training_run(call, await _run(call, call.params["training_run_id"]))
+
+
+@_handles
+async def list_checkpoints(call: Call) -> types.CheckpointsListResponse:
+    run = await _run(call, call.params["training_run_id"])
+    database = call.service.database
+    rows = await database(database.store.checkpoints_of_run, run.run_id)
+    mine = run.owner == call.owner
+    return types.CheckpointsListResponse(
+        checkpoints=_listed(call, [row for row in rows if mine or row.public])
+    )
+
+
+@_handles
+async def list_user_checkpoints(call: Call) -> types.CheckpointsListResponse:
+    request: types.ListCheckpointsRequest = call.request
+    database = call.service.database
+    rows, total = await database(
+        database.store.checkpoints, call.owner, limit=request.limit, offset=request.offset
+    )
+    return types.CheckpointsListResponse(
+        checkpoints=_listed(call, rows),
+        cursor=types.Cursor(offset=request.offset, limit=request.limit, total_count=total),
+    )
+
+
+def _listed(call: Call, rows: list[CheckpointRow]) -> list[types.Checkpoint]:
+    return [checkpoint_of(row) for row in rows if row.kind != "external" or call.knows_external]
+
+
+async def _owned(call: Call) -> CheckpointRow:
+    return await call.service.checkpoints.owned(
+        call.owner, call.params["training_run_id"], call.params["checkpoint_id"]
+    )
+
+
+@_handles
+async def delete_checkpoint(call: Call) -> types.EmptyResponse:
+    await call.service.checkpoints.delete(await _owned(call))
+    return types.EmptyResponse()
+
+
+@_handles
+async def publish_checkpoint(call: Call) -> types.EmptyResponse:
+    await call.service.checkpoints.publish(await _owned(call), public=True)
+    return types.EmptyResponse()
+
+
+@_handles
+async def unpublish_checkpoint(call: Call) -> types.EmptyResponse:
+    await call.service.checkpoints.publish(await _owned(call), public=False)
+    return types.EmptyResponse()
+
+
+@_handles
+async def set_checkpoint_ttl(call: Call) -> types.EmptyResponse:
+    await call.service.checkpoints.set_ttl(await _owned(call), call.request.ttl_seconds)
+    return types.EmptyResponse()
+
+
+def _checkpoint_path(call: Call) -> str:
+    return f"tinker://{call.params['training_run_id']}/{call.params['checkpoint_id']}"
+
+
+@_handles
+async def get_checkpoint_archive_url(call: Call) -> Response:
+    row, _ = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
+    url, expires = _signed(call, f"/archives/{_place(row)}")
+    return RedirectResponse(
+        url, 302, headers={"expires": format_datetime(expires.replace(microsecond=0), usegmt=True)}
+    )
+
+
+@_handles
+async def get_external_weights_urls(call: Call) -> types.ExternalWeightsUrlsResponse:
+    row, directory = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
+    if row.kind != "external":
+        raise InvalidInputError(
+            f"{tinker_path(row)} holds no external weights; save_weights_external writes them",
+            field="checkpoint_id",
+        )
+    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    signed = {name: _signed(call, f"/files/{_place(row)}/{quote(name)}") for name in names}
+    expires = min((until for _, until in signed.values()), default=now_utc())
+    return types.ExternalWeightsUrlsResponse(
+        urls={name: url for name, (url, _) in signed.items()}, expires=expires
+    )
+
+
+def _place(row: CheckpointRow) -> str:
+    return f"{quote(row.run_id, safe=':')}/{row.kind}/{quote(row.name)}"
+
+
+def _signed(call: Call, path: str) -> tuple[str, datetime]:
+    """A URL that needs no key, and until when."""
+    signer = call.service.signer
+    assert signer is not None
+    expires = now_utc() + timedelta(seconds=call.service.settings.url_lifetime)
+    return f"{call.base_url}{path}?{signer.sign(path, expires)}", expires
+
+
+# -- reports -------------------------------------------------------------------------------------------
+
+
+@_handles
+async def telemetry(call: Call) -> types.TelemetryResponse:
+    request: types.TelemetrySendRequest = call.request
+    now = now_utc()
+    rows = [
+        TelemetryRow(now, call.owner, request.session_id, event.model_dump(mode="json"))
+        for event in request.events
+    ]
+    if rows:
+        database = call.service.database
+        await database(database.store.add_telemetry, rows)
+    return types.TelemetryResponse(status="accepted")
+
+
+@_handles
+async def get_audit_log(call: Call) -> types.AuditLogResponse:
+    request: types.GetAuditLogRequest = call.request
+    day = request.day or now_utc().date()
+    start = datetime.combine(day, time(), UTC)
+    database = call.service.database
+    rows = await database(
+        database.store.audit,
+        call.owner,
+        topic=None if request.event_type == "all" else request.event_type,
+        start=start,
+        end=start + timedelta(days=1),
+    )
+    return types.AuditLogResponse(
+        entries=[
+            types.AuditLogEntry(
+                timestamp=row.at,
+                event=row.event,
+                event_details=dict(row.details),
+                model_id=row.run_id,
+                tinker_path=row.tinker_path,
+            )
+            for row in rows
+        ]
+    )
+
+
+@_handles
+async def get_billing_usage(call: Call) -> types.BillingUsageResponse:
+    request: types.GetBillingUsageRequest = call.request
+    start, end = _utc(request.starting_on), _utc(request.ending_before)
+    if not start < end <= start + timedelta(days=14):
+        raise InvalidInputError(
+            "must lie after starting_on, by at most 14 days", field="ending_before"
+        )
+    await call.service.usage.write()
+    database = call.service.database
+    rows = await database(database.store.usage, call.owner, start, end)
+    sessions = {}
+    for session_id in {row.session_id for row in rows}:
+        session = await database(database.store.session, session_id)
+        metadata = None if session is None else text_map(session.user_metadata)
+        sessions[session_id] = types.BillingUsageSession(user_metadata=metadata)
+    return types.BillingUsageResponse(
+        data=[
+            types.BillingUsageEvent(
+                bucket_start=row.bucket_start,
+                bucket_end=row.bucket_start + timedelta(hours=1),
+                base_model=row.base_model,
+                user_id=row.owner,
+                user_name=row.owner,
+                session_id=row.session_id,
+                event_info=_event_info(row.kind, row.count),
+            )
+            for row in rows
+        ],
+        sessions=sessions,
+    )
+
+
+def _event_info(kind: str, count: int) -> types.BillingEventInfo:
+    if kind == "training":
+        return types.TrainingBillingEvent(token_count=count)
+    if kind == "sampling_prefill":
+        return types.SamplingPrefillBillingEvent(cached=False, token_count=count)
+    if kind == "sampling_sample":
+        return types.SamplingSampleBillingEvent(token_count=count)
+    return types.CheckpointBillingEvent(count=count)
+
+
+def _utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+@_handles
+async def get_current_checkpoint_storage_usage(
+    call: Call,
+) -> types.CurrentCheckpointStorageUsageResponse:
+    database = call.service.database
+    totals = await database(database.store.storage, call.owner, call.request.project_id)
+    return types.CurrentCheckpointStorageUsageResponse(
+        data=[
+            types.CurrentCheckpointStorageUsageItem(
+                project_id=project_id,
+                user_name=call.owner,
+                checkpoint_count=count,
+                size_bytes=size,
+                size_gigabytes=size / 1e9,
+            )
+            for project_id, count, size in totals
+        ]
+    )

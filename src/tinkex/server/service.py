@@ -1,0 +1,283 @@
+"""The service: all its parts, put together from settings, with a beginning and an end."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, Literal
+
+from tinkex.config import read_env
+from tinkex.engine.process import Ready, Setup
+from tinkex.errors import ConfigError
+from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
+
+from .archives import Signer
+from .auth import Keys
+from .checkpoints import Checkpoints, now_utc, tinker_path
+from .engine import Supervisor
+from .futures import Promise, Promises
+from .journal import Journal, Kind, Record
+from .models import Models
+from .samplers import Samplers
+from .sessions import Sessions
+from .store import Database, Store
+from .usage import Usage
+from .worker import Worker
+
+__all__ = ["DEFAULT_MODEL", "Service", "Settings", "default_cache_dir", "default_data_dir"]
+
+logger = logging.getLogger("tinkex.server")
+
+DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def default_data_dir() -> Path:
+    """Where a service keeps its runs unless told otherwise."""
+    named = read_env("TINKEX_DATA_DIR")
+    return Path(named).expanduser() if named else Path.home() / ".tinkex"
+
+
+def default_cache_dir() -> Path:
+    """Where prepared base models are kept; every service of this user shares it."""
+    cache = read_env("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "models"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a service is made of. Times are seconds, sizes bytes."""
+
+    data_dir: Path
+    base_models: tuple[str, ...] = (DEFAULT_MODEL,)
+    engine: Literal["torch", "fake"] = "torch"
+    engine_in_process: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    database_url: str | None = None
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    keys: Keys = field(default_factory=Keys.open)
+    #: A session of which nothing is heard for so long has ended.
+    session_expiry: float = 6 * 3600
+    #: Results can be asked for that long.
+    result_retention: float = 6 * 3600
+    telemetry_retention: float = 30 * 86_400
+    #: How long a poll is held open; clients give up after 45.
+    hold: float = 30.0
+    housekeeping_interval: float = 60.0
+    url_lifetime: float = 3600.0
+    max_body_bytes: int = 256 << 20
+    max_decoded_bytes: int = 1 << 30
+    max_samples: int = 1024
+    max_pending: int = 20_000
+    use_retrieve_futures: bool = False
+
+
+class Service:
+    """One running service; `start` and `stop` are its life."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        data = settings.data_dir
+        self._lock = _Lock(data / "lock")
+        url = settings.database_url or f"sqlite:///{data / 'tinkex.db'}"
+        self.database = Database(Store(url))
+        self.journal = Journal(data / "journal")
+        self.promises = Promises(self.journal)
+        self.engine = Supervisor(
+            Worker(
+                Setup(
+                    settings.base_models,
+                    settings.cache_dir,
+                    settings.engine,
+                    settings.device,
+                    settings.dtype,
+                ),
+                in_process=settings.engine_in_process,
+            )
+        )
+        self.usage = Usage(self.database)
+        self.sessions = Sessions(self.database, expiry=settings.session_expiry)
+        self.checkpoints = Checkpoints(data / "checkpoints", self.database)
+        self.samplers = Samplers(
+            data / "samplers",
+            self.database,
+            self.sessions,
+            self.checkpoints,
+            self.promises,
+            self.engine,
+            self.usage,
+            max_samples=settings.max_samples,
+            max_pending=settings.max_pending,
+        )
+        self.models = Models(
+            self.database,
+            self.sessions,
+            self.checkpoints,
+            self.samplers,
+            self.promises,
+            self.engine,
+            self.usage,
+            max_pending=settings.max_pending,
+        )
+        self.signer: Signer | None = None
+        self.ready: Ready | None = None
+        self.started_at = 0.0
+        self.stopping = asyncio.Event()
+        self._housekeeping: asyncio.Task[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Open everything, wait for the engine, go on with what was accepted before."""
+        self.settings.data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock.take()
+        try:
+            self.signer = Signer.from_file(self.settings.data_dir / "secret")
+            await self.database(self.database.store.open)
+            self.checkpoints.clear_scratch()
+            records = await asyncio.to_thread(lambda: list(self.journal.open()))
+            self.ready = await self.engine.start()
+            await self._restore(records)
+        except BaseException:
+            await self.stop()
+            raise
+        self.started_at = time.time()
+        self._housekeeping = asyncio.create_task(self._keep_house())
+        return self.ready
+
+    async def stop(self) -> None:
+        """Leave everything as it is; what was accepted and not done is done after the next start."""
+        self.stopping.set()
+        self.engine.stopping = True
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        await self.models.stop()
+        await self.samplers.stop()
+        await self.engine.stop()
+        if self.database.store.is_open:
+            await self.models.write_times()
+            await self.usage.write()
+        self.database.close()
+        self.journal.close()
+        self._lock.release()
+
+    async def finish_session(
+        self, session_id: str, owner: str, request: FinishSessionRequest
+    ) -> None:
+        """End a session and let go of what belongs to it."""
+        if await self.sessions.finish(session_id, owner, request):
+            await self._close_session(session_id)
+
+    async def _close_session(self, session_id: str) -> None:
+        await self.models.close_session(session_id)
+        await self.samplers.close_session(session_id)
+
+    async def copy_weights(
+        self, owner: str, request: CopyWeightsRequest, idempotency_key: str | None
+    ) -> str:
+        """Copy a checkpoint one may read into a run of one's own."""
+        if request.session_id is not None:
+            await self.sessions.check_active(request.session_id, owner)
+            session_id = request.session_id
+        else:
+            copying = CreateSessionRequest(
+                tags=["copy"], sdk_version="", project_id=request.destination_project_id
+            )
+            session_id = await self.sessions.create(owner, copying, idempotency_key)
+        run_id = f"{session_id}:train:{request.model_seq_id or 0}"
+        source, _ = await self.checkpoints.readable(owner, request.source_path)
+        store = self.database.store
+        done = await self.database(store.checkpoint, run_id, source.kind, source.name)
+        if done is not None:
+            return tinker_path(done)  # the same request again
+        run = await self.database(store.run, source.run_id)
+        assert run is not None
+        copied = replace(run, run_id=run_id, session_id=session_id, owner=owner)
+        await self.database(store.add_run, copied)
+        return tinker_path(await self.checkpoints.copy(source, run_id, owner, request.ttl_seconds))
+
+    # -- restart -------------------------------------------------------------------------------
+
+    async def _restore(self, records: list[Record]) -> None:
+        training: list[Promise] = []
+        samples: list[Promise] = []
+        for record in records:
+            promise = self.promises.restore(record)
+            if promise is not None and record.kind is Kind.REQUEST:
+                (samples if promise.operation.name == "asample" else training).append(promise)
+        await self.models.restore(training)
+        for promise in samples:
+            if not promise.done:
+                await self.samplers.resume(promise)
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.housekeeping_interval)
+            try:
+                await self.keep_house()
+            except Exception:
+                logger.exception("Housekeeping failed; the next round is in a minute.")
+
+    async def keep_house(self) -> None:
+        """End what has expired, write down what is counted, let old results go."""
+        for session_id in await self.sessions.expire():
+            await self._close_session(session_id)
+        await self.checkpoints.delete_expired()
+        await self.models.write_times()
+        await self.usage.write()
+        await self.database(
+            self.database.store.forget_telemetry,
+            now_utc() - timedelta(seconds=self.settings.telemetry_retention),
+        )
+        self._forget_results()
+
+    def _forget_results(self) -> None:
+        limit = time.time() - self.settings.result_retention
+        for promise in self.promises:
+            old = promise.result is not None and promise.result.at < limit
+            if old and not self.models.needs(promise):
+                self.promises.forget(promise)
+        while self._mostly_forgotten():
+            needed = lambda record: self.promises.knows(record.head["id"])  # noqa: E731
+            if not self.journal.compact(needed, self.promises.moved):
+                break
+
+    def _mostly_forgotten(self) -> bool:
+        kept = sum(
+            promise.place.length + (promise.result.place.length if promise.result else 0)
+            for promise in self.promises
+        )
+        return self.journal.size > 2 * kept + (64 << 20)
+
+
+@dataclass
+class _Lock:
+    """One data directory, one service: the lock goes with the process, however it ends."""
+
+    path: Path
+    _descriptor: int | None = None
+
+    def take(self) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"{self.path.parent} is in use by another service", field="data_dir"
+            ) from None
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,197 @@
+"""The service's side of the pipe: calls of the engine that can be awaited.
+
+The engine runs in a process of its own, or, for tests that want no second process, in a thread; the pipe between is
+the same. A death of the process fails the calls that were under way with `EngineDiedError`; the next `start` begins anew
+with an engine that knows no models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from tinkex.engine.process import Call, Lane, Ready, Reply, Setup, Token, encode_frame, serve
+from tinkex.engine.values import SampledResult, SampleJob
+
+__all__ = ["EngineDiedError", "Worker"]
+
+logger = logging.getLogger("tinkex.server")
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class EngineDiedError(Exception):
+    """The engine's process ended while it was needed."""
+
+
+class Worker:
+    """One engine at the other end of a pipe."""
+
+    def __init__(self, setup: Setup, *, in_process: bool = False) -> None:
+        self._setup = setup
+        self._in_process = in_process
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._on_token: dict[int, Callable[[Token], None]] = {}
+        self._last_id = 0
+        self.ready: Ready | None = None
+        #: Seconds the engine has worked on calls in line.
+        self.busy_seconds = 0.0
+        self.died = asyncio.Event()
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Start the engine and wait until its base models are in memory."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if self._in_process:
+                self._thread = threading.Thread(
+                    target=serve, args=(theirs.dup(),), name="tinkex-engine", daemon=True
+                )
+                self._thread.start()
+            else:
+                self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own module, started at once
+                    [sys.executable, "-m", "tinkex.engine", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(encode_frame(self._setup))
+        ready = await _frame(reader)
+        if ready is None:
+            await self.stop()
+            raise EngineDiedError(
+                "The engine ended while it was starting; its last words are above."
+            )
+        if ready.error is not None:
+            await self.stop()
+            raise ready.error
+        self.ready = ready
+        self.died.clear()
+        self._reading = asyncio.create_task(self._read(reader))
+        return self.ready
+
+    async def stop(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+            self._reading = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        if self._process is not None:
+            process, self._process = self._process, None
+            try:
+                await asyncio.to_thread(process.wait, 10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+        self._fail_calls(EngineDiedError("The service is stopping."))
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process, if it has one of its own."""
+        return None if self._process is None else self._process.pid
+
+    # -- calls -------------------------------------------------------------------------------
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call the engine in line: after what is in line already."""
+        return await self._sent(method, args, options, "line")
+
+    async def call_now(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call the engine for something quick, between two pieces of its work."""
+        return await self._sent(method, args, options, "now")
+
+    async def sample(
+        self, job: SampleJob, on_token: Callable[[Token], None] | None = None
+    ) -> SampledResult:
+        """Put a job into the batch and wait for all of its sequences; leaving early cancels it."""
+        call_id = self._next_id()
+        if on_token is not None:
+            self._on_token[call_id] = on_token
+        drawing = Call(call_id, "sample", (job,), lane="sample")
+        try:
+            return cast("SampledResult", await self._send(drawing))
+        except asyncio.CancelledError:
+            self._write(Call(self._next_id(), "cancel_sample", (call_id,), lane="now"))
+            raise
+        finally:
+            self._on_token.pop(call_id, None)
+
+    async def _sent(
+        self, method: str, args: tuple[Any, ...], options: dict[str, Any], lane: Lane
+    ) -> Any:
+        return await self._send(Call(self._next_id(), method, args, options, lane))
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    async def _send(self, call: Call) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = future
+        try:
+            self._write(call)
+            return await future
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def _write(self, call: Call) -> None:
+        if self._writer is None or self._reading is None or self._reading.done():
+            raise EngineDiedError("The engine is not running.")
+        self._writer.write(encode_frame(call))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (messages := await _frame(reader)) is not None:
+                for message in messages:
+                    self._deliver(message)
+        finally:
+            self._fail_calls(EngineDiedError("The engine's process ended."))
+            self.died.set()
+
+    def _deliver(self, message: Reply | Token) -> None:
+        if isinstance(message, Token):
+            if (on_token := self._on_token.get(message.call_id)) is not None:
+                on_token(message)
+            return
+        self.busy_seconds += message.seconds
+        future = self._calls.get(message.call_id)
+        if future is None or future.done():
+            return
+        if message.error is None:
+            future.set_result(message.value)
+        else:
+            future.set_exception(message.error)
+
+    def _fail_calls(self, error: Exception) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+async def _frame(reader: asyncio.StreamReader) -> Any:
+    """The next frame; None when the other end is gone."""
+    try:
+        header = await reader.readexactly(_LENGTH.size)
+        data = await reader.readexactly(_LENGTH.unpack(header)[0])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return pickle.loads(data)  # noqa: S301 - our own child wrote it
