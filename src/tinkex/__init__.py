@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ._client.sampling import SamplingClient as SamplingClient
     from ._client.service import ServiceClient as ServiceClient
     from ._client.training import TrainingClient as TrainingClient
+    from ._local import LocalServiceClient as LocalServiceClient
+    from ._local import local as local
     from ._wire.transform import NOT_GIVEN as NOT_GIVEN
     from ._wire.transform import OMIT as OMIT
     from ._wire.transform import NotGiven as NotGiven
@@ -106,6 +108,7 @@ _NAMES = {
     "._client.sampling": "SamplingClient",
     "._client.service": "ServiceClient",
     "._client.training": "TrainingClient",
+    "._local": "LocalServiceClient local",
     "._wire.transform": "NOT_GIVEN OMIT NotGiven Omit",
     ".compat": "install_as_tinker",
     ".config": "Config reset_defaults set_defaults",

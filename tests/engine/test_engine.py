@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tinkex.engine import base_models, checkpoint
 from tinkex.engine.engine import TorchEngine
@@ -121,6 +123,93 @@ def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
         engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
 
 
+def peft_adapter(engine, directory):
+    """What PEFT or any other program may have written: no manifest of ours."""
+    engine.create_model("m", base_models.TINY, LoraSpec(2, seed=5))
+    train(engine, "m", 2)
+    engine.save_state("m", directory, optimizer=True)
+    (directory / "tinkex.json").unlink()
+
+
+def test_an_adapter_without_a_manifest_is_read_by_its_configuration(engine, tmp_path):
+    peft_adapter(engine, tmp_path / "a")
+    engine.open_sampler("live", base_models.TINY, model_id="m")
+    engine.open_sampler("saved", base_models.TINY, directory=tmp_path / "a")
+    assert greedy(engine, "saved") == greedy(engine, "live")
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None, b"[]", b"{}", b"\xff", "half"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
+)
+def test_what_cannot_be_read_without_a_manifest_is_named(engine, tmp_path, name, content):
+    peft_adapter(engine, tmp_path / "a")
+    file = tmp_path / "a" / name
+    if content == "half":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif content is None:
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=name) as caught:
+        engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+    assert caught.value.field == "path"
+    assert str(tmp_path) not in str(caught.value)
+
+
+def layer_of(tensors):
+    return next(name for name in tensors if name.endswith("lora_A.weight"))
+
+
+FOREIGN = {
+    "nothing": lambda tensors: tensors.clear(),
+    "another tensor": lambda tensors: tensors.update(bias=torch.zeros(3)),
+    "no B": lambda tensors: tensors.pop(layer_of(tensors).replace("lora_A", "lora_B")),
+    "another rank": lambda tensors: tensors.update(
+        {
+            layer_of(tensors): torch.zeros(3, 64),
+            layer_of(tensors).replace("lora_A", "lora_B"): torch.zeros(64, 3),
+        }
+    ),
+    "flat": lambda tensors: tensors.update({layer_of(tensors): torch.zeros(2)}),
+    "no shape": lambda tensors: tensors.update(
+        {layer_of(tensors).replace("lora_A", "lora_B"): torch.zeros(())}
+    ),
+    "another layer": lambda tensors: tensors.update(
+        {f"x.lora_{factor}.weight": torch.zeros(2, 2) for factor in "AB"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tensors_that_are_not_an_adapter_of_this_model_are_refused(engine, tmp_path, name):
+    peft_adapter(engine, tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    FOREIGN[name](tensors)
+    save_file(tensors, file)
+    with pytest.raises(InvalidInputError) as caught:
+        engine.open_sampler("s", base_models.TINY, directory=tmp_path / "a")
+    assert caught.value.field == "path"
+
+
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_an_optimizer_of_another_adapter_is_refused(engine, tmp_path, change):
+    peft_adapter(engine, tmp_path / "a")
+    file = tmp_path / "a" / "optimizer.safetensors"
+    moments = load_file(file)
+    name = next(iter(moments))
+    moments.pop(name)
+    if change == "shape":
+        moments[name] = torch.zeros(1)
+    save_file(moments, file)
+    with pytest.raises(InvalidInputError, match=f"optimizer.safetensors .*{name}") as caught:
+        engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+    assert caught.value.field == "path"
+    engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=False)
+
+
 def test_saving_again_replaces_and_a_failed_save_leaves_what_was_there(
     engine, tmp_path, monkeypatch
 ):
@@ -141,6 +230,31 @@ def test_saving_again_replaces_and_a_failed_save_leaves_what_was_there(
     engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
 
 
+def test_a_model_is_sampled_on_its_own_base_model_only(tiny):
+    engine = TorchEngine([tiny, dataclasses.replace(tiny, name="twin")])
+    engine.create_model("m", base_models.TINY, LoraSpec(2))
+    with pytest.raises(InvalidInputError, match="'twin', the model was trained on") as caught:
+        engine.open_sampler("s", "twin", model_id="m")
+    assert caught.value.field == "base_model"
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_before_anything_is_sampled(engine):
+    engine.open_sampler("s", base_models.TINY)
+    with pytest.raises(InvalidInputError, match="need a tokenizer") as caught:
+        engine.add_sample("job", SampleJob("s", TOKENS, stop_texts=("x",)))
+    assert caught.value.field == "stop"
+    assert not engine.sampling
+
+
+def test_a_sampler_opened_again_leaves_nothing_of_the_one_before(engine):
+    engine.create_model("m", base_models.TINY, LoraSpec(2))
+    for _ in range(3):
+        engine.open_sampler("s", base_models.TINY, model_id="m")
+        greedy(engine, "s")
+    layers = engine._base(base_models.TINY).language.llama.layers
+    assert {len(layer.qkv._frozen) for layer in layers} == {1}
+
+
 def test_what_is_not_there_is_said_by_name(engine, tmp_path):
     with pytest.raises(InvalidInputError, match="does not have 'other/model'"):
         engine.create_model("m", "other/model", LoraSpec(2))
@@ -148,5 +262,7 @@ def test_what_is_not_there_is_said_by_name(engine, tmp_path):
         engine.optim_step("nobody", AdamStep())
     with pytest.raises(NotFoundError, match="no sampler"):
         engine.add_sample("job", SampleJob("nobody", TOKENS))
+    with pytest.raises(InvalidInputError, match="does not have 'other/model'"):
+        engine.open_sampler("s", "other/model")
     with pytest.raises(InvalidInputError, match="no such checkpoint"):
         engine.restore_model("m", base_models.TINY, tmp_path / "nothing", optimizer=False)

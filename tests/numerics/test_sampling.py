@@ -101,6 +101,19 @@ def test_a_seed_repeats_whatever_else_is_in_the_batch_and_its_samples_differ(lan
     assert len({tuple(tokens) for tokens in alone.tokens}) == 3
 
 
+@pytest.mark.parametrize("seed", [-1, -7, 2**63, 2**64 - 1])
+def test_large_and_negative_seeds_differ_from_their_neighbours(language_model, seed):
+    first, again, neighbour = (
+        run(sampler_of(language_model), {"a": job(seed=chosen, num_samples=2)})["a"]
+        for chosen in (seed, seed, seed - 1)
+    )
+    assert [tokens.tolist() for tokens in again.tokens] == [
+        tokens.tolist() for tokens in first.tokens
+    ]
+    for index in range(2):
+        assert neighbour.tokens[index].tolist() != first.tokens[index].tolist()
+
+
 def test_adapters_and_the_base_model_share_a_batch(language_model):
     first, second = (
         trained(language_model).adapter,
@@ -164,6 +177,28 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(language_model):
         )
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-46, 5e-324])
+def test_the_colder_the_nearer_to_greedy(language_model, temperature):
+    greedy = run(sampler_of(language_model), {"a": job(temperature=0.0)})["a"].tokens[0].tolist()
+    cold = run(
+        sampler_of(language_model),
+        {"a": job(seed=1, temperature=temperature, topk_sample_logprobs=264)},
+    )["a"]
+    assert cold.tokens[0].tolist() == greedy
+    assert cold.logprobs[0].tolist() == [0.0] * len(greedy)
+    assert np.isfinite(cold.topk_sampled[0][1]).all()
+
+
+def test_nothing_to_draw_leaves_no_alternatives(language_model):
+    empty = run(
+        sampler_of(language_model),
+        {"a": job(max_tokens=0, topk_sample_logprobs=5, num_samples=2)},
+    )["a"]
+    assert [tokens.shape for tokens in empty.tokens] == [(0,), (0,)]
+    assert [[part.shape for part in parts] for parts in empty.topk_sampled] == [[(0, 5)] * 2] * 2
+    assert empty.stop_reasons == ["length", "length"]
+
+
 def test_stop_tokens_and_strings_end_a_sample_and_are_part_of_it(language_model):
     greedy = run(sampler_of(language_model), {"a": job(temperature=0.0)})["a"].tokens[0].tolist()
     stopped = run(
@@ -200,6 +235,44 @@ def test_prompts_that_cannot_be_sampled_from_are_refused(language_model):
         with pytest.raises(InvalidInputError) as caught:
             sampler.add("a", job(prompt_T=prompt), None)
         assert caught.value.field == "prompt"
+
+
+def test_stop_strings_are_refused_where_no_tokenizer_can_find_them(language_model):
+    def unreadable(_):
+        raise OSError("tokenizer.json is gone")
+
+    for detokenize, error in ((None, InvalidInputError), (unreadable, OSError)):
+        sampler = Sampler(language_model, end_tokens=(), detokenize=detokenize)
+        with pytest.raises(error, match="stop strings need a tokenizer|is gone"):
+            sampler.add("a", job(stop_texts=("x",)), None)
+        assert not sampler.busy
+
+
+def prepared(language_model):
+    """For how many adapters the model has something prepared."""
+    return {
+        len(projection._frozen)
+        for layer in language_model.llama.layers
+        for projection in layer.projections
+    }
+
+
+def test_an_adapter_is_forgotten_when_the_last_sample_from_it_is_done(language_model):
+    adapter = trained(language_model, train_mlp=False).adapter.frozen_copy()
+    expected = run(sampler_of(language_model), {"a": job(seed=1)}, adapter)["a"]
+    sampler = sampler_of(language_model)
+    sampler.add("a", job(seed=1), adapter)
+    sampler.add("b", job(seed=2, max_tokens=3), None)
+    sampler.step()
+    sampler.forget(adapter)
+    assert prepared(language_model) == {1}
+    results = run(sampler, {})
+    assert results["a"].tokens[0].tolist() == expected.tokens[0].tolist()
+    assert prepared(language_model) == {0}
+    sampler.add("gone", job(), adapter)
+    sampler.forget(adapter)
+    sampler.cancel("gone")
+    assert not sampler._closed
 
 
 def test_a_cancelled_job_leaves_the_others_alone(language_model):

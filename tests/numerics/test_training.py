@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tinkex.engine.checks import LOSSES
 from tinkex.engine.lora import Adapter
-from tinkex.engine.losses import LOSSES
 from tinkex.engine.trainer import TrainedModel, run_pass
 from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
 from tinkex.errors import InvalidInputError

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -23,7 +24,6 @@ from tinkex.config import LOCAL, Config
 from tinkex.errors import (
     APITimeoutError,
     ClientClosedError,
-    ConfigError,
     DecodeError,
     GoneError,
     InvalidInputError,
@@ -98,6 +98,8 @@ class Session:
         self._project_id = project_id or config.project_id
         self._display_name = display_name
         self._transport: Transport | None = None
+        self._local: Any = None
+        self._local_lock = threading.Lock()
         self._group = TaskGroup()
         self._background: set[asyncio.Task[Any]] = set()
         self._configured: asyncio.Task[ClientConfigResponse] | None = None
@@ -118,7 +120,8 @@ class Session:
         leave_behind(self._transport, self._group, self._background, self._configured, self._opened)
         if self._transport is not None and self._uses_pyqwest:
             Session._pyqwest_lost = True
-        self._transport = self._configured = self._opened = None
+        self._transport = self._configured = self._opened = self._local = None
+        self._local_lock = threading.Lock()
         self._group, self._background = TaskGroup(), set()
         self._close_lock = threading.Lock()
         if self._closing is not None:
@@ -188,19 +191,23 @@ class Session:
     @property
     def transport(self) -> Transport:
         if self._transport is None:
-            if self.config.base_url == LOCAL:
-                raise ConfigError(
-                    "the embedded local service is not part of this release; give the URL of a "
-                    "running service",
-                    field="base_url",
-                )
             if self._pyqwest_lost and self._uses_pyqwest:
                 raise TinkerError(
                     "TLS connections do not survive a fork: their library has threads of its own. "
                     "Start worker processes with the spawn method, or fork before the first call."
                 )
-            self._transport = Transport(self.config, clock=self.clock)
+            self._transport = Transport(self._located(), clock=self.clock)
         return self._transport
+
+    def _located(self) -> Config:
+        """The settings, with the address of the local service where that is meant; it starts if it must."""
+        if self.config.base_url != LOCAL:
+            return self.config
+        with self._local_lock:
+            if self._local is None:
+                # By name: the client knows nothing of the service, which needs packages of its own.
+                self._local = import_module("tinkex._local").hold()
+        return self.config.replace(base_url=self._local.url)
 
     @property
     def _uses_pyqwest(self) -> bool:
@@ -220,6 +227,10 @@ class Session:
         return await _shared(self, "_opened", self._open)
 
     async def _configure(self) -> ClientConfigResponse:
+        if (
+            self.config.base_url == LOCAL
+        ):  # starting it takes seconds, in which others must not wait
+            await asyncio.to_thread(self._located)
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             flags: ClientConfigResponse = await self.transport.call(
@@ -413,6 +424,8 @@ class Session:
                 await self._finish(self.session_id, reason, detail)
         finally:
             await self._transport.close()
+            if self._local is not None:
+                self._local.close()
 
     async def _finish(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
         try:

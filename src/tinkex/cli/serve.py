@@ -69,14 +69,16 @@ def command(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     settings = Settings(
         data_dir=(data_dir or default_data_dir()).expanduser().resolve(),
-        base_models=base_models or (DEFAULT_MODEL,),
+        base_models=base_models if base_models or leased else (DEFAULT_MODEL,),
+        on_demand=leased,
         engine="fake" if engine == "fake" else "torch",
         device=device,
         dtype=dtype,
         database_url=database_url,
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
     )
-    served = ", ".join(name.partition("=")[0] for name in settings.base_models)
+    named = ", ".join(name.partition("=")[0] for name in settings.base_models)
+    served = named or "base models on demand"
     serve.run(
         settings,
         host,

@@ -31,7 +31,17 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-__all__ = ["TINY", "BaseModel", "ModelSpec", "Progress", "load", "parse_spec", "prepare", "read"]
+__all__ = [
+    "TINY",
+    "BaseModel",
+    "ModelSpec",
+    "Progress",
+    "built_in",
+    "load",
+    "parse_spec",
+    "prepare",
+    "read",
+]
 
 Progress = Callable[[str], None]
 
@@ -89,6 +99,11 @@ def parse_spec(text: str) -> ModelSpec:
     if not re.fullmatch(r"\S+", name) or (equals and not source.strip()):
         raise _refused(f"{text!r} is not NAME or NAME=SOURCE, with a name free of spaces")
     return ModelSpec(name, source.strip() or name)
+
+
+def built_in() -> tuple[str, ...]:
+    """The models that need neither a directory nor the hub."""
+    return (TINY,) if smollm2.find() is None else (TINY, smollm2.NAME)
 
 
 def prepare(

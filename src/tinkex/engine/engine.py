@@ -154,9 +154,10 @@ class TorchEngine:
 
     # -- what is there -----------------------------------------------------------------------
 
-    def load(self, base_model: str) -> None:
-        """Bring a base model into memory ahead of its first use."""
-        self._base(base_model)
+    def load(self, model: BaseModel) -> None:
+        """Have a base model, in memory ahead of its first use."""
+        self._known[model.name] = model
+        self._base(model.name)
 
     def _known_model(self, name: str) -> BaseModel:
         check_base(name, self._known)

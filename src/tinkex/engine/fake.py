@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ from tinkex.errors import InvalidInputError, NotFoundError
 
 from . import directories
 from .base_models import BaseModel
-from .checks import Loss, check_examples, check_loss
+from .checks import Loss, check_base, check_examples, check_job, check_loss, check_same_base
 from .values import (
     AdamStep,
     Array,
@@ -40,6 +40,7 @@ __all__ = ["FakeEngine"]
 
 _SPREAD: Final = 0.5  # of the base model's logits
 _WORD: Final = 2**64 - 1
+_COLDEST: Final = 1e-30  # below this temperature only the likeliest token has a chance
 
 Rows = dict[int, Array]  # by the token before: V numbers, float32, never changed in place
 
@@ -352,27 +353,25 @@ def _write(target: Path, model: _Model, *, optimizer: bool) -> None:
 
 
 def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Model:
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     manifest = directories.checked_manifest(directory)
-    try:
+    with directories.reading(directories.WEIGHTS):
         saved = load_file(directory / directories.WEIGHTS)
         rows = dict(zip(saved["ids"].tolist(), saved["values"], strict=True))
-        model = _Model(_Table(base, LoraSpec(**manifest["lora"]), rows))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InvalidInputError(f"is not an adapter: {error}", field="path") from error
-    if saved["values"].shape[1:] != (base.vocab_size,):
+    if manifest.spec is None or saved["values"].shape[1:] != (base.vocab_size,):
         raise InvalidInputError(
             "does not fit this base model: its vocabulary is of another size", field="path"
         )
+    model = _Model(_Table(base, manifest.spec, rows))
     if optimizer:
         if not (directory / directories.OPTIMIZER).exists():
             raise InvalidInputError("the checkpoint holds no optimizer state", field="optimizer")
-        saved = load_file(directory / directories.OPTIMIZER)
-        moments = zip(saved["first"], saved["second"], strict=True)
-        model.moments = dict(zip(saved["ids"].tolist(), moments, strict=True))
-        model.steps = manifest["steps"]
+        with directories.reading(directories.OPTIMIZER):
+            saved = load_file(directory / directories.OPTIMIZER)
+            moments = zip(saved["first"], saved["second"], strict=True)
+            model.moments = dict(zip(saved["ids"].tolist(), moments, strict=True))
+        model.steps = manifest.steps
     return model
 
 
@@ -391,12 +390,12 @@ class FakeEngine:
         self._known = {model.name: model for model in models}
         self._detokenize = detokenize
         self._models: dict[str, _Model] = {}
-        self._samplers: dict[str, tuple[str, _Table | None]] = {}
+        self._samplers: dict[str, _Table] = {}
         self._requests: list[_Request] = []
         self._jobs = 0
 
-    def load(self, base_model: str) -> None:
-        self._base(base_model)
+    def load(self, model: BaseModel) -> None:
+        self._known[model.name] = model
 
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
         base = self._base(base_model)
@@ -437,13 +436,15 @@ class FakeEngine:
         model_id: str | None = None,
         directory: Path | None = None,
     ) -> None:
-        table = None
+        base = self._base(base_model)
+        table = _Table(base, LoraSpec(1), {})
         if model_id is not None:
             now = self._model(model_id).table
+            check_same_base(base_model, now.base.name)
             table = replace(now, rows=dict(now.rows))
         elif directory is not None:
-            table = _read(directory, self._base(base_model)).table
-        self._samplers[sampler_id] = base_model, table
+            table = _read(directory, base).table
+        self._samplers[sampler_id] = table
 
     def close_sampler(self, sampler_id: str) -> None:
         self._samplers.pop(sampler_id, None)
@@ -451,12 +452,14 @@ class FakeEngine:
     def add_sample(self, job_id: str, job: SampleJob) -> None:
         if job.sampler_id not in self._samplers:
             raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
-        base_model, trained = self._samplers[job.sampler_id]
-        base = self._base(base_model)
-        table = trained or _Table(base, LoraSpec(1), {})
-        _check_job(job, base)
-        if job.stop_texts and self._detokenize is None:
-            raise InvalidInputError("stop strings need a tokenizer", field="stop")
+        table = self._samplers[job.sampler_id]
+        base = table.base
+        check_job(
+            job,
+            vocab_size=base.vocab_size,
+            context_length=base.context_length,
+            detokenize=self._detokenize and partial(self._detokenize, base),
+        )
         room = base.context_length - len(job.prompt_T)
         limit = room if job.max_tokens is None else min(room, job.max_tokens)
         stops = base.eos_token_ids if job.stop_tokens is None else job.stop_tokens
@@ -492,7 +495,7 @@ class FakeEngine:
     def _append(self, request: _Request, sequence: _Sequence) -> tuple[int, float]:
         """Draw a token; its logprob is that of the temperature-scaled distribution."""
         job = request.job
-        temperature = job.temperature if job.temperature > 0 else 1.0
+        temperature = max(job.temperature, _COLDEST) if job.temperature > 0 else 1.0
         logp_V = request.table.logprobs(sequence.previous, temperature)
         token = _draw(logp_V, job, sequence.random)
         logprob = float(np.float32(logp_V[token]))
@@ -514,11 +517,7 @@ class FakeEngine:
         return any(text in tail for text in texts)
 
     def _base(self, name: str) -> BaseModel:
-        if name not in self._known:
-            known = ", ".join(self._known) or "none"
-            raise InvalidInputError(
-                f"this service does not have {name!r:.200}; it has {known}", field="base_model"
-            )
+        check_base(name, self._known)
         return self._known[name]
 
     def _model(self, model_id: str) -> _Model:

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -28,8 +29,7 @@ from tinkex.errors import TinkerError
 
 from . import base_models
 from .base_models import BaseModel
-from .values import AdamStep, LoraSpec, PassResult, SampleEvent, SampleJob
-from .values import TrainingPass as TrainingPass  # part of the vocabulary of calls
+from .values import AdamStep, LoraSpec, PassResult, SampleEvent, SampleJob, TrainingPass
 
 __all__ = ["Call", "Engine", "Ready", "Reply", "Setup", "Token", "encode_frame", "main", "serve"]
 
@@ -97,6 +97,7 @@ class Token:
 class Engine(Protocol):
     """What a service can ask of an engine."""
 
+    def load(self, model: BaseModel) -> None: ...
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None: ...
     def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
@@ -134,9 +135,11 @@ class Loop:
         engine: Engine,
         inbox: queue.SimpleQueue[Call | None],
         send: Send,
+        prepare: Callable[[str], BaseModel],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine, self._inbox, self._send, self._clock = engine, inbox, send, clock
+        self._prepare = prepare
         self._line: deque[Call] = deque()
         self._pass: tuple[Call, Generator[None, None, PassResult], float] | None = None
         self._samples: set[int] = set()
@@ -241,12 +244,18 @@ class Loop:
 
     def _run(self, call: Call) -> None:
         started = self._clock()
+        run = self._add_model if call.method == "add_base_model" else None
         try:
-            value = getattr(self._engine, call.method)(*call.args, **call.options)
+            value = (run or getattr(self._engine, call.method))(*call.args, **call.options)
         except Exception as error:
             self._out.append(Reply(call.call_id, error=_portable(error)))
             return
         self._out.append(Reply(call.call_id, value, seconds=self._clock() - started))
+
+    def _add_model(self, name: str) -> BaseModel:
+        model = self._prepare(name)
+        self._engine.load(model)
+        return model
 
     def _flush(self) -> None:
         if self._out:
@@ -319,7 +328,8 @@ def serve(connection: socket.socket, *, alone: bool = False) -> None:
         reader = threading.Thread(target=receive, name="tinkex-engine-inbox", daemon=True)
         reader.start()
         try:
-            Loop(engine, inbox, lambda out: connection.sendall(encode_frame(out))).run()
+            send: Send = lambda out: connection.sendall(encode_frame(out))  # noqa: E731
+            Loop(engine, inbox, send, partial(_prepare, setup)).run()
         except BrokenPipeError:
             pass
         finally:
@@ -327,10 +337,7 @@ def serve(connection: socket.socket, *, alone: bool = False) -> None:
 
 
 def _set_up(setup: Setup) -> tuple[Engine, Ready]:
-    models = [
-        base_models.prepare(base_models.parse_spec(text), setup.cache_dir, progress=_tell)
-        for text in setup.base_models
-    ]
+    models = [_prepare(setup, text) for text in setup.base_models]
     if setup.engine == "fake":
         from .fake import FakeEngine
 
@@ -345,8 +352,12 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
         models, device=device, dtype=getattr(torch, dtype), detokenize=_Detokenizer()
     )
     for model in models:
-        engine.load(model.name)
+        engine.load(model)
     return engine, Ready(models, device, dtype)
+
+
+def _prepare(setup: Setup, text: str) -> BaseModel:
+    return base_models.prepare(base_models.parse_spec(text), setup.cache_dir, progress=_tell)
 
 
 def _tell(text: str) -> None:

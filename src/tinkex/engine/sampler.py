@@ -184,7 +184,7 @@ class Sampler:
         newcomers: list[list[_Sequence]] = []
         for requests in shared:
             slots.append(first + sum(map(len, newcomers)))
-            prompts.append(torch.from_numpy(requests[0].job.prompt_T.astype(np.int64)))
+            prompts.append(self._tensor(requests[0].job.prompt_T.astype(np.int64)))
             newcomers.append(
                 [
                     _Sequence(request, index, _random(request.job, index))
@@ -195,7 +195,8 @@ class Sampler:
         total = first + sum(map(len, newcomers))
         self._decoder.reserve(total, max(map(len, prompts)) + 1)
         states = self._decoder.prefill(slots, prompts, adapter)
-        logits = self._decoder.prompt_logits(torch.stack([state[-1] for state in states]), adapter)
+        last = torch.stack([state[-1] for state in states])
+        logits = self._decoder.prompt_logits(last, adapter).cpu()
         for slot, requests, sequences, state in zip(slots, shared, newcomers, states, strict=True):
             length = len(state)
             for offset, sequence in enumerate(sequences):
@@ -213,9 +214,9 @@ class Sampler:
     def _advance(self) -> Tensor:
         """Read the last token of every sequence; the logits after it."""
         running = self._running
-        tokens_B = torch.tensor([sequence.tokens[-1] for sequence in running])
-        lengths_B = torch.tensor([sequence.length for sequence in running])
-        logits: Tensor = self._decoder.step(tokens_B, lengths_B, self._grouped())
+        tokens_B = self._tensor([sequence.tokens[-1] for sequence in running])
+        lengths_B = self._tensor([sequence.length for sequence in running])
+        logits = self._decoder.step(tokens_B, lengths_B, self._grouped()).cpu()
         for sequence in running:
             sequence.length += 1
         return logits
@@ -228,10 +229,14 @@ class Sampler:
                 rows.setdefault(id(adapter), (adapter, []))[1].append(row)
             alone = len(rows) == 1
             self._groups = tuple(
-                Rows(adapter, None if alone else torch.tensor(where))
+                Rows(adapter, None if alone else self._tensor(where))
                 for adapter, where in rows.values()
             )
         return self._groups
+
+    def _tensor(self, numbers: Array | Sequence[int]) -> Tensor:
+        """Numbers where the model is; logits come back from there, and tokens are drawn on the CPU."""
+        return torch.tensor(numbers, device=self._base.device)
 
     # -- drawing -----------------------------------------------------------------------------
 
@@ -316,7 +321,8 @@ class Sampler:
         tokens = torch.from_numpy(job.prompt_T.astype(np.int64))
         for start in range(first, length, _LOGIT_ROWS):
             stop = min(start + _LOGIT_ROWS, length)
-            logits = self._decoder.prompt_logits(state_TD[start - 1 : stop - 1], request.adapter)
+            states = state_TD[start - 1 : stop - 1]
+            logits = self._decoder.prompt_logits(states, request.adapter).cpu()
             logp = logits - logits.logsumexp(-1, keepdim=True)
             scores[start:stop] = logp.gather(-1, tokens[start:stop, None])[:, 0].numpy()
             if k:

@@ -29,13 +29,15 @@ DEATHS_ALLOWED: Final = 3
 class Supervisor:
     """One engine, whatever happens to its process."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, on_demand: bool = False) -> None:
         self.worker = worker
+        self.on_demand = on_demand
         self.life = 0
         self.stopping = False
         self._alive = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._models: dict[str, BaseModel] = {}
+        self._adding = asyncio.Lock()
 
     async def start(self) -> Ready:
         ready = await self.worker.start()
@@ -75,12 +77,23 @@ class Supervisor:
     def models(self) -> list[BaseModel]:
         return list(self._models.values())
 
-    def check_model(self, name: str, field: str) -> BaseModel:
-        if name not in self._models:
+    def check_model(self, name: str, field: str) -> None:
+        """Refuse a base model that can never be had here."""
+        if name not in self._models and not self.on_demand:
             raise InvalidInputError(
                 f"this service does not have {name!r:.200}; it has {', '.join(self._models)}",
                 field=field,
             )
+
+    async def model(self, name: str, field: str) -> BaseModel:
+        """A base model, fetched and loaded where that is done on demand."""
+        self.check_model(name, field)
+        async with self._adding:
+            if name not in self._models:
+                self._models[name] = await self.persist(
+                    lambda: self.worker.call("add_base_model", name)
+                )
+                self.worker.also_serve(name)
         return self._models[name]
 
     # -- work --------------------------------------------------------------------------------

@@ -365,6 +365,7 @@ class Models:
         self, model: Model, request: CreateModelRequest, promise: Promise
     ) -> CreateModelResponse:
         model.lora = lora_spec(request.lora_config, promise.extra["seed"])
+        await self._engine.model(model.base_model, "base_model")
         await self._add_run(model, request.user_metadata)
         await self._call("create_model", model.model_id, model.base_model, model.lora)
         return CreateModelResponse(model_id=model.model_id)
@@ -385,6 +386,7 @@ class Models:
         if not kept.is_dir():
             await self._db(_copy, directory, kept)
         model.lora = lora_of(run.lora)
+        await self._engine.model(model.base_model, "path")
         await self._add_run(model, request.user_metadata)
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer

@@ -20,6 +20,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.operations import Operation
+from tinkex.engine.base_models import built_in
 from tinkex.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 
 from .checkpoints import checkpoint_of, now_utc, tinker_path
@@ -86,15 +87,17 @@ async def healthz(_: Call) -> types.HealthResponse:
 
 @_handles
 async def get_server_capabilities(call: Call) -> types.GetServerCapabilitiesResponse:
+    loaded = {model.name: model.context_length for model in call.service.engine.models}
+    offered = built_in() if call.service.settings.on_demand else ()
     return types.GetServerCapabilitiesResponse(
         supported_models=[
             types.SupportedModel(
-                model_name=model.name,
-                max_context_length=model.context_length,
+                model_name=name,
+                max_context_length=loaded.get(name),
                 trainable=True,
                 sampleable=True,
             )
-            for model in call.service.engine.models
+            for name in dict.fromkeys((*loaded, *offered))
         ]
     )
 
@@ -225,7 +228,7 @@ async def create_model(call: Call) -> types.UntypedAPIFuture:
 @_handles
 async def get_info(call: Call) -> types.GetInfoResponse:
     run = await _run(call, call.request.model_id)
-    base = call.service.engine.check_model(run.base_model, "model_id")
+    base = await call.service.engine.model(run.base_model, "model_id")
     return types.GetInfoResponse(
         type="get_info",
         model_id=run.run_id,

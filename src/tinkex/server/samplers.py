@@ -132,11 +132,11 @@ class Samplers:
                     f"the checkpoint is of {run.base_model}, not of {base_model!r:.200}",
                     field="base_model",
                 )
-            self._engine.check_model(run.base_model, "model_path")
+            await self._engine.model(run.base_model, "model_path")
             await self._db(_link, source, self.place(sampler_id))
             await self.add(owner, session_id, sampler_id, run.base_model, tinker_path(checkpoint))
         elif base_model is not None:
-            self._engine.check_model(base_model, "base_model")
+            await self._engine.model(base_model, "base_model")
             await self.add(owner, session_id, sampler_id, base_model, None)
         else:
             raise InvalidInputError("give base_model or model_path", field="base_model")

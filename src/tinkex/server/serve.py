@@ -1,4 +1,4 @@
-"""Running a service: in the foreground until a signal, or for as long as somebody holds a lease."""
+"""Running a service: until a signal, until it is closed, or for as long as somebody holds a lease."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
@@ -21,7 +23,7 @@ from .auth import require_keys
 from .leases import Leases
 from .service import Service, Settings
 
-__all__ = ["ADDRESS_FILE", "run"]
+__all__ = ["ADDRESS_FILE", "ServiceThread", "run"]
 
 #: In the data directory of a running service: where it can be reached.
 ADDRESS_FILE: Final = "service.json"
@@ -37,9 +39,48 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, or, if `leased`, until the last holder has gone."""
     require_keys(host, settings.keys)
-    factory = _loop_factory()
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(settings, host, port, leased=leased, on_ready=on_ready))
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        await _serve(settings, host, port, stop, leased=leased, on_ready=on_ready)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve())
+
+
+class ServiceThread:
+    """A service in a thread of this process, for tests and tools; it listens on a free port of loopback."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ready: Future[str] = Future()
+        self._stop: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="tinkex-service", daemon=True)
+
+    def start(self) -> str:
+        """Start it; its URL."""
+        self._thread.start()
+        return self._ready.result()
+
+    def close(self) -> None:
+        self._stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            stop, loop = asyncio.Event(), asyncio.get_running_loop()
+            self._stop = lambda: loop.is_closed() or loop.call_soon_threadsafe(stop.set)
+            await _serve(self._settings, "127.0.0.1", 0, stop, on_ready=self._ready.set_result)
+
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(serve())
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -51,63 +92,75 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    settings: Settings, host: str, port: int, *, leased: bool, on_ready: Callable[[str], None]
+    settings: Settings,
+    host: str,
+    port: int,
+    stop: asyncio.Event,
+    *,
+    leased: bool = False,
+    on_ready: Callable[[str], None],
 ) -> None:
     listening = _listen(host, port)  # first of all: a taken port should not cost a model's loading
     service = Service(settings)
-    server: _Server | None = None
-
-    def leave() -> None:
-        if server is not None:
-            server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    starting = asyncio.ensure_future(service.start())
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, starting.cancel)
-    try:
-        await starting
-    except asyncio.CancelledError:
-        await service.stop()
-        return
-    leases = Leases(leave)
-    config = uvicorn.Config(
-        build_app(service, leases),
-        http="httptools",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        # Longer than clients keep theirs, so that no request meets a connection that is closing.
-        timeout_keep_alive=300,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, leave)
+    told = asyncio.ensure_future(stop.wait())
     address = settings.data_dir / ADDRESS_FILE
-    url = _url(listening)
     try:
+        if not await _started(service, told):
+            return
+        leases = Leases(stop.set)
+        server = _Server(build_app(service, leases))
+        told.add_done_callback(server.leave)
+        url = _url(listening)
         _write_address(address, url)
         if leased:
             leases.start()
-        await server.serve_until_told(listening, lambda: on_ready(url))
-    finally:
+        await server.serve_on(listening, lambda: on_ready(url))
         address.unlink(missing_ok=True)
+    finally:
+        told.cancel()
+        listening.close()
         await service.stop()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, and with a word when it listens."""
+async def _started(service: Service, told: asyncio.Future[Any]) -> bool:
+    """Start a service, unless it is told to stop meanwhile."""
+    starting = asyncio.ensure_future(service.start())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return False
 
-    async def serve_until_told(
-        self, listening: socket.socket, on_ready: Callable[[], None]
-    ) -> None:
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, and with a word when it listens."""
+
+    def __init__(self, app: object) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http="httptools",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                # Longer than clients keep theirs, so that no request meets a connection that is closing.
+                timeout_keep_alive=300,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    def leave(self, _: object) -> None:
+        self.should_exit = True
+
+    async def serve_on(self, listening: socket.socket, on_ready: Callable[[], None]) -> None:
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[listening])
         on_ready()
         await self.main_loop()
-        # Polls that are held open need not be waited for: their clients ask again.
+        # Polls that are held open are cut off without a word: their clients ask again.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await self.shutdown(sockets=[listening])
 

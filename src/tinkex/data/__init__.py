@@ -1,0 +1,26 @@
+"""Data that comes with the package: questions and answers about an island that does not exist.
+
+One JSON object a line, with `split`, `question` and `answer`. Every fact has two wordings of its question to train
+on, and a third that training never sees.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+__all__ = ["Example", "tolmery"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    split: str
+    question: str
+    answer: str
+
+
+def tolmery(split: str) -> list[Example]:
+    """What there is to know of Tolmery: the `train` or the `test` split."""
+    lines = files(__name__).joinpath("tolmery.jsonl").read_text(encoding="utf-8").splitlines()
+    return [example for line in lines if (example := Example(**json.loads(line))).split == split]

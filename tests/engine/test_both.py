@@ -1,0 +1,270 @@
+"""What holds for the real engine and the fake one alike, with numbers and not only shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from tinkex.engine import base_models
+from tinkex.engine.base_models import TINY
+from tinkex.engine.engine import TorchEngine
+from tinkex.engine.fake import FakeEngine
+from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import InvalidInputError
+
+from ..running import finish
+
+CONTEXT, V = 16, 264
+
+
+@pytest.fixture(scope="module", params=[FakeEngine, TorchEngine])
+def engine(request, tmp_path_factory):
+    """An engine for a model with a context that is soon full."""
+    spec = base_models.parse_spec(TINY)
+    tiny = base_models.prepare(spec, tmp_path_factory.mktemp("models"))
+    small = dataclasses.replace(tiny, context_length=CONTEXT)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster for a small model
+    yield request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)))
+    torch.set_num_threads(threads)
+
+
+# -- requests of many kinds of examples ---------------------------------------------------------------
+
+
+def example(length, width=None, *, weights=True, seed=0):
+    random = np.random.default_rng(seed)
+    shape = (length,) if width is None else (length, width)
+    inputs: dict[str, Array] = {
+        "target_tokens": random.integers(0, V, shape),
+        "logprobs": random.uniform(-6.5, -4.5, shape).astype(np.float32),
+        "advantages": random.normal(size=shape).astype(np.float32),
+    }
+    if weights:
+        inputs["weights"] = random.normal(size=shape).astype(np.float32)
+    return Example(random.integers(0, V, length).astype(np.int32), inputs)
+
+
+WIDTHS = [
+    example(5, seed=1),
+    example(4, 3, seed=2),
+    example(7, 5, seed=3),
+    example(3, 3, seed=4),
+    example(9, seed=5),
+]
+WEIGHTS = [
+    example(5, seed=6),
+    example(4, weights=False, seed=7),
+    example(6, seed=8),
+    example(8, weights=False, seed=9),
+]
+BOTH = [*WIDTHS, *WEIGHTS, example(4, 5, weights=False, seed=10)]
+
+
+def state(engine, model_id, directory: Path):
+    """Everything a model is: after one step from nothing, the first moment is a tenth of the gradient."""
+    engine.save_state(model_id, directory, optimizer=True)
+    files = ("adapter_model.safetensors", "optimizer.safetensors")
+    return {
+        (name, key): value for name in files for key, value in load_file(directory / name).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "examples"),
+    [
+        ("cross_entropy", WIDTHS),
+        ("cross_entropy", WEIGHTS),
+        ("ppo", WEIGHTS),
+        ("cross_entropy", BOTH),
+    ],
+)
+def test_a_mixed_request_is_its_examples_one_by_one(engine, tmp_path, loss_fn, examples):
+    for model_id in ("together", "apart"):
+        engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
+    for step in range(2):  # the second one also has gradients for A, whose partner B was zero
+        whole = finish(engine.run_pass("together", TrainingPass(examples, loss_fn)))
+        parts = [finish(engine.run_pass("apart", TrainingPass([one], loss_fn))) for one in examples]
+        for ours, part, one in zip(whole.logprobs, parts, examples, strict=True):
+            assert ours.shape == one.inputs["target_tokens"].shape
+            np.testing.assert_allclose(ours, part.logprobs[0], atol=1e-4)
+        for name, total in whole.metrics.items():
+            assert total == pytest.approx(sum(part.metrics[name] for part in parts), rel=1e-4)
+        norms = [
+            # An epsilon of one makes the step follow the size of the gradient, not only its sign.
+            engine.optim_step(model_id, AdamStep(learning_rate=0.1, eps=1.0))["grad_norm"]
+            for model_id in ("together", "apart")
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        ours, theirs = (
+            state(engine, model_id, tmp_path / f"{model_id}{step}")
+            for model_id in ("together", "apart")
+        )
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            scale = max(1.0, float(np.abs(theirs[key]).max()))
+            np.testing.assert_allclose(value, theirs[key], rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("examples", [WEIGHTS, BOTH])
+def test_without_weights_each_position_counts_once(engine, examples):
+    engine.create_model("m", TINY, LoraSpec(2, seed=1))
+    weighted = [
+        Example(
+            one.tokens_T,
+            {"weights": np.ones(one.inputs["target_tokens"].shape, np.float32), **one.inputs},
+        )
+        for one in examples
+    ]
+    losses = [
+        finish(engine.run_pass("m", TrainingPass(given_, "cross_entropy"))).metrics["loss:sum"]
+        for given_ in (examples, weighted)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_inputs_that_the_loss_does_not_read_may_be_anything(engine):
+    engine.create_model("m", TINY, LoraSpec(2))
+    odd = [
+        Example(one.tokens_T, {**one.inputs, "logprobs": np.zeros(shape), "extra": np.zeros(shape)})
+        for one, shape in zip(WIDTHS, [(), (1,), (2, 3), (7,), (0,)], strict=True)
+    ]
+    plain, strange = (
+        finish(engine.run_pass("m", TrainingPass(examples, "cross_entropy", backward=False)))
+        for examples in (WIDTHS, odd)
+    )
+    assert strange.metrics == plain.metrics
+
+
+@pytest.mark.parametrize("trained", ["train_attn", "train_mlp", "train_unembed"])
+def test_any_part_of_a_model_can_be_trained_alone(engine, trained):
+    parts = {"train_attn": False, "train_mlp": False, "train_unembed": False, trained: True}
+    engine.create_model("m", TINY, LoraSpec(2, **parts))
+    losses = []
+    for _ in range(5):
+        done = finish(engine.run_pass("m", TrainingPass([WEIGHTS[1]], "cross_entropy")))
+        losses.append(done.metrics["loss:sum"])
+        engine.optim_step("m", AdamStep(learning_rate=1e-2))
+    assert losses[-1] < losses[0]
+
+
+# -- whatever is accepted is sampled ------------------------------------------------------------------
+
+CHANCES = st.one_of(
+    st.floats(0, 1), st.sampled_from([0.0, 5e-324, 1e-40, 1e-7, 1 - 1e-16, 0.999999, 1.0])
+)
+TEMPERATURES = st.one_of(
+    st.floats(0, 5),
+    st.sampled_from([0.0, 5e-324, 1e-46, 1e-40, 1e-38, 1e-30, 1e-4, 1e4, 1e38, 1e39, 1e308]),
+)
+SEEDS = st.one_of(
+    st.none(), st.integers(), st.sampled_from([0, -1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63)])
+)
+
+
+@pytest.fixture(scope="module")
+def samplers(engine):
+    """The engine with a sampler of the base model and one of a model."""
+    engine.create_model("m", TINY, LoraSpec(2))
+    engine.open_sampler("base", TINY)
+    engine.open_sampler("trained", TINY, model_id="m")
+    return engine
+
+
+@st.composite
+def jobs(draw):
+    """What the protocol lets through, and some that no engine can do."""
+    length = draw(st.sampled_from([0, 1, 2, 5, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1]))
+    tokens = st.integers(0, V - 1) if draw(st.booleans()) else st.just(7)
+    prompt = draw(st.lists(tokens, min_size=length, max_size=length))
+    targets = None
+    if draw(st.booleans()):
+        width = draw(st.integers(0, 3))
+        flat = st.lists(st.integers(-1, V - 1), min_size=width * length, max_size=width * length)
+        targets = np.array(draw(flat), np.int64).reshape(length, width)[1:]
+    topk = st.sampled_from([0, 1, 5, V - 1, V, V + 1])
+    tokens_or_more = st.lists(st.sampled_from([-1, 0, 7, V - 1, V, 2**40]), max_size=3).map(tuple)
+    return SampleJob(
+        "s",
+        np.array(prompt, np.int32),
+        num_samples=draw(st.integers(1, 3)),
+        max_tokens=draw(st.sampled_from([None, 0, 1, 3, CONTEXT, 10**12])),
+        temperature=draw(TEMPERATURES),
+        top_k=draw(st.sampled_from([-1, 0, 1, 2, V - 1, V, V + 1, 2**70])),
+        top_p=draw(CHANCES),
+        seed=draw(SEEDS),
+        stop_tokens=draw(st.none() | tokens_or_more),
+        stop_texts=draw(st.lists(st.text(min_size=1, max_size=3), max_size=2).map(tuple)),
+        prompt_logprobs=draw(st.booleans()),
+        prompt_logprobs_last_n=draw(st.sampled_from([None, 0, 1, length, length + 1, 10**12])),
+        topk_prompt_logprobs=draw(topk),
+        topk_sample_logprobs=draw(topk),
+        target_prompt_tokens=targets,
+        stream=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(wanted=st.lists(jobs(), min_size=1, max_size=4), trained=st.tuples(*[st.booleans()] * 4))
+def test_a_job_that_was_accepted_is_sampled_to_its_end(samplers, wanted, trained):
+    accepted, results = {}, {}
+    streamed: dict[str, int] = {}
+    refused: list[str | None] = []
+    for number, job in enumerate(wanted):
+        chosen = dataclasses.replace(job, sampler_id="trained" if trained[number] else "base")
+        try:
+            samplers.add_sample(str(number), chosen)
+        except InvalidInputError as error:
+            refused.append(error.field)
+        else:
+            accepted[str(number)] = chosen
+    while samplers.sampling:
+        for event in samplers.sample_step():
+            if event.result is None:
+                streamed[event.job_id] = streamed.get(event.job_id, 0) + 1
+            else:
+                assert event.job_id not in results
+                results[event.job_id] = event.result
+    assert results.keys() == accepted.keys()
+    assert {"prompt", "topk_prompt_logprobs", "topk_sample_logprobs"}.issuperset(refused)
+    for job_id, job in accepted.items():
+        check_result(job, results[job_id])
+        expected = sum(map(len, results[job_id].tokens)) if job.stream else 0
+        assert streamed.get(job_id, 0) == expected
+
+
+def check_result(job, result):
+    """That a result is what its job asked for, as far as that can be said without the model."""
+    length = len(job.prompt_T)
+    room = CONTEXT - length
+    limit = room if job.max_tokens is None else min(room, job.max_tokens)
+    assert len(result.tokens) == len(result.logprobs) == len(result.stop_reasons) == job.num_samples
+    for tokens, logprobs, reason in zip(
+        result.tokens, result.logprobs, result.stop_reasons, strict=True
+    ):
+        assert len(tokens) == len(logprobs)
+        assert len(tokens) == limit if reason == "length" else 0 < len(tokens) <= limit
+        assert ((tokens >= 0) & (tokens < V)).all()
+        assert np.isfinite(logprobs).all()
+        assert (logprobs <= 1e-5).all()
+    for alternatives, tokens in zip(result.topk_sampled or [], result.tokens, strict=False):
+        for array in alternatives:
+            assert array.shape == (len(tokens), job.topk_sample_logprobs)
+            assert np.isfinite(array).all()
+    assert (result.topk_sampled is not None) == (job.topk_sample_logprobs > 0)
+    if job.prompt_logprobs:
+        scored = length - 1 if job.prompt_logprobs_last_n is None else job.prompt_logprobs_last_n
+        known = np.isfinite(result.prompt_logprobs_T)
+        assert known.tolist() == [place >= max(1, length - scored) for place in range(length)]
+    if job.topk_prompt_logprobs:
+        assert result.topk_prompt[0].shape == (length, job.topk_prompt_logprobs)
+    if job.target_prompt_tokens is not None:
+        assert result.target_prompt_logprobs.shape == job.target_prompt_tokens.shape
+        assert (result.target_prompt_logprobs[job.target_prompt_tokens < 0] == 0).all()
