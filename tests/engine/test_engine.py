@@ -158,24 +158,18 @@ def test_what_cannot_be_read_without_a_manifest_is_named(engine, tmp_path, name,
     assert str(tmp_path) not in str(caught.value)
 
 
-def layer_of(tensors):
-    return next(name for name in tensors if name.endswith("lora_A.weight"))
-
-
+LAYER = "base_model.model.model.layers.0.self_attn.o_proj"
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
 FOREIGN = {
     "nothing": lambda tensors: tensors.clear(),
     "another tensor": lambda tensors: tensors.update(bias=torch.zeros(3)),
-    "no B": lambda tensors: tensors.pop(layer_of(tensors).replace("lora_A", "lora_B")),
+    "no B": lambda tensors: tensors.pop(B),
+    "A is flat": lambda tensors: tensors.update({A: torch.zeros(2)}),
+    "B is a number": lambda tensors: tensors.update({B: torch.zeros(())}),
     "another rank": lambda tensors: tensors.update(
-        {
-            layer_of(tensors): torch.zeros(3, 64),
-            layer_of(tensors).replace("lora_A", "lora_B"): torch.zeros(64, 3),
-        }
+        {A: tensors[A].repeat(2, 1), B: tensors[B].repeat(1, 2)}
     ),
-    "flat": lambda tensors: tensors.update({layer_of(tensors): torch.zeros(2)}),
-    "no shape": lambda tensors: tensors.update(
-        {layer_of(tensors).replace("lora_A", "lora_B"): torch.zeros(())}
-    ),
+    "another size": lambda tensors: tensors.update({A: torch.zeros(2, 3)}),
     "another layer": lambda tensors: tensors.update(
         {f"x.lora_{factor}.weight": torch.zeros(2, 2) for factor in "AB"}
     ),

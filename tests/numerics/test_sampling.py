@@ -241,9 +241,9 @@ def test_stop_strings_are_refused_where_no_tokenizer_can_find_them(language_mode
     def unreadable(_):
         raise OSError("tokenizer.json is gone")
 
-    for detokenize, error in ((None, InvalidInputError), (unreadable, OSError)):
+    for detokenize, message in ((None, "need a tokenizer"), (unreadable, "is gone")):
         sampler = Sampler(language_model, end_tokens=(), detokenize=detokenize)
-        with pytest.raises(error, match="stop strings need a tokenizer|is gone"):
+        with pytest.raises((InvalidInputError, OSError), match=message):
             sampler.add("a", job(stop_texts=("x",)), None)
         assert not sampler.busy
 

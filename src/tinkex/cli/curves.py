@@ -15,6 +15,8 @@ _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 48, 52
 #: Fewer losses than this are a line one can follow without help.
 _WORTH_SMOOTHING: Final = 20
+#: What is larger counts as infinite: a scale up to there would show nothing else.
+_LIMIT: Final = 1e30
 
 # Light colours are attributes, which every viewer reads; dark ones a style, which those with a dark mode do.
 _STYLE: Final = """\
@@ -42,10 +44,11 @@ class _Axis:
 def loss_curve(losses: Sequence[float], *, title: str) -> str:
     """Draw the loss of each step, counted from 1; a long curve also smoothed.
 
-    Where a loss is no finite number the line has a gap, and a note says how many there are.
+    Where a loss is no number to draw the line has a gap, and a note says how many there are.
     """
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    low, high = _value_range(finite)
+    losses = [float(loss) if abs(loss) < _LIMIT else math.nan for loss in losses]
+    known = [loss for loss in losses if not math.isnan(loss)]
+    low, high = _value_range(known)
     x = _Axis(1, max(len(losses), 2), _LEFT, _WIDTH - _RIGHT)
     y_ticks = _ticks(low, high)
     y = _Axis(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
@@ -61,7 +64,7 @@ def loss_curve(losses: Sequence[float], *, title: str) -> str:
     ]
     if smoothing:
         drawing += _line(_smoothed(losses), x, y, "smooth", 'stroke-width="2.5"')
-    if missing := len(losses) - len(finite):
+    if missing := len(losses) - len(known):
         note = f"{missing} of {len(losses)} not finite"
         drawing.append(_text(_WIDTH - _RIGHT, _TOP + 16, note, "end"))
     return "\n".join(
@@ -84,14 +87,14 @@ def loss_curve(losses: Sequence[float], *, title: str) -> str:
 # -- decisions --------------------------------------------------------------------------------------
 
 
-def _value_range(finite: Sequence[float]) -> tuple[float, float]:
-    if not finite:
+def _value_range(values: Sequence[float]) -> tuple[float, float]:
+    if not values:
         return 0.0, 1.0
-    low, high = min(finite), max(finite)
+    low, high = min(values), max(values)
     if 0 <= low < high / 2:
         low = 0.0  # the curve comes near it anyway, and a reader expects it
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line needs some room around it
-        margin = abs(high) / 2 or 0.5
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):  # a flat line needs room around it
+        margin = max(abs(high) / 2, 0.5)
         return low - margin, high + margin
     return low, high
 
@@ -112,8 +115,8 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
     for index, loss in enumerate(losses):
         near = min(reach, index, len(losses) - 1 - index)
         window = losses[index - near : index + near + 1]
-        known = [value for value in window if math.isfinite(value)]
-        smooth.append(sum(known) / len(known) if math.isfinite(loss) else math.nan)
+        known = [value for value in window if not math.isnan(value)]
+        smooth.append(math.nan if math.isnan(loss) else sum(known) / len(known))
     return smooth
 
 
@@ -127,7 +130,7 @@ def _line(values: Sequence[float], x: _Axis, y: _Axis, kind: str, look: str) -> 
     points = [(x(step), y(value)) for step, value in enumerate(values, 1)]
     runs = [
         list(run)
-        for known, run in groupby(points, key=lambda point: math.isfinite(point[1]))
+        for known, run in groupby(points, key=lambda point: not math.isnan(point[1]))
         if known
     ]
     if not runs:
@@ -165,7 +168,7 @@ def _text(x: float, y: float, text: str, anchor: str, look: str = "") -> str:
 
 
 def _label(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.6g}"
 
 
 def _escaped(text: str) -> str:

@@ -359,7 +359,9 @@ def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Mode
     with directories.reading(directories.WEIGHTS):
         saved = load_file(directory / directories.WEIGHTS)
         rows = dict(zip(saved["ids"].tolist(), saved["values"], strict=True))
-    if manifest.spec is None or saved["values"].shape[1:] != (base.vocab_size,):
+    if manifest.spec is None:
+        raise InvalidInputError("is a checkpoint without its tinkex.json", field="path")
+    if saved["values"].shape[1:] != (base.vocab_size,):
         raise InvalidInputError(
             "does not fit this base model: its vocabulary is of another size", field="path"
         )

@@ -169,7 +169,10 @@ class Promises:
         body = self._journal.read(promise.place)
         if promise.media == "proto":
             return proto_codec.decode_forward_backward_request(body)
-        return json_codec.decode(body, promise.operation.request)
+        content = json_codec.parse(body)
+        if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
+            content["seq_id"] = promise.seq_id  # beyond 64 bits the reader only comes close to it
+        return json_codec.from_object(content, promise.operation.request)
 
     def _add(self, promise: Promise) -> Promise:
         self._promises[promise.request_id] = promise
@@ -203,9 +206,10 @@ class Promises:
         except OSError:  # a full disk: the answer lives as long as the service does
             place = Place(-1, 0, len(payload))
         self._set(promise, Result(failed, binary, place, payload, now))
-        self._in_memory[promise.request_id] = promise
-        self._bytes_in_memory += len(payload)
-        self._evict()
+        if place.segment >= 0:
+            self._in_memory[promise.request_id] = promise
+            self._bytes_in_memory += len(payload)
+            self._evict()
         for tell in self.on_finish:
             tell(promise)
 
@@ -221,10 +225,9 @@ class Promises:
     def _evict(self) -> None:
         while self._bytes_in_memory > self._memory_bytes:
             _, promise = self._in_memory.popitem(last=False)
-            result = promise.result
-            if result is not None and result.payload is not None and result.place.segment >= 0:
-                self._bytes_in_memory -= len(result.payload)
-                result.payload = None
+            assert promise.result is not None
+            self._bytes_in_memory -= len(promise.result.payload or b"")
+            promise.result.payload = None
 
     # -- asking ------------------------------------------------------------------------------
 

@@ -2,19 +2,21 @@
 
 A record is on the disk before anybody is told that it is kept. Records that arrive together share one flush. Files
 are cut into segments; when the records of the oldest one that somebody still needs are few, they are written anew
-at the end and the segment goes. After a crash the last record may be torn: its checksum does not match, it was
-never acknowledged, and it is cut off.
+at the end and the segment goes. A record keeps its number when it moves, so that whoever reads the journal meets a
+request before its result, however often either was moved. After a crash the last record may be torn: its checksum
+does not match, it was never acknowledged, and it is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +25,11 @@ import orjson
 
 __all__ = ["Journal", "Kind", "Place", "Record"]
 
+logger = logging.getLogger("tinkex.server")
+
 _MAGIC: Final = b"tinkexj1"
-#: Checksum of all that follows, kind, length of the head, length of the body.
-_HEADER: Final = struct.Struct("<IBII")
+#: Checksum of all that follows, kind, number, length of the head, length of the body.
+_HEADER: Final = struct.Struct("<IBQII")
 SEGMENT_BYTES: Final = 64 << 20
 
 
@@ -47,6 +51,7 @@ class Place:
 class Record:
     """One entry: `head` is small and says what it is, the body is bytes."""
 
+    number: int
     kind: Kind
     head: dict[str, Any]
     place: Place
@@ -71,25 +76,38 @@ class _Flush:
 class Journal:
     """One directory of segments, written by one process."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        sync: Callable[[int], None] = os.fsync,
+    ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
+        self._sync = sync
         self._segments: dict[int, _Segment] = {}
+        self._next_number = 0
         self._flush = _Flush()
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-journal")
 
     # -- opening -----------------------------------------------------------------------------
 
-    def open(self) -> Iterator[Record]:
-        """All records in the order in which they were written; must be read to the end before appending."""
+    def open(self) -> list[Record]:
+        """All records in the order in which they were first written."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        records: dict[int, Record] = {}  # a crash in the middle of a move leaves two copies
         for path in sorted(self._directory.glob("*.log")):
-            number = int(path.stem, 16)
-            segment = _Segment(number, path, os.open(path, os.O_RDWR), 0)
-            self._segments[number] = segment
-            yield from self._scan(segment)
-        self._roll()
+            if path.stat().st_size < len(_MAGIC):  # a crash came before its first record
+                path.unlink()
+                continue
+            segment = _Segment(int(path.stem, 16), path, os.open(path, os.O_RDWR), 0)
+            self._segments[segment.number] = segment
+            records.update((record.number, record) for record in self._scan(segment))
+        self._next_number = max(records, default=-1) + 1
+        self._go_on()
+        return [records[number] for number in sorted(records)]
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -98,47 +116,69 @@ class Journal:
         self._segments.clear()
 
     def _scan(self, segment: _Segment) -> Iterator[Record]:
+        """The whole records of a segment, whose size then is where they end."""
         end = os.fstat(segment.descriptor).st_size
-        offset = len(_MAGIC)
-        if os.pread(segment.descriptor, offset, 0) != _MAGIC:
-            end = 0
+        segment.size = 0
+        if os.pread(segment.descriptor, len(_MAGIC), 0) != _MAGIC:
+            return
+        segment.size = offset = len(_MAGIC)
         while offset + _HEADER.size <= end:
             header = os.pread(segment.descriptor, _HEADER.size, offset)
-            checksum, kind, head_size, body_size = _HEADER.unpack(header)
+            checksum, kind, number, head_size, body_size = _HEADER.unpack(header)
             body_at = offset + _HEADER.size + head_size
             if body_at + body_size > end:
                 break
             rest = os.pread(segment.descriptor, head_size + body_size, offset + _HEADER.size)
             if zlib.crc32(rest, zlib.crc32(header[4:])) != checksum:
                 break
+            segment.size = offset = body_at + body_size
             place = Place(segment.number, body_at, body_size)
-            yield Record(Kind(kind), orjson.loads(rest[:head_size]), place)
-            offset = body_at + body_size
-        segment.size = offset
-        os.ftruncate(segment.descriptor, offset if end else 0)
+            yield Record(number, Kind(kind), orjson.loads(rest[:head_size]), place)
+
+    def _go_on(self) -> None:
+        """Cut a torn end off and go on there, or begin a new segment."""
+        last = max(self._segments, default=-1)
+        for segment in self._segments.values():
+            excess = os.fstat(segment.descriptor).st_size - segment.size
+            if excess and segment.number == last and segment.size:
+                os.ftruncate(segment.descriptor, segment.size)
+            elif excess:  # more than the end of a crash: left for a person to look at
+                logger.error("%s is damaged: %d bytes cannot be read.", segment.path, excess)
+        if last < 0 or not 0 < self._segments[last].size <= self._segment_bytes:
+            self._roll()
 
     def _roll(self) -> _Segment:
         """Begin a new segment."""
         number = max(self._segments, default=-1) + 1
         path = self._directory / f"{number:012x}.log"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, _MAGIC)
+        try:
+            _write_all(descriptor, [_MAGIC], 0)
+            _sync_directory(self._directory)
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            raise
         segment = self._segments[number] = _Segment(number, path, descriptor, len(_MAGIC))
         self._flush.descriptors.add(descriptor)
-        _sync_directory(self._directory)
         return segment
 
     # -- writing -----------------------------------------------------------------------------
 
     def append(self, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
         """Write a record; it is safe once `flushed` has returned. A full disk raises OSError and leaves no trace."""
+        place = self._append(self._next_number, kind, head, body)
+        self._next_number += 1
+        return place
+
+    def _append(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
         segment = self._segments[max(self._segments)]
         if segment.size > self._segment_bytes:
             segment = self._roll()
         head_bytes = orjson.dumps(head)
-        lengths = _HEADER.pack(0, kind, len(head_bytes), len(body))[4:]
-        checksum = zlib.crc32(body, zlib.crc32(head_bytes, zlib.crc32(lengths)))
-        parts = [checksum.to_bytes(4, "little") + lengths + head_bytes, body]
+        header = _HEADER.pack(0, kind, number, len(head_bytes), len(body))[4:]
+        checksum = zlib.crc32(body, zlib.crc32(head_bytes, zlib.crc32(header)))
+        parts = [checksum.to_bytes(4, "little") + header + head_bytes, body]
         try:
             _write_all(segment.descriptor, parts, segment.size)
         except OSError:
@@ -163,11 +203,12 @@ class Journal:
         try:
             while self._flush.waiting:
                 flush, self._flush = self._flush, _Flush()
-                error: OSError | None = None
+                error: Exception | None = None
                 try:
-                    await loop.run_in_executor(self._thread, _sync, flush.descriptors)
-                except OSError as failure:
+                    await loop.run_in_executor(self._thread, self._sync_all, flush.descriptors)
+                except Exception as failure:  # whatever it is, nobody shall wait for ever
                     error = failure
+                    self._flush.descriptors |= flush.descriptors
                 for waiting in flush.waiting:
                     if waiting.done():
                         continue
@@ -190,21 +231,35 @@ class Journal:
         return sum(segment.size for segment in self._segments.values())
 
     def compact(self, needed: Callable[[Record], bool], moved: Callable[[Record], None]) -> bool:
-        """Let the oldest full segment go; records that are `needed` are written anew and reported as `moved`."""
+        """Let the oldest full segment go; records that are `needed` are written anew and reported as `moved`.
+
+        Whether that has gained anything.
+        """
         oldest = min(self._segments)
         if oldest == max(self._segments) or self._flushing is not None:
             return False
         segment = self._segments[oldest]
+        gained = False
         for record in self._scan(segment):
             if needed(record):
-                place = self.append(record.kind, record.head, self.read(record.place))
-                moved(Record(record.kind, record.head, place))
-        _sync({self._segments[max(self._segments)].descriptor})
-        del self._segments[oldest]
+                body = self.read(record.place)
+                moved(
+                    replace(
+                        record, place=self._append(record.number, record.kind, record.head, body)
+                    )
+                )
+            else:
+                gained = True
         self._flush.descriptors.discard(segment.descriptor)
+        self._sync_all(self._flush.descriptors)
+        del self._segments[oldest]
         os.close(segment.descriptor)
         segment.path.unlink()
-        return True
+        return gained
+
+    def _sync_all(self, descriptors: set[int]) -> None:
+        for descriptor in descriptors:
+            self._sync(descriptor)
 
 
 def _write_all(descriptor: int, parts: list[bytes], offset: int) -> None:
@@ -213,11 +268,6 @@ def _write_all(descriptor: int, parts: list[bytes], offset: int) -> None:
         while view:
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
-
-
-def _sync(descriptors: set[int]) -> None:
-    for descriptor in descriptors:
-        os.fsync(descriptor)
 
 
 def _sync_directory(directory: Path) -> None:
