@@ -67,10 +67,10 @@ def loss_curve(losses: Sequence[float], *, title: str) -> str:
     if missing := len(losses) - len(known):
         note = f"{missing} of {len(losses)} not finite"
         drawing.append(_text(_WIDTH - _RIGHT, _TOP + 16, note, "end"))
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-            f'width="{_WIDTH}" height="{_HEIGHT}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
             f"<title>{_escaped(title)}</title>",
             f"<style>{_STYLE}</style>",
             f'<rect class="ground" width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
@@ -100,10 +100,10 @@ def _value_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, some six of them, from at most `low` to at least `high`."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    """Round numbers, four to ten of them, from at most `low` to at least `high`."""
+    least = (high - low) / 8
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
 

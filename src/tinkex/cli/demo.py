@@ -117,7 +117,7 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     started = time.monotonic()
     losses = _train(training, batches, tokens)
     seconds = time.monotonic() - started
-    first, last = losses[0], _mean(losses[-4:])
+    first, last = losses[0], _mean(losses[-max(1, steps // 20) :])
     click.echo(
         f"Loss {first:.2f} at first, {last:.2f} at the end; {_clock(seconds)} min, "
         f"{sum(tokens) / seconds:,.0f} tokens a second."
@@ -318,13 +318,13 @@ def _train(
 ) -> list[float]:
     """Train, showing on stderr how it goes; the loss of each step."""
     losses: list[float] = []
-    started, done = time.monotonic(), 0
+    started, done, total = time.monotonic(), 0, sum(tokens)
     with _progress(len(batches)) as show:
         for loss, count in zip(_losses(training, batches), tokens, strict=True):
             losses.append(loss)
             done += count
             pace = done / (time.monotonic() - started)
-            show(len(losses), loss, pace, (sum(tokens) - done) / pace)
+            show(len(losses), loss, pace, (total - done) / pace)
     return losses
 
 

@@ -44,6 +44,14 @@ __all__ = ["command"]
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Keys that may call, one `name: key` a line. Needed to listen beyond this machine.",
 )
+@click.option(
+    "--snapshot-every",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Work on a model after which a snapshot is written; a crash costs about as much.",
+)
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
 @click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
 def command(
@@ -55,6 +63,7 @@ def command(
     dtype: str,
     database_url: str | None,
     api_key_file: Path | None,
+    snapshot_every: float,
     engine: str,
     leased: bool,
 ) -> None:
@@ -75,6 +84,7 @@ def command(
         device=device,
         dtype=dtype,
         database_url=database_url,
+        snapshot_every=snapshot_every,
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
     )
     named = ", ".join(name.partition("=")[0] for name in settings.base_models)

@@ -99,6 +99,12 @@ class TorchEngine:
         kept = model.optimizer if optimizer else None
         return checkpoint.save(directory, model.adapter, base_model, kept)
 
+    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
+        """The model and its optimizer as they are now; what is returned writes them, from any thread."""
+        base_model, model = self._named(model_id)
+        adapter, optimizer = model.adapter.frozen_copy(), model.optimizer.frozen_copy()
+        return partial(checkpoint.save, directory, adapter, base_model, optimizer)
+
     # -- sampling ----------------------------------------------------------------------------
 
     def open_sampler(
@@ -193,4 +199,6 @@ class TorchEngine:
                     f"does not fit this base model: {name} is missing or of another shape",
                     field="path",
                 )
-        return Adapter.of_tensors(saved.spec, saved.tensors, self._device, self._dtype)
+        # In the order of a fresh adapter: norms are sums, and sums depend on it in their last bit.
+        tensors = {name: saved.tensors[name] for name in layers if name in saved.tensors}
+        return Adapter.of_tensors(saved.spec, tensors, self._device, self._dtype)

@@ -330,6 +330,17 @@ def _finished(request: _Request) -> SampledResult:
 # -- checkpoints ------------------------------------------------------------------------------------
 
 
+def _save(directory: Path, model: _Model, *, optimizer: bool) -> int:
+    return directories.write(
+        directory,
+        lambda target: _write(target, model, optimizer=optimizer),
+        base_model=model.table.base.name,
+        spec=model.table.spec,
+        target_modules=(),
+        steps=model.steps if optimizer else 0,
+    )
+
+
 def _write(target: Path, model: _Model, *, optimizer: bool) -> None:
     from safetensors.numpy import save_file
 
@@ -420,15 +431,13 @@ class FakeEngine:
         return self._model(model_id).step(options)
 
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
+        return _save(directory, self._model(model_id), optimizer=optimizer)
+
+    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
         model = self._model(model_id)
-        return directories.write(
-            directory,
-            lambda target: _write(target, model, optimizer=optimizer),
-            base_model=model.table.base.name,
-            spec=model.table.spec,
-            target_modules=(),
-            steps=model.steps if optimizer else 0,
-        )
+        table = replace(model.table, rows=dict(model.table.rows))
+        frozen = _Model(table, moments=dict(model.moments), steps=model.steps)
+        return partial(_save, directory, frozen, optimizer=True)
 
     def open_sampler(
         self,

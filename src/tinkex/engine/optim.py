@@ -51,6 +51,14 @@ class AdamW:
         self.clear()
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
 
+    def frozen_copy(self) -> AdamW:
+        """The moments as they are now; not for stepping, for it has no parameters."""
+        copied = AdamW([])
+        copied.steps = self.steps
+        copied.first = [moment.clone() for moment in self.first]
+        copied.second = [moment.clone() for moment in self.second]
+        return copied
+
     def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

@@ -9,6 +9,7 @@ the same user, so nothing untrusted is ever unpickled. When the service goes, so
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -108,6 +109,7 @@ class Engine(Protocol):
     ) -> Generator[None, None, PassResult]: ...
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]: ...
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int: ...
+    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]: ...
     def open_sampler(
         self,
         sampler_id: str,
@@ -133,7 +135,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        inbox: queue.SimpleQueue[Call | None],
+        inbox: queue.SimpleQueue[Call | Reply | None],
         send: Send,
         prepare: Callable[[str], BaseModel],
         clock: Callable[[], float] = time.perf_counter,
@@ -169,8 +171,10 @@ class Loop:
             self._accept(call)
             block = False
 
-    def _accept(self, call: Call) -> None:
-        if call.lane == "line":
+    def _accept(self, call: Call | Reply) -> None:
+        if isinstance(call, Reply):  # something that went on beside
+            self._out.append(call)
+        elif call.lane == "line":
             self._line.append(call)
         elif call.lane == "sample":
             self._add_sample(call)
@@ -250,7 +254,18 @@ class Loop:
         except Exception as error:
             self._out.append(Reply(call.call_id, error=_portable(error)))
             return
+        if call.method == "snapshot":
+            threading.Thread(target=self._write, args=(call.call_id, value)).start()
+            return
         self._out.append(Reply(call.call_id, value, seconds=self._clock() - started))
+
+    def _write(self, call_id: int, write: Callable[[], int]) -> None:
+        """Write a snapshot while the engine goes on; its weights were copied before."""
+        try:
+            reply = Reply(call_id, write())
+        except Exception as error:
+            reply = Reply(call_id, error=_portable(error))
+        self._inbox.put(reply)
 
     def _add_model(self, name: str) -> BaseModel:
         model = self._prepare(name)
@@ -264,8 +279,9 @@ class Loop:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that survives the pipe: ours do, others are told by name."""
-    if isinstance(error, TinkerError | OSError | MemoryError):
+    """An error that survives the pipe: ours and Python's do, those of libraries are told by name."""
+    plain = isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"
+    if plain or isinstance(error, TinkerError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
@@ -310,30 +326,38 @@ def serve(connection: socket.socket, *, alone: bool = False) -> None:
         setup = _read_frame(connection)
         if not isinstance(setup, Setup):
             return
-        try:
-            engine, ready = _set_up(setup)
-        except Exception as error:
-            connection.sendall(encode_frame(Ready(error=_portable(error))))
-            return
-        connection.sendall(encode_frame(ready))
-        inbox: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Call | Reply | None] = queue.SimpleQueue()
 
         def receive() -> None:
             while (call := _read_frame(connection)) is not None:
                 inbox.put(call)
             inbox.put(None)
             if alone:
-                os._exit(0)  # nobody waits for what is being computed
+                os._exit(0)  # nobody waits for what is being loaded or computed
 
         reader = threading.Thread(target=receive, name="tinkex-engine-inbox", daemon=True)
         reader.start()
         try:
-            send: Send = lambda out: connection.sendall(encode_frame(out))  # noqa: E731
-            Loop(engine, inbox, send, partial(_prepare, setup)).run()
-        except BrokenPipeError:
-            pass
+            _work(setup, inbox, lambda value: connection.sendall(encode_frame(value)))
+        except ConnectionError:
+            pass  # the other end is gone
         finally:
-            reader.join(timeout=0 if alone else None)
+            if not alone:  # else the end of the process closes it
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                reader.join()
+
+
+def _work(
+    setup: Setup, inbox: queue.SimpleQueue[Call | Reply | None], send: Callable[[Any], None]
+) -> None:
+    try:
+        engine, ready = _set_up(setup)
+    except Exception as error:
+        send(Ready(error=_portable(error)))
+        return
+    send(ready)
+    Loop(engine, inbox, send, partial(_prepare, setup)).run()
 
 
 def _set_up(setup: Setup) -> tuple[Engine, Ready]:

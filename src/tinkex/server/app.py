@@ -13,9 +13,11 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Final
 
 import orjson
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
@@ -26,6 +28,7 @@ from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import decode_body
 from tinkex._wire.failures import response_from_error
 from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import (
     DecodeError,
     InternalServerError,
@@ -118,10 +121,10 @@ def _route(service: Service, row: Operation[Any]) -> Route:
     async def endpoint(request: Request) -> Response:
         body = b""
         decoded: Any = None
+        owner, media = "", "json"
         try:
             headers = request.headers
             owner = _owner(service, headers)
-            media = "json"
             if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
                 body, media = await _read_body(service, row, request)
                 decoded = _decode(row, body, media)
@@ -141,7 +144,7 @@ def _route(service: Service, row: Operation[Any]) -> Route:
             answer = await handler(call)
         except Exception as error:
             response = _error_response(error, row.name)
-            _note_refusal(service, row, decoded, body, response.status_code)
+            _note_refusal(service, row, owner, decoded or _peek(body, media), response.status_code)
             return response
         if isinstance(answer, Response):
             return answer
@@ -224,19 +227,28 @@ class _DiskFullError(InternalServerError):
 
 
 def _note_refusal(
-    service: Service, row: Operation[Any], decoded: Any, body: bytes, status: int
+    service: Service, row: Operation[Any], owner: str, refused: Any, status: int
 ) -> None:
     """Tell a model's line of a number that will not come: its client goes on with the next one."""
     if not row.queued or status in {401, 408, 429, 499} or status >= 500:
         return
-    model_id, seq_id = getattr(decoded, "model_id", None), getattr(decoded, "seq_id", None)
-    if decoded is None:
-        with contextlib.suppress(DecodeError):
-            content = json_codec.parse(body)
-            if isinstance(content, dict):
-                model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    model_id, seq_id = getattr(refused, "model_id", None), getattr(refused, "seq_id", None)
     if isinstance(model_id, str) and isinstance(seq_id, int):
-        service.models.refuse(model_id, seq_id)
+        service.models.refuse(owner, model_id, seq_id)
+
+
+def _peek(body: bytes, media: str) -> Any:
+    """What can be read of a body that is no request: whose it was meant to be, under which number."""
+    if media == "proto":
+        message = ForwardBackwardRequest()
+        with contextlib.suppress(ProtobufDecodeError):
+            message.ParseFromString(body)
+        return message
+    with contextlib.suppress(DecodeError):
+        content = json_codec.parse(body)
+        if isinstance(content, dict):
+            return SimpleNamespace(model_id=content.get("model_id"), seq_id=content.get("seq_id"))
+    return None
 
 
 # -- files ---------------------------------------------------------------------------------------------

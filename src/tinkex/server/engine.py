@@ -23,7 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
 
 #: How often one request may see the engine die before it is taken for the cause.
-DEATHS_ALLOWED: Final = 3
+DEATHS_ALLOWED: Final = 5
 
 
 class Supervisor:

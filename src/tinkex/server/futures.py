@@ -31,13 +31,17 @@ MEMORY_BYTES: Final = 128 << 20
 
 @dataclass(slots=True)
 class Result:
-    """The answer to a request, encoded: protobuf where the protocol has it, else JSON."""
+    """The answer to a request, encoded: protobuf where the protocol has it, else JSON.
+
+    `change` counts the requests that changed a model, in the order in which they did.
+    """
 
     failed: bool
     binary: bool
     place: Place
     payload: bytes | None
     at: float
+    change: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -183,29 +187,42 @@ class Promises:
 
     # -- finishing ---------------------------------------------------------------------------
 
-    def finish(self, promise: Promise, value: Any) -> None:
+    def finish(self, promise: Promise, value: Any, change: int | None = None) -> None:
         if isinstance(value, SampleResponse):
             self._keep(promise, proto_codec.encode_sample_response(value), binary=True)
         elif isinstance(value, ForwardBackwardOutput):
-            self._keep(promise, proto_codec.encode_forward_backward_output(value), binary=True)
+            payload = proto_codec.encode_forward_backward_output(value)
+            self._keep(promise, payload, binary=True, change=change)
         else:
-            self._keep(promise, json_codec.encode(value))
+            self._keep(promise, json_codec.encode(value), change=change)
 
     def fail(self, promise: Promise, error: BaseException) -> None:
         self._keep(promise, json_codec.encode(failure_body(error)), failed=True)
 
     def _keep(
-        self, promise: Promise, payload: bytes, *, binary: bool = False, failed: bool = False
+        self,
+        promise: Promise,
+        payload: bytes,
+        *,
+        binary: bool = False,
+        failed: bool = False,
+        change: int | None = None,
     ) -> None:
         if promise.done:  # cancelled meanwhile
             return
         now = self._clock()
-        head = {"id": promise.request_id, "failed": failed, "binary": binary, "at": now}
+        head = {
+            "id": promise.request_id,
+            "failed": failed,
+            "binary": binary,
+            "at": now,
+            "change": change,
+        }
         try:
             place = self._journal.append(Kind.RESULT, head, payload)
         except OSError:  # a full disk: the answer lives as long as the service does
             place = Place(-1, 0, len(payload))
-        self._set(promise, Result(failed, binary, place, payload, now))
+        self._set(promise, Result(failed, binary, place, payload, now, change))
         if place.segment >= 0:
             self._in_memory[promise.request_id] = promise
             self._bytes_in_memory += len(payload)
@@ -257,7 +274,15 @@ class Promises:
         if promise is not None and not promise.done:
             head = record.head
             self._set(
-                promise, Result(head["failed"], head["binary"], record.place, None, head["at"])
+                promise,
+                Result(
+                    head["failed"],
+                    head["binary"],
+                    record.place,
+                    None,
+                    head["at"],
+                    head.get("change"),
+                ),
             )
         return promise
 

@@ -172,7 +172,7 @@ def _stops(
     if stop is None:
         return None, ()
     if isinstance(stop, str):
-        return (), (stop,)
+        stop = [stop]
     texts = tuple(item for item in stop if isinstance(item, str))
     tokens = tuple(item for item in stop if not isinstance(item, str))
     if "" in texts:

@@ -1,17 +1,20 @@
 """Models in training: their requests run in order, one after another, and survive the engine.
 
-A model's state is what its requests made of it. As long as the model lives, the requests that changed it are in the
-journal; when the engine forgets the model — it died, or the service was restarted — they are run again.
+A model's state is what its requests made of it. When the engine forgets the model — it died, or the service was
+restarted — its last snapshot is loaded and the requests that changed it since are run again from the journal. A pass
+depends on its request alone, so what comes out is the same to the last bit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tinkex._wire.operations import Operation
@@ -54,10 +57,13 @@ from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, t
 from .samplers import Samplers
 from .scheduling import Candidate, Sequencer, choose
 from .sessions import Sessions
+from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
 from .usage import Usage
 
 __all__ = ["Model", "Models"]
+
+logger = logging.getLogger("tinkex.server")
 
 #: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
 IN_LINE: Final = 2
@@ -78,7 +84,11 @@ class Model:
     base_model: str
     lora: LoraSpec | None = None
     line: Sequencer[Promise] = field(default_factory=lambda: Sequencer(next_seq=0))
-    history: list[Promise] = field(default_factory=list)
+    history: list[Promise] = field(default_factory=list)  # what changed it since its snapshot
+    changes: int = 0
+    snapshot: Snapshot | None = None
+    unsaved_seconds: float = 0.0  # of work that a crash would cost
+    saving: bool = False
     life: int = -1  # the life of the engine that knows this model
     running: bool = False
     waiting_since: float = 0.0
@@ -100,10 +110,14 @@ class Models:
         engine: Supervisor,
         usage: Usage,
         *,
+        snapshots: Snapshots,
+        snapshot_every: float,
         max_pending: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
+        self._snapshots = snapshots
+        self._snapshot_every = snapshot_every
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._samplers = samplers
@@ -213,10 +227,13 @@ class Models:
         await self._promises.flushed()
         return known
 
-    def refuse(self, model_id: str, seq_id: int | None) -> None:
+    def refuse(self, owner: str, model_id: str, seq_id: int | None) -> None:
         """A request was turned away at the door; those after it need not wait for it."""
         model = self._models.get(model_id)
-        if model is not None and seq_id:
+        if model is None or model.owner != owner or not seq_id:
+            return
+        # A number that is taken stays with the request that took it.
+        if self._promises.duplicate(model_id, seq_id) is None:
             model.line.refuse(seq_id)
             self._schedule()
 
@@ -292,10 +309,13 @@ class Models:
             assert promise is not None
             model.running = True
             self._running += 1
-            task = asyncio.ensure_future(self._serve(model, promise))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start_task(self._serve(model, promise))
         self._wake_for_gaps(now)
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _wake_for_gaps(self, now: float) -> None:
         if self._timer is not None:
@@ -316,6 +336,7 @@ class Models:
             self._served[model.owner] = self._served.get(model.owner, 0.0) + self._clock() - started
             self._running -= 1
             model.running = False
+            model.made.set()  # or never will be: the first request is the one that makes it
             model.waiting_since = self._clock()
             if not len(model.line):
                 self._waiting.discard(model)
@@ -339,21 +360,59 @@ class Models:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if promise.operation.name in {"create_model", "load_weights"} and not model.history:
+            if promise.operation.name in {"create_model", "load_weights"} and not model.changes:
                 model.failure = f"The model was never made: {error}"
             self._promises.fail(promise, error)
         else:
-            self._promises.finish(promise, value)
-            self._remember(model, promise)
+            self._applied(model, promise, value)
 
-    def _remember(self, model: Model, promise: Promise) -> None:
-        if _changes(promise):
-            model.history.append(promise)
+    def _applied(self, model: Model, promise: Promise, value: Any) -> None:
+        if not _changes(promise):
+            self._promises.finish(promise, value)
+            return
+        model.changes += 1
+        self._promises.finish(promise, value, model.changes)
+        model.history.append(promise)
+        if promise.started_at is not None:
+            model.unsaved_seconds += time.time() - promise.started_at
+        # Between steps there are no gradients that would have to be kept too.
+        step = promise.operation.name == "optim_step"
+        if step and not model.saving and model.unsaved_seconds >= self._snapshot_every:
+            model.saving, model.unsaved_seconds = True, 0.0
+            self._start_task(self._take_snapshot(model, model.changes, model.line.next_seq))
+
+    async def _take_snapshot(self, model: Model, changes: int, next_seq: int) -> None:
+        """Have a snapshot written beside the work that goes on, then let it count."""
+        place = self._snapshots.place(model.model_id, changes)
+        try:
+            await self._call("snapshot", model.model_id, place)
+            if model.failure is not None:
+                return
+            snapshot = Snapshot(place, changes, next_seq)
+            await self._db(self._snapshots.commit, model.model_id, snapshot)
+        except Exception as error:  # the journal still has everything
+            logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
+            return
+        finally:
+            model.saving = False
+        model.snapshot = snapshot
+        covered = [promise for promise in model.history if _change(promise) <= changes]
+        model.history = [promise for promise in model.history if _change(promise) > changes]
+        await self._drop_loaded(model, covered)
 
     async def _bring_back(self, model: Model) -> None:
         """Make the engine know a model that it has forgotten."""
         if model.life == self._engine.life:
             return
+        if model.snapshot is not None:
+            await self._engine.model(model.base_model, "base_model")
+            await self._call(
+                "restore_model",
+                model.model_id,
+                model.base_model,
+                model.snapshot.directory,
+                optimizer=True,
+            )
         for promise in model.history:
             request = self._promises.request_of(promise)
             await self._run_operation[promise.operation.name](model, request, promise)
@@ -366,8 +425,8 @@ class Models:
     ) -> CreateModelResponse:
         model.lora = lora_spec(request.lora_config, promise.extra["seed"])
         await self._engine.model(model.base_model, "base_model")
-        await self._add_run(model, request.user_metadata)
         await self._call("create_model", model.model_id, model.base_model, model.lora)
+        await self._add_run(model, request.user_metadata)
         return CreateModelResponse(model_id=model.model_id)
 
     async def _load_weights(
@@ -382,15 +441,15 @@ class Models:
                 field="path",
             )
         # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
-        kept = self._checkpoints.place(model.model_id, "training", f".{promise.request_id}")
+        kept = self._loaded(model, promise)
         if not kept.is_dir():
             await self._db(_copy, directory, kept)
         model.lora = lora_of(run.lora)
         await self._engine.model(model.base_model, "path")
-        await self._add_run(model, request.user_metadata)
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
         )
+        await self._add_run(model, request.user_metadata)
         return LoadWeightsResponse(path=request.path, model_id=model.model_id)
 
     async def _forward(
@@ -541,23 +600,37 @@ class Models:
     async def _forget(self, model: Model, why: str) -> None:
         self._models.pop(model.model_id, None)
         self._waiting.discard(model)
+        model.made.set()
         model.failure = f"The model {why}."
         for promise in model.line.drain():
+            if promise.request is not None:
+                self._kept_bytes -= promise.place.length
             error = RequestFailedError(model.failure, promise.request_id, RequestErrorCategory.User)
             self._promises.fail(promise, error)
-        for promise in model.history:
-            if promise.operation.name == "load_weights":
-                kept = self._checkpoints.place(model.model_id, "training", f".{promise.request_id}")
-                await self._db(shutil.rmtree, kept, ignore_errors=True)
+        await self._drop_loaded(model, model.history)
+        await self._db(self._snapshots.forget, model.model_id)
         model.history.clear()
+
+    def _loaded(self, model: Model, promise: Promise) -> Path:
+        """What a request loaded, for as long as it may have to be run again."""
+        return self._snapshots.place(model.model_id, 0).with_name(f"loaded-{promise.request_id}")
+
+    async def _drop_loaded(self, model: Model, promises: Sequence[Promise]) -> None:
+        for promise in promises:
+            if promise.operation.name == "load_weights":
+                kept = self._loaded(model, promise)
+                await self._db(shutil.rmtree, kept, ignore_errors=True)
 
     def needs(self, promise: Promise) -> bool:
         """Whether a request may have to be run again."""
-        return promise.scope in self._models and _changes(promise)
+        model = self._models.get(promise.scope)
+        if model is None or promise.result is None or promise.result.change is None:
+            return False
+        return model.snapshot is None or promise.result.change > model.snapshot.changes
 
     async def write_times(self) -> None:
         """Put down when models were last asked for something."""
-        for model in self._models.values():
+        for model in list(self._models.values()):  # others may come meanwhile
             at, model.last_request_at = model.last_request_at, None
             if at is not None:
                 await self._db(self._store.update_run, model.model_id, last_request_at=at)
@@ -573,46 +646,74 @@ class Models:
 
     async def restore(self, promises: list[Promise]) -> None:
         """Take up the models of before a restart; `promises` are in the order in which they were accepted."""
-        done: list[tuple[float, int, Promise]] = []
-        for order, promise in enumerate(promises):
+        for model_id in await self._db(lambda: list(self._snapshots.model_ids())):
+            await self._revive(model_id)
+        for promise in promises:
             model = self._models.get(promise.scope)
+            if model is None and promise.operation.name in {"create_model", "load_weights"}:
+                model = await self._revive_from(promise)
             if model is None:
-                model = await self._revived(promise)
-                if model is None:
-                    continue
-            if promise.result is None:
+                if not promise.done:
+                    gone = NotFoundError(f"There is no model {promise.scope!r}.")
+                    self._promises.fail(promise, gone)
+            elif promise.result is None:
                 model.line.offer(promise.seq_id, promise)
                 self._waiting.add(model)
-                continue
-            if promise.seq_id is not None:
-                model.line.refuse(promise.seq_id)  # nobody waits for it
-            if not promise.result.failed:
-                done.append((promise.result.at, order, promise))
-        for _, _, promise in sorted(done, key=lambda entry: entry[:2]):
-            if (model := self._models.get(promise.scope)) is not None:
-                self._remember(model, promise)
+            else:
+                if promise.seq_id is not None:
+                    model.line.refuse(promise.seq_id)  # nobody waits for it
+                if self.needs(promise):
+                    model.history.append(promise)
+        for model in self._models.values():
+            model.made.set()
+            model.history.sort(key=_change)
+            model.changes = max([model.changes, *map(_change, model.history)])
         self._schedule()
 
-    async def _revived(self, promise: Promise) -> Model | None:
-        """The model that a request made, if its session still lives."""
-        if promise.operation.name not in {"create_model", "load_weights"}:
-            if promise.result is None:
-                self._promises.fail(promise, NotFoundError(f"There is no model {promise.scope!r}."))
-            return None
+    async def _revive(self, model_id: str) -> None:
+        """A model that has a snapshot, unless its session has ended."""
+        run = await self._db(self._store.run, model_id)
+        snapshot = await self._db(self._snapshots.current, model_id)
+        if run is None or snapshot is None or not await self._is_active(run.session_id, run.owner):
+            await self._db(self._snapshots.forget, model_id)
+            return
+        model = Model(model_id, run.session_id, run.owner, run.base_model, lora_of(run.lora))
+        model.line.next_seq = snapshot.next_seq
+        model.changes, model.snapshot = snapshot.changes, snapshot
+        self._models[model_id] = model
+
+    async def _revive_from(self, promise: Promise) -> Model | None:
+        """The model that a request makes, unless its session has ended."""
         session_id = promise.scope.rpartition(":train:")[0]
-        request = self._promises.request_of(promise)
+        if not await self._is_active(session_id, promise.owner):
+            return None
+        run = await self._db(self._store.run, promise.scope)
         try:
-            await self._sessions.check_active(session_id, promise.owner)
-            base_model = await self._base_model(promise.owner, request)
+            base_model = (
+                await self._base_model(promise.owner, self._promises.request_of(promise))
+                if run is None
+                else run.base_model
+            )
         except TinkerError as error:
-            if promise.result is None:
+            if not promise.done:
                 self._promises.fail(promise, error)
             return None
-        model = Model(promise.scope, session_id, promise.owner, base_model)
-        run = await self._db(self._store.run, promise.scope)
-        model.lora = None if run is None else lora_of(run.lora)
+        lora = None if run is None else lora_of(run.lora)
+        model = Model(promise.scope, session_id, promise.owner, base_model, lora)
         self._models[promise.scope] = model
         return model
+
+    async def _is_active(self, session_id: str, owner: str) -> bool:
+        try:
+            await self._sessions.check_active(session_id, owner)
+        except TinkerError:
+            return False
+        return True
+
+
+def _change(promise: Promise) -> int:
+    assert promise.result is not None
+    return promise.result.change or 0
 
 
 def _changes(promise: Promise) -> bool:

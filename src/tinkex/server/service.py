@@ -26,6 +26,7 @@ from .journal import Journal, Kind, Record
 from .models import Models
 from .samplers import Samplers
 from .sessions import Sessions
+from .snapshots import Snapshots
 from .store import Database, Store
 from .usage import Usage
 from .worker import Worker
@@ -64,6 +65,8 @@ class Settings:
     database_url: str | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
     keys: Keys = field(default_factory=Keys.open)
+    #: Seconds of work on a model after which a snapshot is due; a crash costs about as much.
+    snapshot_every: float = 30.0
     #: A session of which nothing is heard for so long has ended.
     session_expiry: float = 6 * 3600
     #: Results can be asked for that long.
@@ -118,6 +121,7 @@ class Service:
             max_samples=settings.max_samples,
             max_pending=settings.max_pending,
         )
+        self.snapshots = Snapshots(data / "snapshots")
         self.models = Models(
             self.database,
             self.sessions,
@@ -126,6 +130,8 @@ class Service:
             self.promises,
             self.engine,
             self.usage,
+            snapshots=self.snapshots,
+            snapshot_every=settings.snapshot_every,
             max_pending=settings.max_pending,
         )
         self.signer: Signer | None = None
@@ -144,6 +150,7 @@ class Service:
             self.signer = Signer.from_file(self.settings.data_dir / "secret")
             await self.database(self.database.store.open)
             self.checkpoints.clear_scratch()
+            self.snapshots.clear_scratch()
             records = await asyncio.to_thread(lambda: list(self.journal.open()))
             self.ready = await self.engine.start()
             await self._restore(records)

@@ -8,6 +8,7 @@ with an engine that knows no models.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 import socket
@@ -136,7 +137,8 @@ class Worker:
         try:
             return cast("SampledResult", await self._send(drawing))
         except asyncio.CancelledError:
-            self._write(Call(self._next_id(), "cancel_sample", (call_id,), lane="now"))
+            with contextlib.suppress(EngineDiedError):  # which has cancelled everything
+                self._write(Call(self._next_id(), "cancel_sample", (call_id,), lane="now"))
             raise
         finally:
             self._on_token.pop(call_id, None)

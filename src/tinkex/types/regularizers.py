@@ -27,25 +27,33 @@ class RegularizerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not callable(self.fn) and not callable(getattr(self.fn, "compute", None)):
-            raise InvalidInputError("must be a function or an object with compute()", field="fn")
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):
-            raise InvalidInputError(
-                f"must be a number, not {type(self.weight).__name__}", field="weight"
-            )
-        if not isfinite(self.weight) or self.weight < 0:
-            raise InvalidInputError(f"must be 0 or more, not {self.weight}", field="weight")
         if not isinstance(self.name, str) or not self.name.strip():
             raise InvalidInputError("must be a non-empty string", field="name")
+        if not callable(self.fn) and not callable(getattr(self.fn, "compute", None)):
+            raise self._refused("fn", "must be a function or an object with compute()")
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):
+            raise self._refused("weight", f"must be a number, not {type(self.weight).__name__}")
+        if not isfinite(self.weight) or self.weight < 0:
+            raise self._refused("weight", f"must be 0 or more, not {self.weight}")
         if not isinstance(self.is_async, bool):
-            raise InvalidInputError("must be True or False", field="is_async")
+            raise self._refused("is_async", "must be True or False")
+        if not isinstance(self.options, Mapping):
+            raise self._refused("options", "must be a mapping")
+
+    def _refused(self, field: str, message: str) -> InvalidInputError:
+        return InvalidInputError(f"{message} (regularizer {self.name!r})", field=field)
 
     @classmethod
     def create(cls, spec: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
-        """Accept a spec or a mapping of its fields; `async` is read as `is_async`."""
+        """Accept a spec or a mapping of its fields; `async` is read as `is_async`.
+
+        A mapping without a name takes that of its object, if it has one.
+        """
         if isinstance(spec, RegularizerSpec):
             return spec
         fields = {("is_async" if key == "async" else key): value for key, value in spec.items()}
+        if "name" not in fields and (name := getattr(fields.get("fn"), "name", None)) is not None:
+            fields["name"] = name() if callable(name) else name
         for required in ("fn", "weight", "name"):
             if required not in fields:
                 raise InvalidInputError("is required", field=required)

@@ -22,6 +22,7 @@ from pydantic import (
 from ._base import FROM_WIRE, RequestModel, ResponseModel
 from .inputs import Datum, LossFnOutput
 from .paths import console_url, playground_url
+from .regularizers import CustomLossOutput
 
 __all__ = [
     "AdamOptimizerConfig",
@@ -305,11 +306,16 @@ class ForwardRequest:
 
 @dataclass
 class ForwardBackwardOutput:
-    """Per datum the tensors the loss function returned, and metrics named `name:reduction`."""
+    """Per datum the tensors the loss function returned, and metrics named `name:reduction`.
+
+    `custom_loss` is what `forward_backward_custom` computed on the caller's side, taken apart; other calls leave it
+    None, and it does not travel.
+    """
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
     metrics: dict[str, float] = field(default_factory=dict)
+    custom_loss: CustomLossOutput | None = None
 
     @property
     def loss(self) -> float | None:

@@ -1,0 +1,121 @@
+"""Running functions of unknown manners: several at a time, each with a time limit, on threads that can be left behind.
+
+A thread cannot be ended from outside. What can be done is to stop waiting for it, so every function runs on a daemon
+thread of its own: one that never returns holds up neither its caller nor the end of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from dataclasses import dataclass
+from time import monotonic
+from typing import Generic, TypeVar
+
+from tinkex.errors import InvalidInputError
+
+__all__ = ["Executor", "Outcome", "start"]
+
+T = TypeVar("T")
+
+
+def start(work: Callable[[], T]) -> Future[T]:
+    """Run `work` on a daemon thread, in a copy of the caller's context."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # giving up on it does not make its result an error
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:  # noqa: BLE001 - whoever waits hears of it, whatever it is
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="tinkex-loss", daemon=True).start()
+    return future
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """How one function ended: with a result, an error, or neither, which means that its time was up."""
+
+    seconds: float
+    result: T | None = None
+    error: BaseException | None = None
+
+
+class _Run(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._began: Future[float] = Future()
+        self._outcome: Future[Outcome[T]] = Future()
+
+    def __call__(self) -> None:
+        began = monotonic()
+        self._began.set_result(began)
+        try:
+            result = self._work()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._outcome.set_result(Outcome(monotonic() - began, error=error))
+        else:
+            self._outcome.set_result(Outcome(monotonic() - began, result))
+
+    def outcome(self, timeout: float | None) -> Outcome[T]:
+        """Wait until it has had its time, counted from when it began."""
+        began = self._began.result()
+        left = None if timeout is None else max(0.0, began + timeout - monotonic())
+        done, _ = wait([self._outcome], left)
+        return self._outcome.result() if done else Outcome(monotonic() - began)
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs functions side by side, at most `max_concurrency` (one per processor) at a time, or one after another.
+
+    `timeout` is the time each may take, None for as long as it likes.
+    """
+
+    parallel: bool = True
+    timeout: float | None = 30.0
+    max_concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidInputError(f"must be more than 0, not {self.timeout}", field="timeout")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise InvalidInputError(
+                f"must be 1 or more, not {self.max_concurrency}", field="max_concurrency"
+            )
+
+    def run(self, works: Sequence[Callable[[], T]]) -> Iterator[Outcome[T]]:
+        """How each ended, in the order given; once the caller stops asking, none is begun any more.
+
+        One after another, each begins when its outcome is asked for.
+        """
+        runs = [_Run(work) for work in works]
+        waiting = deque(runs if self.parallel else ())
+        lanes = min(len(waiting), self.max_concurrency or os.cpu_count() or 1)
+        for _ in range(lanes):
+            start(lambda: _work_off(waiting))
+        try:
+            for run in runs:
+                if not self.parallel:
+                    start(run)
+                yield run.outcome(self.timeout)
+        finally:
+            waiting.clear()
+
+
+def _work_off(waiting: deque[_Run[T]]) -> None:
+    while True:
+        try:
+            run = waiting.popleft()
+        except IndexError:
+            return
+        run()

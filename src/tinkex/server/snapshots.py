@@ -1,0 +1,76 @@
+"""Snapshots: a model as it was after so many changes, so that a crash costs a minute of work and not all of it.
+
+A snapshot is a checkpoint directory; a small file beside it, replaced whole, says which one counts. What came after
+it is in the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tinkex.engine.files import flush
+
+__all__ = ["Snapshot", "Snapshots"]
+
+_CURRENT: Final = "current.json"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model after `changes` changes, when `next_seq` was the number it waited for."""
+
+    directory: Path
+    changes: int
+    next_seq: int
+
+
+class Snapshots:
+    """The snapshots of all models of a data directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def place(self, model_id: str, changes: int) -> Path:
+        return self._of(model_id) / str(changes)
+
+    def current(self, model_id: str) -> Snapshot | None:
+        try:
+            content = json.loads((self._of(model_id) / _CURRENT).read_text())
+        except FileNotFoundError:
+            return None
+        changes, next_seq = int(content["changes"]), int(content["next_seq"])
+        return Snapshot(self.place(model_id, changes), changes, next_seq)
+
+    def commit(self, model_id: str, snapshot: Snapshot) -> None:
+        """Let a snapshot that has been written count, and drop the others."""
+        scratch = self._of(model_id) / f".{_CURRENT}"
+        content = {"changes": snapshot.changes, "next_seq": snapshot.next_seq}
+        scratch.write_text(json.dumps(content))
+        flush(scratch)
+        scratch.replace(self._of(model_id) / _CURRENT)
+        flush(self._of(model_id))
+        for other in self._of(model_id).iterdir():
+            if other.name.isdigit() and other != snapshot.directory:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def clear_scratch(self) -> None:
+        """Remove what a crash left half written."""
+        for leftover in self._directory.glob("*/.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def forget(self, model_id: str) -> None:
+        shutil.rmtree(self._of(model_id), ignore_errors=True)
+
+    def model_ids(self) -> Iterator[str]:
+        if self._directory.is_dir():
+            for entry in sorted(self._directory.iterdir()):
+                if (entry / _CURRENT).is_file():
+                    yield entry.name
+
+    def _of(self, model_id: str) -> Path:
+        return self._directory / model_id

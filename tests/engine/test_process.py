@@ -1,0 +1,618 @@
+"""The engine's side of the pipe: who works when, and that what happens is told to whoever asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkex.engine.base_models import BaseModel
+from tinkex.engine.process import Call, Loop, Ready, Reply, Setup, Token, encode_frame, serve
+from tinkex.engine.values import (
+    AdamStep,
+    Example,
+    LoraSpec,
+    PassResult,
+    SampledResult,
+    SampleEvent,
+    SampleJob,
+    TrainingPass,
+)
+from tinkex.errors import InvalidInputError, NotFoundError
+
+BASE = BaseModel("base", Path("nowhere"), 32, 23, "none", False, ())
+PATIENCE = (
+    30.0  # seconds after which a thread or a process that should have ended is taken for stuck
+)
+
+
+# -- an engine with a diary --------------------------------------------------------------------------
+
+
+class ForeignError(OSError):
+    """An error of a library: it cannot be made of its message alone, so it does not survive a pickle."""
+
+    def __init__(self, message: str, *, response: object) -> None:
+        super().__init__(message)
+        self.response = response
+
+
+class Diary:
+    """An engine that does nothing, takes as long for it as it is told, and writes down when it did what.
+
+    A pass has as many pieces as it has examples. `when[entry]` is called when an entry is written for the first
+    time: the only way for something to happen in the middle of its work.
+    """
+
+    def __init__(self, *, piece: float = 0.0, step: float = 0.0, call: float = 0.0) -> None:
+        self.now = 100.0
+        self.piece, self.step, self.call = piece, step, call
+        self.entries: list[str] = []
+        self.when: dict[str, Callable[[], object]] = {}
+        self.jobs: dict[str, SampleJob] = {}
+        self.drawn: dict[str, int] = defaultdict(int)
+        self.write_snapshot: Callable[[], int] = lambda: 42
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def note(self, entry: str, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.entries.append(entry)
+        if (happens := self.when.pop(entry, None)) is not None:
+            happens()
+
+    # -- what a service can ask
+
+    def load(self, model: BaseModel) -> None:
+        self.note(f"load {model.name}")
+
+    def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
+        self.note(f"create {model_id}", self.call)
+
+    def restore_model(
+        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
+    ) -> None:
+        self.note(f"restore {model_id} optimizer={optimizer}")
+
+    def unload_model(self, model_id: str) -> None:
+        self.note(f"unload {model_id}")
+        raise ForeignError("no", response=object())
+
+    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+        if model_id == "missing":
+            raise NotFoundError("There is no model 'missing'.")
+        return self._pass(model_id, request)
+
+    def _pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+        for number, _ in enumerate(request.examples):
+            if request.loss_fn == f"fails at {number}":
+                raise InvalidInputError("is wrong", field="data")
+            self.note(f"{model_id} {number}", self.piece)
+            yield
+        self.note(f"{model_id} done")
+        return PassResult([], {"pieces": float(len(request.examples))})
+
+    def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
+        self.note(f"step {model_id}", self.call)
+        return {"grad_norm": 1.0}
+
+    def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
+        self.note(f"save {model_id}")
+        raise ZeroDivisionError("by zero")
+
+    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
+        self.note(f"snapshot {model_id}")
+        return self.write_snapshot
+
+    def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        *,
+        model_id: str | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self.note(f"open {sampler_id}")
+
+    def close_sampler(self, sampler_id: str) -> None:
+        self.note(f"close {sampler_id}")
+        raise FileNotFoundError(2, "not there", sampler_id)
+
+    def add_sample(self, job_id: str, job: SampleJob) -> None:
+        if job.sampler_id == "missing":
+            raise NotFoundError("There is no sampler 'missing'.")
+        self.note(f"add {job_id}")
+        self.jobs[job_id] = job
+
+    def cancel_sample(self, job_id: str) -> None:
+        self.note(f"cancel {job_id}")
+        self.jobs.pop(job_id, None)
+
+    @property
+    def sampling(self) -> bool:
+        return bool(self.jobs)
+
+    def sample_step(self) -> list[SampleEvent]:
+        events = []
+        for job_id, job in list(self.jobs.items()):
+            self.drawn[job_id] += 1
+            number = self.drawn[job_id]
+            if job.stream:
+                events.append(SampleEvent(job_id, token=number, logprob=-float(number)))
+            if job.temperature < 0:
+                events.append(SampleEvent(job_id, error=ForeignError("bad", response=object())))
+                del self.jobs[job_id]
+            elif number == job.max_tokens:
+                tokens = [np.arange(number)]
+                events.append(SampleEvent(job_id, SampledResult(tokens, tokens, ["length"])))
+                del self.jobs[job_id]
+        self.note("draw", self.step)
+        return events
+
+    # -- and how it is asked
+
+    def put(self, *calls: Call) -> None:
+        for call in calls:
+            self.inbox.put(call)
+
+    def work(self, *calls: Call, replies: int) -> list[list[Reply | Token]]:
+        """Let a loop work until it has replied so often; what it sent."""
+        sent: list[list[Reply | Token]] = []
+
+        def send(messages: list[Reply | Token]) -> None:
+            sent.append(messages)
+            if sum(isinstance(message, Reply) for part in sent for message in part) >= replies:
+                self.inbox.put(None)
+
+        self.put(*calls)
+        Loop(self, self.inbox, send, lambda name: BASE, clock=lambda: self.now).run()
+        return sent
+
+
+def pieces(count: int, loss_fn: str = "cross_entropy") -> TrainingPass:
+    return TrainingPass([Example(np.zeros(1), {})] * count, loss_fn)
+
+
+def passing(call_id: int, model_id: str, count: int) -> Call:
+    return Call(call_id, "run_pass", (model_id, pieces(count)))
+
+
+def drawing(call_id: int, max_tokens: int = 1, **options: Any) -> Call:
+    job = SampleJob("s", np.zeros(1, np.int32), max_tokens=max_tokens, **options)
+    return Call(call_id, "sample", (job,), lane="sample")
+
+
+def now(call_id: int, method: str, *args: Any) -> Call:
+    return Call(call_id, method, args, lane="now")
+
+
+def by_id(sent: list[list[Reply | Token]]) -> dict[int, Reply]:
+    return {
+        message.call_id: message for part in sent for message in part if isinstance(message, Reply)
+    }
+
+
+# -- turns -------------------------------------------------------------------------------------------
+
+
+def test_calls_in_line_run_one_after_another_in_their_order():
+    engine = Diary()
+    sent = engine.work(
+        passing(1, "a", 2),
+        Call(2, "optim_step", ("a", AdamStep())),
+        passing(3, "b", 1),
+        Call(4, "restore_model", ("c", "base", Path("d")), {"optimizer": True}),
+        replies=4,
+    )
+    assert engine.entries == [
+        "a 0",
+        "a 1",
+        "a done",
+        "step a",
+        "b 0",
+        "b done",
+        "restore c optimizer=True",
+    ]
+    assert list(by_id(sent)) == [1, 2, 3, 4]
+    assert by_id(sent)[1].value == PassResult([], {"pieces": 2.0})
+    assert by_id(sent)[2].value == {"grad_norm": 1.0}
+    assert by_id(sent)[4].value is None
+
+
+def test_a_reply_leaves_when_its_call_is_done():
+    engine = Diary()
+    sent = engine.work(*(Call(n, "optim_step", ("a", AdamStep())) for n in range(3)), replies=3)
+    assert [[message.call_id for message in part] for part in sent] == [[0], [1], [2]]
+
+
+def test_what_is_quick_runs_between_two_pieces_of_a_pass():
+    engine = Diary()
+    engine.when["a 1"] = lambda: engine.put(
+        Call(9, "optim_step", ("a", AdamStep())), now(2, "open_sampler", "s", "base")
+    )
+    sent = engine.work(passing(1, "a", 3), replies=3)
+    assert engine.entries == ["a 0", "a 1", "open s", "a 2", "a done", "step a"]
+    assert list(by_id(sent)) == [2, 1, 9]
+
+
+def test_the_seconds_of_a_pass_are_its_own():
+    engine = Diary(piece=3.0, step=1.0, call=0.5)
+    engine.when["a 0"] = lambda: engine.put(now(2, "create_model", "m", "base", LoraSpec(1)))
+    sent = engine.work(
+        drawing(5, max_tokens=20), passing(1, "a", 4), Call(3, "optim_step", ("a", 0)), replies=4
+    )
+    assert by_id(sent)[1].seconds == 12.0
+    assert by_id(sent)[2].seconds == by_id(sent)[3].seconds == 0.5
+
+
+@pytest.mark.parametrize(
+    ("piece", "step", "steps_per_piece"), [(8.0, 1.0, 8), (1.0, 2.0, 1), (5.0, 2.0, 3), (0, 1, 1)]
+)
+def test_samples_get_as_much_time_as_training(piece, step, steps_per_piece):
+    engine = Diary(piece=piece, step=step)
+    engine.work(drawing(1, max_tokens=10_000), passing(2, "a", 3), replies=1)
+    turns = "".join("d" if entry == "draw" else "t" for entry in engine.entries[1:])
+    assert turns.startswith(f"t{'d' * steps_per_piece}" * 3)
+
+
+def test_nobody_waits_for_samples_while_there_is_nothing_to_train():
+    engine = Diary(step=1.0)
+    engine.when["draw"] = lambda: engine.put(passing(2, "a", 1))
+    engine.work(drawing(1, max_tokens=100), replies=2)
+    assert engine.entries[:4] == ["add 1", "draw", "a 0", "draw"]
+
+
+def test_a_sample_joins_those_under_way():
+    engine = Diary(piece=10.0, step=1.0)
+    engine.when["draw"] = lambda: engine.put(drawing(2, max_tokens=2))
+    sent = engine.work(drawing(1, max_tokens=4), passing(3, "a", 1), replies=2)
+    assert engine.entries[:7] == ["add 1", "a 0", "draw", "add 2", "draw", "draw", "draw"]
+    assert list(by_id(sent))[:2] == [2, 1]
+    assert engine.drawn == {"1": 4, "2": 2}
+
+
+def test_a_base_model_is_prepared_and_then_loaded():
+    engine = Diary()
+    sent = engine.work(Call(1, "add_base_model", ("hub/model",)), replies=1)
+    assert by_id(sent)[1].value == BASE
+    assert engine.entries == ["load base"]
+
+
+def test_a_snapshot_is_written_beside_the_work():
+    engine = Diary()
+    writing = threading.Event()
+
+    def slow_write() -> int:
+        assert writing.wait(PATIENCE)
+        return 42
+
+    engine.write_snapshot = slow_write
+    engine.when["a done"] = writing.set
+    sent = engine.work(Call(1, "snapshot", ("a", Path("d"))), passing(2, "a", 2), replies=2)
+    assert list(by_id(sent)) == [2, 1]
+    assert by_id(sent)[1].value == 42
+
+
+# -- samples -----------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_stream_leave_one_by_one_and_before_the_result():
+    engine = Diary()
+    sent = engine.work(drawing(7, max_tokens=3, stream=True), replies=1)
+    assert sent[:2] == [[Token(7, 0, 1, -1.0)], [Token(7, 0, 2, -2.0)]]
+    token, reply = sent[2]
+    assert token == Token(7, 0, 3, -3.0)
+    assert isinstance(reply, Reply)
+    assert reply.value.stop_reasons == ["length"]
+
+
+def test_tokens_leave_one_by_one_while_training_goes_on_too():
+    engine = Diary(piece=10.0, step=1.0)
+    sent = engine.work(drawing(7, max_tokens=3, stream=True), passing(1, "a", 1), replies=2)
+    assert [len(part) for part in sent] == [1, 1, 2, 1]
+
+
+def test_a_cancelled_sample_is_dropped_without_a_word():
+    engine = Diary()
+
+    def cancel() -> None:
+        engine.put(now(3, "cancel_sample", 1), now(4, "cancel_sample", 99))
+
+    engine.when["draw"] = cancel
+    sent = engine.work(drawing(1, max_tokens=50, stream=True), drawing(2, max_tokens=5), replies=1)
+    assert engine.drawn == {"1": 1, "2": 5}
+    assert list(by_id(sent)) == [2]
+    assert sum(isinstance(message, Token) for part in sent for message in part) == 1
+
+
+def test_a_sample_that_is_cancelled_before_it_began_is_never_drawn():
+    engine = Diary()
+    engine.work(drawing(1), now(2, "cancel_sample", 1), drawing(3), replies=1)
+    assert engine.drawn == {"3": 1}
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def portable(error: Exception | None) -> Exception:
+    again: Exception = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    return again
+
+
+def test_errors_are_told_to_who_asked_and_the_work_goes_on():
+    engine = Diary()
+    sent = engine.work(
+        Call(1, "run_pass", ("missing", pieces(1))),
+        Call(2, "run_pass", ("a", pieces(3, "fails at 0"))),
+        Call(3, "run_pass", ("a", pieces(3, "fails at 2"))),
+        Call(4, "save_state", ("a", Path("d")), {"optimizer": True}),
+        now(5, "close_sampler", "s"),
+        Call(6, "unload_model", ("a",)),
+        Call(7, "no_such_method"),
+        Call(8, "optim_step", ("a",)),
+        Call(9, "sample", (SampleJob("missing", np.zeros(1)),), lane="sample"),
+        drawing(10, max_tokens=9, temperature=-1.0),
+        passing(11, "a", 1),
+        replies=11,
+    )
+    told = {
+        call_id: portable(reply.error) for call_id, reply in by_id(sent).items() if call_id < 11
+    }
+    assert {call_id: (type(error).__name__, str(error)) for call_id, error in told.items()} == {
+        1: ("NotFoundError", "There is no model 'missing'. (status 404)"),
+        2: ("InvalidInputError", "data: is wrong"),
+        3: ("InvalidInputError", "data: is wrong"),
+        4: ("RuntimeError", "ZeroDivisionError: by zero"),
+        5: ("FileNotFoundError", "[Errno 2] not there: 's'"),
+        6: ("RuntimeError", "ForeignError: no"),
+        7: ("RuntimeError", "AttributeError: 'Diary' object has no attribute 'no_such_method'"),
+        8: ("RuntimeError", str(told[8])),
+        9: ("NotFoundError", "There is no sampler 'missing'. (status 404)"),
+        10: ("RuntimeError", "ForeignError: bad"),
+    }
+    assert "missing 1 required positional argument: 'options'" in str(told[8])
+    assert isinstance(told[2], InvalidInputError)
+    assert told[2].field == "data"
+    assert by_id(sent)[11].value == PassResult([], {"pieces": 1.0})
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", ["a 1", "draw", "add 2"])
+def test_the_loop_ends_in_the_middle_of_its_work(entry):
+    engine = Diary(piece=5.0, step=1.0)
+    engine.when[entry] = lambda: engine.inbox.put(None)
+    assert engine.work(passing(1, "a", 100), drawing(2, max_tokens=100), replies=3) == []
+    assert len(engine.entries) < 30
+
+
+# -- the pipe ----------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """The service's end, by hand."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: list[Any] = []
+        connection.settimeout(PATIENCE)
+
+    def send(self, value: object) -> None:
+        self._connection.sendall(encode_frame(value))
+
+    def frame(self) -> Any:
+        header = self._exactly(8)
+        if header is None:
+            return None
+        return pickle.loads(self._exactly(struct.unpack("<Q", header)[0]) or b"")
+
+    def reply(self) -> Any:
+        """The next message, whatever frame it came in."""
+        while not self._messages:
+            self._messages += self.frame()
+        return self._messages.pop(0)
+
+    def ask(self, call: Call) -> Any:
+        self.send(call)
+        reply = self.reply()
+        assert isinstance(reply, Reply)
+        assert reply.call_id == call.call_id
+        if reply.error is not None:
+            raise reply.error
+        return reply.value
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = b""
+        while len(data) < size:
+            part = self._connection.recv(size - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@contextmanager
+def served() -> Iterator[tuple[Pipe, Any]]:
+    """An engine in a thread: our end of the pipe, and the future of its end."""
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as thread, ours:
+        ending = thread.submit(serve, theirs)
+        yield Pipe(ours), ending
+        ours.close()
+
+
+def fake(cache_dir: Path, *base_models: str) -> Setup:
+    return Setup(base_models or ("tinkex/tiny",), cache_dir, "fake")
+
+
+def example(length: int = 6) -> Example:
+    tokens = np.arange(length, dtype=np.int32)
+    return Example(tokens, {"target_tokens": tokens[::-1].astype(np.int64)})
+
+
+def train(pipe: Pipe) -> None:
+    """A step of training and a sample, asked for over a pipe."""
+    asked = TrainingPass([example()] * 3, "cross_entropy")
+    pipe.ask(Call(1, "create_model", ("m", "tinkex/tiny", LoraSpec(4))))
+    result = pipe.ask(Call(2, "run_pass", ("m", asked)))
+    assert [len(logprobs) for logprobs in result.logprobs] == [6, 6, 6]
+    assert pipe.ask(Call(3, "optim_step", ("m", AdamStep())))["grad_norm"] > 0
+    pipe.ask(Call(4, "open_sampler", ("s", "tinkex/tiny"), {"model_id": "m"}, "now"))
+    job = SampleJob("s", np.arange(3, dtype=np.int32), 2, 4, stop_tokens=(), stream=True)
+    pipe.send(Call(5, "sample", (job,), lane="sample"))
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    while isinstance(message := pipe.reply(), Token):
+        tokens[message.index].append(message.token)
+    assert [row.tolist() for row in message.value.tokens] == [tokens[0], tokens[1]]
+    assert message.value.stop_reasons == ["length", "length"]
+
+
+def test_an_engine_serves_over_a_pipe_until_the_other_end_closes(cache_dir):
+    with served() as (pipe, ending):
+        pipe.send(fake(cache_dir))
+        ready = pipe.frame()
+        assert [model.name for model in ready.models] == ["tinkex/tiny"]
+        assert ready.error is None
+        train(pipe)
+        with pytest.raises(NotFoundError):
+            pipe.ask(Call(6, "optim_step", ("nobody", AdamStep())))
+        assert pipe.ask(Call(7, "add_base_model", ("twin=tinkex/tiny",))).name == "twin"
+        pipe.close()
+        assert ending.result(PATIENCE) is None
+
+
+def test_an_engine_that_cannot_start_says_why_and_ends(cache_dir):
+    with served() as (pipe, ending):
+        pipe.send(fake(cache_dir, "tinkex/tiny", "./not there"))
+        ready = pipe.frame()
+        assert isinstance(ready, Ready)
+        assert isinstance(ready.error, InvalidInputError)
+        assert "not there" in str(ready.error)
+        assert pipe.frame() is None
+        assert ending.result(PATIENCE) is None
+
+
+@pytest.mark.parametrize("said", [b"", b"\x01", encode_frame("hello")])
+def test_an_engine_that_is_never_set_up_ends(said):
+    ours, theirs = socket.socketpair()
+    with ours, ThreadPoolExecutor(1) as thread:
+        ending = thread.submit(serve, theirs)
+        ours.sendall(said)
+        ours.close()
+        assert ending.result(PATIENCE) is None
+
+
+def test_replies_that_nobody_reads_any_more_end_the_engine_quietly(cache_dir):
+    with served() as (pipe, ending):
+        pipe.send(fake(cache_dir))
+        pipe.frame()
+        for number in range(200):  # some of the replies lie in the pipe when it closes
+            pipe.send(Call(number, "create_model", (f"m{number}", "tinkex/tiny", LoraSpec(4))))
+        pipe.reply()
+        pipe.close()
+        assert ending.result(PATIENCE) is None
+
+
+def test_an_engine_that_breaks_hangs_up(cache_dir):
+    with served() as (pipe, ending):
+        pipe.send(fake(cache_dir))
+        pipe.frame()
+        pipe.send(Call(1, "cancel_sample", lane="now"))  # of which sample? no service asks so
+        assert pipe.frame() is None
+        assert isinstance(ending.exception(PATIENCE), IndexError)
+
+
+# -- the process -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def spawned() -> Iterator[tuple[Pipe, subprocess.Popen[bytes]]]:
+    """An engine in a process of its own, as the service starts it."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tinkex.engine", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stderr=subprocess.PIPE,
+            )
+        with process:
+            try:
+                yield Pipe(ours), process
+            finally:
+                process.kill()
+
+
+def last_words(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
+    _, words = process.communicate(timeout=PATIENCE)
+    return process.returncode, words
+
+
+def test_the_process_works_ignores_ctrl_c_and_ends_with_its_pipe(cache_dir):
+    with spawned() as (pipe, process):
+        pipe.send(fake(cache_dir))
+        assert pipe.frame().error is None
+        process.send_signal(signal.SIGINT)
+        train(pipe)
+        pipe.close()
+        assert last_words(process) == (0, b"")
+
+
+def test_the_process_does_not_finish_what_nobody_waits_for(cache_dir):
+    with spawned() as (pipe, process):
+        pipe.send(fake(cache_dir))
+        pipe.frame()
+        pipe.ask(Call(1, "create_model", ("m", "tinkex/tiny", LoraSpec(4))))
+        pipe.ask(Call(2, "open_sampler", ("s", "tinkex/tiny"), lane="now"))
+        # Minutes of work, and a token as a sign that it has begun.
+        endless = TrainingPass([example(256)] * 10_000, "cross_entropy")
+        pipe.send(Call(3, "run_pass", ("m", endless)))
+        job = SampleJob("s", np.arange(3, dtype=np.int32), 1, 5, stop_tokens=(), stream=True)
+        pipe.send(Call(4, "sample", (job,), lane="sample"))
+        assert isinstance(pipe.reply(), Token)
+        pipe.close()
+        assert last_words(process) == (0, b"")
+
+
+def test_the_process_does_not_finish_loading_for_nobody(cache_dir, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    endless = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(endless)
+    with spawned() as (pipe, process):
+        pipe.send(fake(cache_dir, f"slow={tmp_path}"))
+        with endless.open("w"):  # opens once the engine is reading it
+            pipe.close()
+            assert last_words(process) == (0, b"")
+
+
+def test_the_process_says_why_it_cannot_start(cache_dir):
+    with spawned() as (pipe, process):
+        pipe.send(fake(cache_dir, "two words"))
+        assert isinstance(pipe.frame().error, InvalidInputError)
+        assert last_words(process) == (0, b"")

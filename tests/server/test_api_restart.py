@@ -1,0 +1,286 @@
+"""A service that is stopped and started again on the same data: nobody has to notice."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tinkex.errors import ConfigError
+from tinkex.testing import service
+
+from .api import PROTO, Api, Model, Sampler, datum, training_request
+
+FINISH = {"reason": {"type": "success"}}
+
+
+class Restarting:
+    """A service on a data directory of its own, and one user of it."""
+
+    def __init__(self, data_dir, **settings):
+        self.data_dir, self.settings = data_dir, settings
+        self.running = contextlib.ExitStack()
+        self.api = self._start()
+
+    def _start(self) -> Api:
+        started = service("fake", data_dir=self.data_dir, **self.settings)
+        return self.running.enter_context(Api(self.running.enter_context(started).url))
+
+    def restart(self) -> Api:
+        self.running.close()
+        self.api = self._start()
+        return self.api
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Restarting(tmp_path)
+    yield place
+    place.running.close()
+
+
+def again(model: Model, api: Api) -> Model:
+    """The same model, asked through another connection."""
+    return Model(api, model.model_id, model.next_seq)
+
+
+def test_results_can_still_be_had(place):
+    model, sampler = place.api.model(), place.api.sampler()
+    promises = [model.forward_backward(), model.optim_step(), model.forward_backward(loss_fn="x")]
+    promises += [sampler.send(), model.send("save_weights", path="a")]
+    before = [place.api.retrieve(promise) for promise in promises]
+    binary = place.api.retrieve(promises[0], PROTO)
+    api = place.restart()
+    assert [api.retrieve(promise) for promise in promises] == before
+    assert api.retrieve(promises[0], PROTO) == binary
+    assert "error" in before[2]
+
+
+def test_training_goes_on_to_the_same_numbers(place, tmp_path_factory):
+    def steps(model, numbers):
+        return [model.step([datum((n, n + 1, 9), (n + 1, 9, 3))]) for n in numbers]
+
+    with service("fake", data_dir=tmp_path_factory.mktemp("whole")) as running:
+        with Api(running.url) as api:
+            whole = api.model()
+            expected = steps(whole, range(20, 28)), whole.logprobs([datum((20, 25), (21, 26))])
+    model = place.api.model()
+    losses = steps(model, range(20, 24))
+    passed = model.forward_backward([datum((24, 25, 9), (25, 9, 3))])  # no step follows yet
+    losses.append(place.api.retrieve(passed)["metrics"]["loss:sum"])
+    model = again(model, place.restart())
+    model.optim_step()
+    losses += steps(model, range(25, 28))
+    assert (losses, model.logprobs([datum((20, 25), (21, 26))])) == expected
+
+
+def test_snapshots_change_nothing(tmp_path):
+    outcomes = []
+    for name, every in (("never", 1e9), ("always", 0.0)):
+        place = Restarting(tmp_path / name, snapshot_every=every)
+        model = place.api.model()
+        for _ in range(3):
+            for _ in range(2):
+                model.step()
+            model = again(model, place.restart())
+        outcomes.append((model.step(), model.logprobs()))
+        place.running.close()
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_draw_of_the_adapter_is_kept(place):
+    model = place.api.model(lora_config={"rank": 4})  # the seed is the service's
+    model.step()
+    before = model.logprobs()
+    assert again(model, place.restart()).logprobs() == before
+
+
+def test_what_was_waiting_for_a_number_still_does(place):
+    model = place.api.model()
+    step = model.optim_step(seq_id=2)
+    proto = training_request(model.model_id, 3)
+    passed = place.api.told("forward_backward", proto, headers={"content-type": PROTO})
+    api = place.restart()
+    model = again(model, api)
+    model.forward_backward(seq_id=1)
+    assert api.retrieve(step)["metrics"]["grad_norm"] > 0
+    assert api.retrieve(passed)["metrics"]["loss:sum"] > 0
+    assert model.optim_step(seq_id=2) == step  # repetition is still known
+
+
+def test_a_number_refused_before_does_not_hold_up_what_comes_after(place):
+    model = place.api.model()
+    model.step()
+    assert model.ask("optim_step", adam_params={"beta1": 5}).status_code == 422
+    model.step()
+    api = place.restart()
+    assert api.poll(again(model, api).optim_step()).status_code == 200
+
+
+def test_samplers_draw_the_same(place):
+    api = place.api
+    model = api.model()
+    model.step()
+    unnamed = model.do("save_weights_for_sampler", sampling_session_seq_id=0)
+    path = model.save("s", "save_weights_for_sampler")
+    model.step()
+    samplers = [
+        Sampler(api, unnamed["sampling_session_id"]),
+        api.sampler(model.session_id, 1, model_path=path),
+        api.sampler(model.session_id, 2),
+    ]
+    before = [sampler.tokens(num_samples=2) for sampler in samplers]
+    assert before[0] == before[1] != before[2]
+    api = place.restart()
+    after = [Sampler(api, sampler.sampler_id) for sampler in samplers]
+    for sampler in after:
+        sampler.next_seq = 1
+    assert [sampler.tokens(num_samples=2) for sampler in after] == before
+    assert after[0].send() != samplers[0].send  # and new requests have new promises
+
+
+def test_a_sampler_made_again_is_the_one_that_was(place):
+    """A client may not have heard that its sampler was made; by now its checkpoint is another."""
+    model = place.api.model()
+    model.step()
+    path = model.save("latest")
+    sampler = place.api.sampler(model.session_id, 0, model_path=path)
+    before = sampler.tokens()
+    for _ in range(20):
+        model.step()
+    model.save("latest", overwrite=True)
+    sampler = place.restart().sampler(model.session_id, 0, model_path=path)
+    sampler.next_seq = 1
+    assert sampler.tokens() == before
+
+
+def test_samples_under_way_are_drawn_after_all(place):
+    sampler = place.api.sampler()
+    request = sampler.request(num_samples=16, max_tokens=1000)
+    # Clients 0.13.0 number the samples of their copies beyond 64 bits.
+    request["seq_id"] = 10**21
+    whole = sampler.sample(num_samples=16, max_tokens=1000)
+    promise = place.api.told("asample", request)
+    api = place.restart()
+    assert api.retrieve(promise) == whole
+    assert api.told("asample", request) == promise
+
+
+def test_a_poller_hears_of_what_was_finished_meanwhile(tmp_path):
+    place = Restarting(tmp_path, use_retrieve_futures=True)
+    sampler = place.api.sampler()
+    target = {"type": "sampling_session", "sampling_session_id": sampler.sampler_id}
+    first = sampler.send()
+    heard = place.api.told("retrieve_futures", {"target": target, "prev_cursor": 0})
+    assert [entry["request_id"] for entry in heard["completions"]] == [first["request_id"]]
+    unheard = sampler.send()
+    place.api.retrieve(unheard)
+    api = place.restart()
+    later = Sampler(api, sampler.sampler_id)
+    later.next_seq = 2
+    promises = [unheard, later.send()]
+    cursor, found = heard["cursor"], set()
+    while len(found - {first["request_id"]}) < 2:
+        heard = api.told("retrieve_futures", {"target": target, "prev_cursor": cursor})
+        assert heard["cursor"] > cursor
+        cursor = heard["cursor"]
+        found |= {entry["request_id"] for entry in heard["completions"]}
+    assert found >= {promise["request_id"] for promise in promises}
+    place.running.close()
+
+
+def test_a_model_made_of_a_checkpoint_outlives_it(place):
+    api = place.api
+    first = api.model()
+    first.step()
+    path = first.save("a")
+    model = api.loaded(path, optimizer=True)
+    for _ in range(2):
+        model.step()
+    expected = model.logprobs()
+    run, checkpoint = first.model_id, "weights/a"
+    assert api.ask("DELETE", f"training_runs/{run}/checkpoints/{checkpoint}").status_code == 200
+    assert again(model, place.restart()).logprobs() == expected
+
+
+def test_a_model_made_of_a_checkpoint_stays_so_when_that_is_overwritten(place):
+    """What everybody does who saves under one name and goes on from there."""
+    first = place.api.model()
+    first.step()
+    path = first.save("latest")
+    model = place.api.loaded(path, optimizer=True)
+    model.step()
+    expected = model.logprobs()
+    for _ in range(3):
+        first.step()
+    first.save("latest", overwrite=True)
+    for _ in range(2):  # also after the second restart
+        model = again(model, place.restart())
+        assert model.logprobs() == expected
+
+
+def test_an_unloaded_model_stays_unloaded(place):
+    model = place.api.model()
+    model.step()
+    place.api.retrieve(place.api.told("unload_model", {"model_id": model.model_id}))
+    assert again(model, place.restart()).ask("optim_step", adam_params={}).status_code == 400
+
+
+def test_a_model_that_was_never_made_stays_so(place):
+    path = place.api.model().save("a")
+    (weights,) = place.data_dir.glob("checkpoints/*/training/a/adapter_model.safetensors")
+    weights.write_bytes(b"nonsense")
+    session = place.api.session()
+    body = {"session_id": session, "model_seq_id": 0, "path": path}
+    failed = place.api.told("load_weights", body)
+    assert "error" in place.api.retrieve(failed)
+    api = place.restart()
+    assert api.told("load_weights", body) == failed
+    refused = Model(api, f"{session}:train:0").ask("optim_step", adam_params={})
+    assert refused.status_code in {400, 404}
+
+
+def test_sessions_are_as_they_were(place):
+    active, finished = place.api.session(), place.api.session()
+    key = {"x-idempotency-key": "one"}
+    body = {"tags": [], "sdk_version": "0.36.0"}
+    same = place.api.told("create_session", body, headers=key)
+    place.api.told(f"sessions/{finished}/finish", FINISH)
+    api = place.restart()
+    assert api.post("session_heartbeat", {"session_id": active}).status_code == 200
+    assert api.post("session_heartbeat", {"session_id": finished}).status_code == 410
+    assert api.told("create_session", body, headers=key) == same
+    assert api.model(active).step() > 0
+
+
+def test_models_of_a_session_that_ended_do_not_come_back(place):
+    model = place.api.model()
+    waiting = model.optim_step(seq_id=2)
+    place.api.told(f"sessions/{model.session_id}/finish", FINISH)
+    assert place.api.retrieve(waiting)["category"] == "user"
+    api = place.restart()
+    assert api.retrieve(waiting)["category"] == "user"
+    assert again(model, api).ask("optim_step", adam_params={}).status_code == 400
+
+
+def test_checkpoints_and_their_links_are_still_there(place):
+    model = place.api.model()
+    path = model.save("a", ttl_seconds=3600, user_metadata={"k": "v"})
+    listed = place.api.got("checkpoints")
+    link = place.api.get(f"training_runs/{model.model_id}/checkpoints/weights/a/archive")
+    usage = {"starting_on": "2020-01-01", "ending_before": "2020-01-02"}
+    assert place.api.got("billing/usage/events", **usage)["data"] == []
+    location = link.headers["location"].partition("/archives/")[2]
+    api = place.restart()
+    assert api.got("checkpoints") == listed
+    assert api.http.get(f"/archives/{location}").status_code == 200
+    assert api.loaded(path).step() > 0
+
+
+def test_two_services_do_not_share_a_data_directory(place):
+    with (
+        pytest.raises(ConfigError, match="data_dir"),
+        service("fake", data_dir=place.data_dir),
+    ):
+        pass
+    assert place.api.model().step() > 0

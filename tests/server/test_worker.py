@@ -1,0 +1,528 @@
+"""The service's side of the pipe, and what it does when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from tinkex.engine.process import Ready, Setup, Token
+from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import (
+    InvalidInputError,
+    NotFoundError,
+    RequestErrorCategory,
+    RequestFailedError,
+)
+from tinkex.server.engine import DEATHS_ALLOWED, Supervisor
+from tinkex.server.worker import EngineDiedError, Worker
+
+T = TypeVar("T")
+
+TINY = "tinkex/tiny"
+PATIENCE = 30.0
+PROMPT = np.arange(3, dtype=np.int32)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(params=["thread", "process"])
+def in_process(request):
+    return request.param == "thread"
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def setup(cache_dir: Path, *base_models: str) -> Setup:
+    return Setup(base_models or (TINY,), cache_dir, "fake")
+
+
+@asynccontextmanager
+async def working(cache_dir: Path, *, in_process: bool = False) -> AsyncIterator[Worker]:
+    worker = Worker(setup(cache_dir), in_process=in_process)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+@asynccontextmanager
+async def supervised(cache_dir: Path) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(Worker(setup(cache_dir)))
+    await supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop()
+
+
+def kill(worker: Worker) -> None:
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended and been waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def examples(count: int, length: int = 6) -> list[Example]:
+    tokens = np.arange(length, dtype=np.int32)
+    return [Example(tokens, {"target_tokens": tokens[::-1].astype(np.int64)})] * count
+
+
+async def make(worker: Worker) -> None:
+    """A model and a sampler for what follows."""
+    await worker.call("create_model", "m", TINY, LoraSpec(4))
+    await worker.call_now("open_sampler", "s", TINY)
+
+
+async def endless_pass(worker: Worker) -> asyncio.Task[Any]:
+    """Minutes of work, begun: samples and passes take turns, so a token is the sign of it."""
+    asked = TrainingPass(examples(10_000, 256), "cross_entropy")
+    passing = asyncio.create_task(worker.call("run_pass", "m", asked))
+    await asyncio.sleep(0)  # it is sent
+    begun = asyncio.Event()
+    await worker.sample(job(max_tokens=2, stream=True), lambda _: begun.set())
+    assert begun.is_set()
+    return passing
+
+
+def job(num_samples: int = 1, max_tokens: int = 4, **options: Any) -> SampleJob:
+    return SampleJob("s", PROMPT, num_samples, max_tokens, stop_tokens=(), **options)
+
+
+# -- calls -------------------------------------------------------------------------------------------
+
+
+def test_a_worker_works(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            assert isinstance(worker.ready, Ready)
+            assert [model.name for model in worker.ready.models] == [TINY]
+            assert (worker.pid is None) is in_process
+            await make(worker)
+            asked = TrainingPass(examples(3), "cross_entropy")
+            result = await worker.call("run_pass", "m", asked)
+            assert [logprobs.shape for logprobs in result.logprobs] == [(6,)] * 3
+            assert (await worker.call("optim_step", "m", AdamStep()))["grad_norm"] > 0
+            assert worker.busy_seconds > 0
+            again = await worker.call("run_pass", "m", asked)
+            assert again.metrics["loss:sum"] < result.metrics["loss:sum"]
+
+    run(work())
+
+
+def test_calls_are_answered_each_to_its_caller(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            await make(worker)
+            sizes = range(1, 9)
+            results = await asyncio.gather(
+                *(
+                    worker.call("run_pass", "m", TrainingPass(examples(size), "cross_entropy"))
+                    for size in sizes
+                ),
+                *(worker.sample(job(num_samples=size)) for size in sizes),
+            )
+            assert [len(result.logprobs) for result in results] == [*sizes, *sizes]
+
+    run(work())
+
+
+def test_errors_of_the_engine_are_raised_where_it_was_called(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            with pytest.raises(NotFoundError, match="There is no model 'nobody'"):
+                await worker.call("optim_step", "nobody", AdamStep())
+            with pytest.raises(InvalidInputError) as caught:
+                await worker.call_now("open_sampler", "s", "another/model")
+            assert caught.value.field == "base_model"
+            with pytest.raises(NotFoundError):
+                await worker.sample(job())
+            with pytest.raises(RuntimeError, match="AttributeError"):
+                await worker.call("no_such_method")
+            assert not worker.died.is_set()
+
+    run(work())
+
+
+def test_large_values_cross_the_pipe(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            await make(worker)
+            asked = job(num_samples=64, max_tokens=32, topk_sample_logprobs=20)
+            result = await worker.sample(asked)
+            assert result.topk_sampled is not None
+            assert [ids.shape for ids, _ in result.topk_sampled] == [(32, 20)] * 64
+            many = [
+                Example(np.arange(50) + i, {"target_tokens": np.arange(50)}) for i in range(200)
+            ]
+            passed = await worker.call("run_pass", "m", TrainingPass(many, "cross_entropy"))
+            assert len(passed.logprobs) == 200
+
+    run(work())
+
+
+# -- samples -----------------------------------------------------------------------------------------
+
+
+def test_tokens_are_told_as_they_are_drawn(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            await make(worker)
+            told: list[Token] = []
+            result = await worker.sample(job(2, 5, stream=True, seed=7), told.append)
+            for index in (0, 1):
+                mine = [token for token in told if token.index == index]
+                assert [token.token for token in mine] == result.tokens[index].tolist()
+                logprobs = np.array([token.logprob for token in mine], np.float32)
+                assert logprobs.tolist() == result.logprobs[index].tolist()
+            quiet = await worker.sample(job(2, 5, seed=7))
+            assert [row.tolist() for row in quiet.tokens] == [row.tolist() for row in result.tokens]
+
+    run(work())
+
+
+def test_who_leaves_early_hears_no_more_of_his_sample(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            await make(worker)
+            told: list[Token] = []
+            begun = asyncio.Event()
+
+            def hear(token: Token) -> None:
+                told.append(token)
+                begun.set()
+
+            asked = job(max_tokens=2000, stream=True)
+            leaving = asyncio.create_task(worker.sample(asked, hear))
+            staying = asyncio.create_task(worker.sample(job(max_tokens=50)))
+            await begun.wait()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            heard = len(told)
+            assert (await staying).stop_reasons == ["length"]
+            await worker.call_now("close_sampler", "s")
+            assert len(told) == heard < 2000
+
+    run(work())
+
+
+# -- endings -----------------------------------------------------------------------------------------
+
+
+def test_a_stopped_worker_can_be_started_again(cache_dir, in_process):
+    async def work() -> None:
+        async with working(cache_dir, in_process=in_process) as worker:
+            await make(worker)
+            pid = worker.pid
+            await worker.stop()
+            assert pid is None or is_gone(pid)
+            with pytest.raises(EngineDiedError):
+                await worker.call("optim_step", "m", AdamStep())
+            with pytest.raises(EngineDiedError):
+                await worker.sample(job())
+            await worker.start()
+            with pytest.raises(NotFoundError):  # the new engine knows no models
+                await worker.call("optim_step", "m", AdamStep())
+            await make(worker)
+
+    run(work())
+
+
+def test_stopping_ends_what_is_under_way(cache_dir):
+    async def work() -> None:
+        async with working(cache_dir) as worker:
+            await make(worker)
+            passing = await endless_pass(worker)
+            assert worker.pid is not None
+            pid = worker.pid
+            await worker.stop()
+            assert is_gone(pid)
+            with pytest.raises(EngineDiedError):
+                await passing
+
+    run(work())
+
+
+def test_a_killed_engine_fails_its_calls_and_can_be_started_again(cache_dir):
+    async def work() -> None:
+        async with working(cache_dir) as worker:
+            await make(worker)
+            passing = await endless_pass(worker)
+            sampling = asyncio.create_task(worker.sample(job(max_tokens=2000)))
+            await asyncio.sleep(0)
+            assert not worker.died.is_set()
+            killed = worker.pid
+            kill(worker)
+            for call in (passing, sampling):
+                with pytest.raises(EngineDiedError):
+                    await call
+            await worker.died.wait()
+            with pytest.raises(EngineDiedError):
+                await worker.call("optim_step", "m", AdamStep())
+            with pytest.raises(EngineDiedError):
+                await worker.call_now("close_sampler", "s")
+            await worker.stop()
+            assert killed is not None
+            assert is_gone(killed)
+            await worker.start()
+            assert not worker.died.is_set()
+            assert worker.pid != killed
+            await make(worker)
+            assert (await worker.sample(job())).stop_reasons == ["length"]
+
+    run(work())
+
+
+def test_a_sample_that_is_cancelled_as_the_engine_ends_is_cancelled(cache_dir):
+    async def work() -> None:
+        async with working(cache_dir) as worker:
+            await make(worker)
+            sampling = asyncio.create_task(worker.sample(job(max_tokens=2000)))
+            await asyncio.sleep(0)
+            await worker.stop()
+            # Its failure is on the way; were it taken for one, the sample would be tried again.
+            sampling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sampling
+
+    run(work())
+
+
+# -- starting ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_cannot_start_says_why(cache_dir, in_process):
+    async def work() -> None:
+        worker = Worker(setup(cache_dir, "./not there"), in_process=in_process)
+        with pytest.raises(InvalidInputError, match="not there"):
+            await worker.start()
+        assert worker.pid is None
+        await worker.stop()
+
+    run(work())
+
+
+@pytest.fixture
+def endless_model(tmp_path):
+    """A model that takes for ever to load: the file that begins it is a pipe."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(index)
+    return index
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_an_engine_can_end_while_it_is_starting(cache_dir, endless_model, how):
+    async def work() -> None:
+        worker = Worker(setup(cache_dir, f"slow={endless_model.parent}"))
+        starting = asyncio.create_task(worker.start())
+        with await asyncio.to_thread(endless_model.open, "w"):  # opens once it is being read
+            assert worker.pid is not None
+            pid = worker.pid
+            if how == "killed":
+                kill(worker)
+                with pytest.raises(EngineDiedError, match="while it was starting"):
+                    await starting
+            else:
+                starting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await starting
+                await worker.stop()
+            assert is_gone(pid)
+
+    run(work())
+
+
+# -- supervision -------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_died_in_is_done_again(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            lives = []
+
+            async def train() -> Any:
+                lives.append(engine.life)
+                await make(engine.worker)
+                if len(lives) == 1:
+                    kill(engine.worker)
+                return await engine.worker.call("optim_step", "m", AdamStep())
+
+            assert await engine.persist(train) == {"grad_norm": 0.0, "learning_rate": 1e-4}
+            assert lives == [0, 1]
+            assert engine.life == 1
+
+    run(work())
+
+
+def test_everybody_goes_on_after_a_death(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            begun = 0
+            all_begun = asyncio.Event()
+
+            async def sample() -> Any:
+                nonlocal begun
+                begun += 1
+                first_life = not engine.life
+                if begun == 20:
+                    all_begun.set()
+                await engine.worker.call_now("open_sampler", "s", TINY)
+                if first_life:
+                    await endless_pass_of_its_own
+                return await engine.worker.sample(job())
+
+            await make(engine.worker)
+            endless_pass_of_its_own = await endless_pass(engine.worker)
+            sampling = [asyncio.create_task(engine.persist(sample)) for _ in range(20)]
+            await all_begun.wait()
+            kill(engine.worker)
+            results = await asyncio.gather(*sampling)
+            assert [result.stop_reasons for result in results] == [["length"]] * 20
+            assert begun == 40
+            assert engine.life == 1
+
+    run(work())
+
+
+def test_a_request_that_always_kills_the_engine_is_given_up(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            killed = []
+
+            async def deadly() -> None:
+                killed.append(engine.worker.pid)
+                kill(engine.worker)
+                await engine.worker.call("create_model", "m", TINY, LoraSpec(4))
+
+            with pytest.raises(RequestFailedError, match=f"died {DEATHS_ALLOWED} times") as caught:
+                await engine.persist(deadly)
+            assert caught.value.category is RequestErrorCategory.Server
+            assert len(set(killed)) == DEATHS_ALLOWED
+            await engine.persist(lambda: make(engine.worker))  # the others have an engine again
+            assert engine.life == DEATHS_ALLOWED
+
+    run(work())
+
+
+def test_errors_are_not_tried_again(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            tries = []
+
+            async def wrong() -> Any:
+                tries.append(engine.life)
+                return await engine.worker.call("optim_step", "nobody", AdamStep())
+
+            with pytest.raises(NotFoundError):
+                await engine.persist(wrong)
+            assert tries == [0]
+
+    run(work())
+
+
+def test_what_a_new_engine_does_not_know_because_it_is_new_is_brought_to_it(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            tries = []
+
+            async def slow() -> Any:
+                tries.append(engine.life)
+                await make(engine.worker)
+                if len(tries) == 1:  # the engine dies and is back before the next call
+                    kill(engine.worker)
+                    await engine.worker.died.wait()
+                    await engine.persist(lambda: engine.worker.call("unload_model", "other"))
+                return await engine.worker.call("optim_step", "m", AdamStep())
+
+            assert (await engine.persist(slow))["grad_norm"] == 0.0
+            assert tries == [0, 1]
+
+    run(work())
+
+
+def test_asking_a_dead_engine_to_forget_something_is_no_error(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            await make(engine.worker)
+            await engine.call_now("close_sampler", "s")
+            kill(engine.worker)
+            await engine.call_now("unload_model", "m")
+            await engine.persist(lambda: make(engine.worker))
+            assert engine.life == 1
+
+    run(work())
+
+
+def test_stopping_cancels_whoever_persists(cache_dir):
+    async def work() -> None:
+        engine = Supervisor(Worker(setup(cache_dir)))
+        await engine.start()
+        await make(engine.worker)
+        assert engine.worker.pid is not None
+        pid = engine.worker.pid
+        passing = await endless_pass(engine.worker)
+        persisting = asyncio.create_task(engine.persist(lambda: asyncio.shield(passing)))
+        await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(asyncio.CancelledError):
+            await persisting
+        assert is_gone(pid)
+        assert engine.life == 0  # an engine that was stopped has not died
+
+    run(work())
+
+
+def test_a_service_has_the_base_models_it_was_given(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            assert [model.name for model in engine.models] == [TINY]
+            assert (await engine.model(TINY, "base_model")).name == TINY
+            with pytest.raises(InvalidInputError, match="it has tinkex/tiny") as caught:
+                await engine.model("another/model", "base_model")
+            assert caught.value.field == "base_model"
+
+    run(work())
+
+
+def test_a_base_model_that_came_on_demand_is_there_after_a_death(cache_dir):
+    async def work() -> None:
+        engine = Supervisor(Worker(Setup((), cache_dir, "fake")), on_demand=True)
+        await engine.start()
+        try:
+            assert engine.models == []
+            with pytest.raises(InvalidInputError):
+                await engine.model("./not there", "base_model")
+            asked = await asyncio.gather(*(engine.model(TINY, "base_model") for _ in range(3)))
+            assert {model.name for model in asked} == {TINY}
+            kill(engine.worker)
+            await engine.worker.died.wait()
+            await engine.persist(lambda: make(engine.worker))
+            assert [model.name for model in engine.models] == [TINY]
+        finally:
+            await engine.stop()
+
+    run(work())
