@@ -42,8 +42,10 @@ from tinkex.types import CheckpointType
 from . import archives, openapi, pages
 from .checkpoints import now_utc
 from .leases import Leases
+from .metrics import Metrics
 from .routes import HANDLERS, Call
 from .service import Service
+from .tracing import Tracing
 
 __all__ = ["build_app"]
 
@@ -86,11 +88,23 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
     async def openapi_document(_: Request) -> Response:
         return Response(orjson.dumps(_document()), media_type="application/json")
 
-    routes = [_route(service, row) for row in _ordered()]
+    metrics, tracing = Metrics(service), Tracing()
+    service.promises.on_accept.append(tracing.accepted)
+    service.promises.on_finish.append(tracing.finished)
+
+    async def metrics_page(request: Request) -> Response:
+        try:
+            _owner(service, request.headers)
+        except TinkerError as error:
+            return _error_response(error, "metrics")
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [_route(service, row, metrics, tracing) for row in _ordered()]
     routes += [
         Route("/", front_page),
         Route("/docs", docs_page),
         Route("/openapi.json", openapi_document),
+        Route("/metrics", metrics_page),
         Route("/archives/{run_id}/{kind}/{name}", _guarded(service, _archive)),
         Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
         Route("/traces/{session_id}", _guarded(service, _trace)),
@@ -115,10 +129,16 @@ def _ordered() -> list[Operation[Any]]:
     return [*busy, *rest]
 
 
-def _route(service: Service, row: Operation[Any]) -> Route:
+def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tracing) -> Route:
+    async def endpoint(request: Request) -> Response:
+        with tracing.call(row.name, request.headers):
+            response = await answer(request)
+        metrics.call(row.name, response.status_code)
+        return response
+
     handler = HANDLERS[row.name]
 
-    async def endpoint(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         body = b""
         decoded: Any = None
         owner, media = "", "json"
@@ -141,14 +161,14 @@ def _route(service: Service, row: Operation[Any]) -> Route:
                 media=media,
                 base_url=_base_url(request),
             )
-            answer = await handler(call)
+            result = await handler(call)
         except Exception as error:
             response = _error_response(error, row.name)
             _note_refusal(service, row, owner, decoded or _peek(body, media), response.status_code)
             return response
-        if isinstance(answer, Response):
-            return answer
-        return Response(json_codec.encode(answer), media_type="application/json")
+        if isinstance(result, Response):
+            return result
+        return Response(json_codec.encode(result), media_type="application/json")
 
     path = row.path.replace("{checkpoint_id}", "{checkpoint_id:path}")
     return Route(path, endpoint, methods=[row.method], name=row.name)

@@ -119,7 +119,8 @@ class Promises:
         self._in_memory: OrderedDict[str, Promise] = OrderedDict()
         self._bytes_in_memory = 0
         self._pending_of: dict[str, int] = {}
-        #: Called with every promise that got its result.
+        #: Called with every promise that is given, and with every one that got its result.
+        self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
 
     def __iter__(self) -> Iterator[Promise]:
@@ -153,7 +154,10 @@ class Promises:
             "extra": extra or {},
         }
         place = self._journal.append(Kind.REQUEST, head, body)
-        return self._add(_promise(head, place, request))
+        promise = self._add(_promise(head, place, request))
+        for tell in self.on_accept:
+            tell(promise)
+        return promise
 
     def duplicate(self, scope: str, seq_id: int | None) -> Promise | None:
         """The promise that was given for the same number before."""

@@ -288,6 +288,15 @@ class Models:
     def __iter__(self) -> Any:
         return iter(list(self._models.values()))
 
+    @property
+    def count(self) -> int:
+        return len(self._models)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests are in line."""
+        return sum(len(model.line) for model in self._waiting)
+
     # -- scheduling ----------------------------------------------------------------------------
 
     def _schedule(self) -> None:
@@ -432,19 +441,19 @@ class Models:
     async def _load_weights(
         self, model: Model, request: LoadWeightsRequest, promise: Promise
     ) -> LoadWeightsResponse:
-        checkpoint, directory = await self._trainable(model.owner, request.path)
-        run = await self._db(self._store.run, checkpoint.run_id)
-        assert run is not None
-        if run.base_model != model.base_model:
-            raise InvalidInputError(
-                f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
-                field="path",
-            )
         # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
         kept = self._loaded(model, promise)
         if not kept.is_dir():
+            checkpoint, directory = await self._trainable(model.owner, request.path)
+            run = await self._db(self._store.run, checkpoint.run_id)
+            assert run is not None
+            if run.base_model != model.base_model:
+                raise InvalidInputError(
+                    f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
+                    field="path",
+                )
             await self._db(_copy, directory, kept)
-        model.lora = lora_of(run.lora)
+            model.lora = lora_of(run.lora)
         await self._engine.model(model.base_model, "path")
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
@@ -648,9 +657,14 @@ class Models:
         """Take up the models of before a restart; `promises` are in the order in which they were accepted."""
         for model_id in await self._db(lambda: list(self._snapshots.model_ids())):
             await self._revive(model_id)
+        unloaded = {
+            promise.scope
+            for promise in promises
+            if promise.operation.name == "unload_model" and _succeeded(promise)
+        }
         for promise in promises:
             model = self._models.get(promise.scope)
-            if model is None and promise.operation.name in {"create_model", "load_weights"}:
+            if model is None and promise.scope not in unloaded:
                 model = await self._revive_from(promise)
             if model is None:
                 if not promise.done:
@@ -660,8 +674,8 @@ class Models:
                 model.line.offer(promise.seq_id, promise)
                 self._waiting.add(model)
             else:
-                if promise.seq_id is not None:
-                    model.line.refuse(promise.seq_id)  # nobody waits for it
+                if promise.seq_id is not None:  # those before it were done or refused too
+                    model.line.next_seq = max(model.line.next_seq, promise.seq_id + 1)
                 if self.needs(promise):
                     model.history.append(promise)
         for model in self._models.values():
@@ -683,7 +697,10 @@ class Models:
         self._models[model_id] = model
 
     async def _revive_from(self, promise: Promise) -> Model | None:
-        """The model that a request makes, unless its session has ended."""
+        """The model that a request makes, unless that failed or its session has ended."""
+        makes = promise.operation.name in {"create_model", "load_weights"}
+        if not makes or (promise.done and not _succeeded(promise)):
+            return None
         session_id = promise.scope.rpartition(":train:")[0]
         if not await self._is_active(session_id, promise.owner):
             return None
@@ -709,6 +726,10 @@ class Models:
         except TinkerError:
             return False
         return True
+
+
+def _succeeded(promise: Promise) -> bool:
+    return promise.result is not None and not promise.result.failed
 
 
 def _change(promise: Promise) -> int:

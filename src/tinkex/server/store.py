@@ -593,10 +593,16 @@ class Database:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-store")
+        #: Told how many seconds each call took.
+        self.on_call: Callable[[float], object] = lambda _: None
 
     async def __call__(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(method, *args, **options))
+        started = loop.time()
+        try:
+            return await loop.run_in_executor(self._thread, partial(method, *args, **options))
+        finally:
+            self.on_call(loop.time() - started)
 
     def close(self) -> None:
         self._thread.shutdown()

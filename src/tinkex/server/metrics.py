@@ -1,0 +1,138 @@
+"""What the service does, in the form Prometheus reads.
+
+Counts that the service keeps anyway are read when somebody asks; only times are noted as they happen.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .futures import Promise
+
+if TYPE_CHECKING:
+    from .service import Service
+
+__all__ = ["Metrics"]
+
+_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_SHORT_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """The metrics of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Now(service))
+        self._calls = Counter(
+            "tinkex_http_requests",
+            "Calls answered.",
+            ["operation", "status"],
+            registry=self._registry,
+        )
+        self._work = Histogram(
+            "tinkex_work_seconds",
+            "From the start of a request's work to its result.",
+            ["operation"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._waiting = Histogram(
+            "tinkex_waiting_seconds",
+            "From acceptance of a request to the start of its work.",
+            ["operation"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._batch = Histogram(
+            "tinkex_samples_under_way",
+            "Requests to sample that shared the engine when one of them finished.",
+            buckets=_COUNTS,
+            registry=self._registry,
+        )
+        store = Histogram(
+            "tinkex_store_seconds",
+            "Time of a call of the database, waiting for its thread included.",
+            buckets=_SHORT_SECONDS,
+            registry=self._registry,
+        )
+        service.database.on_call = store.observe
+        self._service = service
+        service.promises.on_finish.append(self._finished)
+
+    def call(self, operation: str, status: int) -> None:
+        self._calls.labels(operation, str(status)).inc()
+
+    def _finished(self, promise: Promise) -> None:
+        assert promise.result is not None
+        started = promise.started_at or promise.accepted_at
+        name = promise.operation.name
+        self._work.labels(name).observe(max(0.0, promise.result.at - started))
+        self._waiting.labels(name).observe(max(0.0, started - promise.accepted_at))
+        if promise.sequence_ids is not None:
+            self._batch.observe(self._service.samplers.under_way)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """What can be read off the service at any time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        service = self._service
+        yield _gauge(
+            "tinkex_requests_waiting", "Training requests in line.", service.models.waiting
+        )
+        yield _gauge("tinkex_models", "Models in training.", service.models.count)
+        yield _gauge("tinkex_samples", "Requests to sample under way.", service.samplers.under_way)
+        yield _gauge("tinkex_journal_bytes", "Size of the journal.", service.journal.size)
+        yield _gauge(
+            "tinkex_engine_lives", "How often the engine was started.", service.engine.life + 1
+        )
+        tokens = CounterMetricFamily("tinkex_tokens", "Tokens worked on.", labels=["kind"])
+        for kind, count in service.usage.totals.items():
+            tokens.add_metric([kind], count)
+        yield tokens
+        busy = CounterMetricFamily("tinkex_engine_busy_seconds", "Time the engine has trained.")
+        busy.add_metric([], service.engine.worker.busy_seconds)
+        yield busy
+        memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
+        for name, size in _memory(service.engine.worker.pid):
+            memory.add_metric([name], size)
+        yield memory
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _memory(engine: int | None) -> Iterator[tuple[str, int]]:
+    yield "service", _resident("self") or _peak()
+    if engine is not None and (size := _resident(str(engine))):
+        yield "engine", size
+
+
+def _resident(process: str) -> int:
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+    except OSError:  # not on this system, or just gone
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def _peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
