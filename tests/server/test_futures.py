@@ -7,6 +7,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,15 @@ def test_a_result_wakes_whoever_waits_for_it(tmp_path):
         asyncio.run(wait(at))
 
 
-def test_listeners_hear_of_every_result_once_it_is_there(tmp_path):
+def test_listeners_hear_of_every_promise_and_of_its_result_once_it_is_there(tmp_path):
     with desk(tmp_path) as at:
-        heard: list[tuple[str, bool]] = []
-        at.promises.on_finish.append(lambda done: heard.append((done.request_id, done.done)))
+        heard: list[tuple[int | None, bool]] = []
+        for listeners in (at.promises.on_accept, at.promises.on_finish):
+            listeners.append(lambda promise: heard.append((promise.seq_id, promise.done)))
         first, second = at.step(1), at.step(2)
         at.promises.fail(second, RuntimeError())
         at.promises.finish(first, metrics())
-        assert heard == [(second.request_id, True), (first.request_id, True)]
+        assert heard == [(1, False), (2, False), (2, True), (1, True)]
 
 
 def test_the_first_result_stands(tmp_path):
@@ -338,7 +340,7 @@ def facts(promise: Promise) -> Any:
         promise.extra,
         promise.sequence_ids,
         promise.finished.is_set(),
-        None if result is None else (result.failed, result.binary, result.place, result.at),
+        None if result is None else astuple(replace(result, payload=None)),
     )
 
 
@@ -346,12 +348,14 @@ def test_a_restart_gives_equal_promises_and_results(tmp_path):
     with desk(tmp_path) as at:
         made = [at.step(1), at.step(None, owner="other"), at.sample(BEYOND), at.step(2), at.step(3)]
         at.clock.now += 0.1
-        at.promises.finish(made[0], metrics(3.0))
+        at.promises.finish(made[0], metrics(3.0), change=12)
         at.promises.fail(made[3], InvalidInputError("is wrong", field="x"))
         before = [facts(promise) for promise in made]
         payloads = [at.promises.payload(promise) for promise in made if promise.done]
     with desk(tmp_path) as at:
         restored = list(at.promises)
+        assert restored[0].result is not None
+        assert restored[0].result.change == 12
         assert [facts(promise) for promise in restored] == before
         assert [at.promises.payload(promise) for promise in restored if promise.done] == payloads
         assert (at.promises.pending("me"), at.promises.pending("other")) == (2, 1)

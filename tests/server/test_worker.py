@@ -89,6 +89,10 @@ def examples(count: int, length: int = 6) -> list[Example]:
     return [Example(tokens, {"target_tokens": tokens[::-1].astype(np.int64)})] * count
 
 
+#: Minutes of work.
+ENDLESS = TrainingPass(examples(10_000, 256), "cross_entropy")
+
+
 async def make(worker: Worker) -> None:
     """A model and a sampler for what follows."""
     await worker.call("create_model", "m", TINY, LoraSpec(4))
@@ -96,9 +100,8 @@ async def make(worker: Worker) -> None:
 
 
 async def endless_pass(worker: Worker) -> asyncio.Task[Any]:
-    """Minutes of work, begun: samples and passes take turns, so a token is the sign of it."""
-    asked = TrainingPass(examples(10_000, 256), "cross_entropy")
-    passing = asyncio.create_task(worker.call("run_pass", "m", asked))
+    """A call that takes for ever, begun: samples and passes take turns, so a token is the sign of it."""
+    passing = asyncio.create_task(worker.call("run_pass", "m", ENDLESS))
     await asyncio.sleep(0)  # it is sent
     begun = asyncio.Event()
     await worker.sample(job(max_tokens=2, stream=True), lambda _: begun.set())
@@ -169,10 +172,10 @@ def test_large_values_cross_the_pipe(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
-            asked = job(num_samples=64, max_tokens=32, topk_sample_logprobs=20)
+            asked = job(num_samples=40, max_tokens=16, topk_sample_logprobs=20)
             result = await worker.sample(asked)
             assert result.topk_sampled is not None
-            assert [ids.shape for ids, _ in result.topk_sampled] == [(32, 20)] * 64
+            assert [ids.shape for ids, _ in result.topk_sampled] == [(16, 20)] * 40
             many = [
                 Example(np.arange(50) + i, {"target_tokens": np.arange(50)}) for i in range(200)
             ]
@@ -295,17 +298,24 @@ def test_a_killed_engine_fails_its_calls_and_can_be_started_again(cache_dir):
     run(work())
 
 
-def test_a_sample_that_is_cancelled_as_the_engine_ends_is_cancelled(cache_dir):
+def test_a_sample_that_is_cancelled_as_the_engine_dies_is_cancelled(cache_dir):
     async def work() -> None:
         async with working(cache_dir) as worker:
             await make(worker)
+
+            async def be_first_to_hear() -> None:
+                with pytest.raises(EngineDiedError):
+                    await worker.call("run_pass", "m", ENDLESS)
+                # The sample's failure is on the way; were it taken for one, it would be tried again.
+                sampling.cancel()
+
+            first = asyncio.create_task(be_first_to_hear())
             sampling = asyncio.create_task(worker.sample(job(max_tokens=2000)))
             await asyncio.sleep(0)
-            await worker.stop()
-            # Its failure is on the way; were it taken for one, the sample would be tried again.
-            sampling.cancel()
+            kill(worker)
             with pytest.raises(asyncio.CancelledError):
                 await sampling
+            await first
 
     run(work())
 

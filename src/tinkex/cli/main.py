@@ -8,13 +8,24 @@ from typing import Any, Final
 
 import click
 
+from tinkex._version import __version__
 from tinkex.errors import TinkerError
 
 __all__ = ["cli", "main"]
 
 #: Commands by name: the module that has them, and a line for the list, so that `--help` loads none.
 _COMMANDS: Final = {
+    "checkpoint": ("tinkex.cli.checkpoint", "List, keep, share, fetch and delete checkpoints."),
+    "demo": ("tinkex.cli.demo", "Fine-tune a small model on the local service, and see it work."),
+    "doctor": ("tinkex.cli.doctor", "Check settings, key, service, packages and disk."),
+    "model": ("tinkex.cli.model", "Base models of a service."),
+    "run": ("tinkex.cli.run", "Training runs; with a prompt, sampling."),
+    "sample": ("tinkex.cli.sample", "Sample from a base model or a checkpoint."),
     "serve": ("tinkex.cli.serve", "Run the local service."),
+    "session": ("tinkex.cli.session", "Sessions of clients."),
+    "status": ("tinkex.cli.status", "What is running where."),
+    "usage": ("tinkex.cli.usage", "What was used."),
+    "version": ("tinkex.cli.version", "The version of tinkex."),
 }
 
 
@@ -36,19 +47,20 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="tinkex", prog_name="tinkex")
+@click.version_option(__version__, prog_name="tinkex")
+@click.option("--format", "-f", "form", type=click.Choice(["table", "json"]), help="How to print.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
-def cli(ctx: click.Context, debug: bool) -> None:
+def cli(ctx: click.Context, form: str | None, debug: bool) -> None:
     """Fine-tune language models: a client and a local service for the Tinker API."""
-    ctx.obj = {"debug": debug}
+    ctx.obj = {"format": form, "debug": debug}
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """The entry point: a user's mistake is one line on stderr and exit code 1."""
     try:
         cli(arguments, standalone_mode=True)
-    except TinkerError as error:
+    except (TinkerError, OSError) as error:
         if "--debug" in (sys.argv if arguments is None else arguments):
             raise
         click.echo(f"Error: {error}", err=True)

@@ -37,7 +37,7 @@ from tinkex.errors import (
     TinkerError,
     UnsupportedMediaTypeError,
 )
-from tinkex.types import CheckpointType
+from tinkex.types import CheckpointType, TelemetrySendRequest, telemetry_event
 
 from . import archives, openapi, pages
 from .checkpoints import now_utc
@@ -176,7 +176,12 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
 
 def _owner(service: Service, headers: Mapping[str, str]) -> str:
     token = headers.get("x-api-key", "")
-    if token.startswith("eyJ") and service.settings.keys.needed and service.signer is not None:
+    if (
+        token.startswith("eyJ")
+        and token.isascii()
+        and service.settings.keys.needed
+        and service.signer is not None
+    ):
         return service.signer.token_owner(token, now_utc())
     return service.settings.keys.owner(headers)
 
@@ -223,6 +228,11 @@ def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
         # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
         with contextlib.suppress(ValueError):
             content = json.loads(body)
+    if row.request is TelemetrySendRequest and isinstance(content, dict):
+        # Clients send what is refused again and again; what cannot be read is left out instead.
+        events = content.get("events")
+        known = [event for event in events or () if telemetry_event(event) is not None]
+        content = content | {"events": known}
     return json_codec.from_object(content, row.request)
 
 

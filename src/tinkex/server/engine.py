@@ -13,7 +13,12 @@ from typing import Any, Final, TypeVar
 
 from tinkex.engine.base_models import BaseModel
 from tinkex.engine.process import Ready
-from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
+from tinkex.errors import (
+    InvalidInputError,
+    NotFoundError,
+    RequestErrorCategory,
+    RequestFailedError,
+)
 
 from .worker import EngineDiedError, Worker
 
@@ -109,8 +114,12 @@ class Supervisor:
         """Do something with the engine, again if it dies meanwhile, but not for ever."""
         for _ in range(DEATHS_ALLOWED):
             await self._alive.wait()
+            life = self.life
             try:
                 return await work()
+            except NotFoundError:  # of something that only the engine before this one knew?
+                if self.life == life:
+                    raise
             except EngineDiedError:
                 if self.stopping:
                     raise asyncio.CancelledError from None

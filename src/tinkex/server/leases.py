@@ -28,16 +28,17 @@ class Leases:
         """Begin to wait for a first holder."""
         self._wait(30.0)
 
-    async def endpoint(self, _: Request) -> Response:
-        return StreamingResponse(self._hold(), media_type="text/plain")
+    async def endpoint(self, request: Request) -> Response:
+        return StreamingResponse(self._hold(request), media_type="text/plain")
 
-    async def _hold(self) -> AsyncIterator[bytes]:
+    async def _hold(self, request: Request) -> AsyncIterator[bytes]:
         self._held += 1
         if self._leaving is not None:
             self._leaving.cancel()
         try:
             yield b"held\n"
-            await asyncio.Event().wait()
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
         finally:
             self._held -= 1
             if not self._held:

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,6 +132,7 @@ class Models:
         self._served: dict[str, float] = {}
         self._running = 0
         self._kept_bytes = 0
+        self._began = time.time()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._run_operation: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
@@ -411,7 +413,8 @@ class Models:
 
     async def _bring_back(self, model: Model) -> None:
         """Make the engine know a model that it has forgotten."""
-        if model.life == self._engine.life:
+        life = self._engine.life
+        if model.life == life:
             return
         if model.snapshot is not None:
             await self._engine.model(model.base_model, "base_model")
@@ -425,7 +428,7 @@ class Models:
         for promise in model.history:
             request = self._promises.request_of(promise)
             await self._run_operation[promise.operation.name](model, request, promise)
-        model.life = self._engine.life
+        model.life = life
 
     # -- what requests do ----------------------------------------------------------------------
 
@@ -511,11 +514,11 @@ class Models:
         return SaveWeightsResponse(path=tinker_path(row))
 
     async def _save_weights_for_sampler(
-        self, model: Model, request: SaveWeightsForSamplerRequest, _: Promise
+        self, model: Model, request: SaveWeightsForSamplerRequest, promise: Promise
     ) -> SaveWeightsForSamplerResponseInternal:
         check_ttl(request.ttl_seconds)
         if request.path is None:
-            return await self._unnamed_sampler(model, request.sampling_session_seq_id)
+            return await self._unnamed_sampler(model, request.sampling_session_seq_id, promise)
         place = await self._checkpoints.check_free(model.model_id, "sampler", request.path)
         size = await self._call("save_state", model.model_id, place, optimizer=False)
         row = await self._checkpoints.add(
@@ -531,18 +534,27 @@ class Models:
         return SaveWeightsForSamplerResponseInternal(path=tinker_path(row))
 
     async def _unnamed_sampler(
-        self, model: Model, number: int | None
+        self, model: Model, number: int | None, promise: Promise
     ) -> SaveWeightsForSamplerResponseInternal:
         """A sampler of the weights as they are now; it is not listed as a checkpoint."""
         if number is None:
             raise InvalidInputError("give a name, or a sampling_session_seq_id", field="path")
         sampler_id = f"{model.session_id}:sample:{number}"
+        known = await self._db(self._store.sampler, sampler_id)
+        if known is not None and not self._made_by(promise, known.created_at):
+            raise InvalidInputError(
+                f"this session has a sampler {number} already", field="sampling_session_seq_id"
+            )
         place = self._samplers.place(sampler_id)
         await self._call("save_state", model.model_id, place, optimizer=False)
         await self._call("open_sampler", sampler_id, model.base_model, model_id=model.model_id)
         await self._samplers.add(model.owner, model.session_id, sampler_id, model.base_model, None)
         self._samplers.opened(sampler_id)
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
+
+    def _made_by(self, promise: Promise, moment: datetime) -> bool:
+        """Whether something can be the work of a request that a restart has interrupted."""
+        return promise.accepted_at <= moment.timestamp() < self._began
 
     async def _save_weights_external(
         self, model: Model, request: SaveWeightsExternalRequest, promise: Promise

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from email.utils import format_datetime
 from typing import Any, Final
 from urllib.parse import quote
@@ -169,9 +169,17 @@ async def finish_session(call: Call) -> types.EmptyResponse:
 async def list_sessions(call: Call) -> types.ListSessionsResponse:
     database = call.service.database
     rows = await database(
-        database.store.sessions, call.owner, limit=call.request.limit, offset=call.request.offset
+        database.store.sessions,
+        call.owner,
+        limit=_countable(call.request.limit),
+        offset=_countable(call.request.offset),
     )
     return types.ListSessionsResponse(sessions=[row.session_id for row in rows])
+
+
+def _countable(number: int) -> int:
+    """A number of rows that a database can be asked for."""
+    return min(number, (1 << 63) - 1)
 
 
 @_handles
@@ -336,8 +344,12 @@ async def join_sampling_session(call: Call) -> types.JoinSamplingSessionResponse
 @_handles
 async def get_sampler(call: Call) -> types.GetSamplerResponse:
     row = await call.service.samplers.get(call.params["sampler_id"], call.owner)
+    base = await call.service.engine.model(row.base_model, "sampler_id")
     return types.GetSamplerResponse(
-        sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path
+        sampler_id=row.sampler_id,
+        base_model=row.base_model,
+        model_path=row.model_path,
+        tokenizer_id=str(base.directory),
     )
 
 
@@ -493,6 +505,8 @@ async def _run(call: Call, run_id: str) -> RunRow:
 async def _training_run(call: Call, row: RunRow) -> types.TrainingRun:
     database = call.service.database
     rows = await database(database.store.checkpoints_of_run, row.run_id)
+    if row.owner != call.owner:
+        rows = [checkpoint for checkpoint in rows if checkpoint.public]
     newest: dict[str, CheckpointRow] = {checkpoint.kind: checkpoint for checkpoint in rows}
     training, sampler = newest.get("training"), newest.get("sampler")
     return types.TrainingRun(
@@ -512,18 +526,19 @@ async def _training_run(call: Call, row: RunRow) -> types.TrainingRun:
 @_handles
 async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
     request: types.ListTrainingRunsRequest = call.request
+    limit, offset = _countable(request.limit), _countable(request.offset)
     await call.service.models.write_times()
     database = call.service.database
     rows, total = await database(
         database.store.runs,
         call.owner,
-        limit=request.limit,
-        offset=request.offset,
+        limit=limit,
+        offset=offset,
         project_id=request.project_id,
     )
     return types.TrainingRunsResponse(
         training_runs=[await _training_run(call, row) for row in rows],
-        cursor=types.Cursor(offset=request.offset, limit=request.limit, total_count=total),
+        cursor=types.Cursor(offset=offset, limit=limit, total_count=total),
     )
 
 
@@ -547,13 +562,12 @@ async def list_checkpoints(call: Call) -> types.CheckpointsListResponse:
 @_handles
 async def list_user_checkpoints(call: Call) -> types.CheckpointsListResponse:
     request: types.ListCheckpointsRequest = call.request
+    limit, offset = _countable(request.limit), _countable(request.offset)
     database = call.service.database
-    rows, total = await database(
-        database.store.checkpoints, call.owner, limit=request.limit, offset=request.offset
-    )
+    rows, total = await database(database.store.checkpoints, call.owner, limit=limit, offset=offset)
     return types.CheckpointsListResponse(
         checkpoints=_listed(call, rows),
-        cursor=types.Cursor(offset=request.offset, limit=request.limit, total_count=total),
+        cursor=types.Cursor(offset=offset, limit=limit, total_count=total),
     )
 
 
@@ -653,6 +667,8 @@ async def telemetry(call: Call) -> types.TelemetryResponse:
 async def get_audit_log(call: Call) -> types.AuditLogResponse:
     request: types.GetAuditLogRequest = call.request
     day = request.day or now_utc().date()
+    if day == date.max:
+        raise InvalidInputError("is the last day there can be", field="day")
     start = datetime.combine(day, time(), UTC)
     database = call.service.database
     rows = await database(
@@ -679,8 +695,9 @@ async def get_audit_log(call: Call) -> types.AuditLogResponse:
 @_handles
 async def get_billing_usage(call: Call) -> types.BillingUsageResponse:
     request: types.GetBillingUsageRequest = call.request
-    start, end = _utc(request.starting_on), _utc(request.ending_before)
-    if not start < end <= start + timedelta(days=14):
+    start = _utc(request.starting_on, "starting_on")
+    end = _utc(request.ending_before, "ending_before")
+    if not timedelta(0) < end - start <= timedelta(days=14):
         raise InvalidInputError(
             "must lie after starting_on, by at most 14 days", field="ending_before"
         )
@@ -719,8 +736,11 @@ def _event_info(kind: str, count: int) -> types.BillingEventInfo:
     return types.CheckpointBillingEvent(count=count)
 
 
-def _utc(moment: datetime) -> datetime:
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+def _utc(moment: datetime, field: str) -> datetime:
+    try:
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except OverflowError:
+        raise InvalidInputError("is not a moment in UTC", field=field) from None
 
 
 @_handles

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ class Samplers:
         """A sampler of a base model or of a checkpoint; the same number gives the same sampler."""
         await self._sessions.check_active(request.session_id, owner)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-        if sampler_id in self._samplers:
+        if sampler_id in self._samplers or await self._db(self._store.sampler, sampler_id):
             return sampler_id
         return await self._make(
             owner, request.session_id, sampler_id, request.base_model, request.model_path
@@ -317,6 +318,11 @@ class Samplers:
         self._usage.add(row.owner, row.session_id, row.base_model, "sampling_sample", drawn)
         return result
 
+    @property
+    def under_way(self) -> int:
+        """How many requests are waiting for the engine or in its batch."""
+        return len(self._tasks)
+
     # -- open and closed -----------------------------------------------------------------------
 
     async def _open(self, sampler: _Sampler) -> None:
@@ -354,18 +360,36 @@ class Samplers:
     async def feed(self, sampler_id: str, clone: int, owner: str) -> Feed:
         """What was finished for one client of a sampler."""
         await self._find(sampler_id, owner)
-        return self._feeds.setdefault((sampler_id, clone), Feed())
+        key = sampler_id, clone
+        if key not in self._feeds:
+            # The clock, so that the numbers go on where those of before a restart have ended.
+            self._feeds[key] = Feed(cursor=time.time_ns() // 1000)
+            done = [
+                promise for promise in self._promises if promise.result and _feed(promise) == key
+            ]
+            for promise in sorted(done, key=_finished_at):
+                self._feeds[key].put(promise)
+        return self._feeds[key]
 
     def _tell_feed(self, promise: Promise) -> None:
-        if promise.operation is not _ASAMPLE or promise.seq_id is None:
-            return
-        key = (promise.scope, promise.seq_id // CLONE_STRIDE)
-        self._feeds.setdefault(key, Feed()).put(promise)
+        key = _feed(promise)
+        if key in self._feeds:
+            self._feeds[key].put(promise)
 
     async def stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _feed(promise: Promise) -> tuple[str, int]:
+    """Which sampler a request is for, and which of its clients sent it."""
+    return promise.scope, -1 if promise.seq_id is None else promise.seq_id // CLONE_STRIDE
+
+
+def _finished_at(promise: Promise) -> float:
+    assert promise.result is not None
+    return promise.result.at
 
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:

@@ -100,6 +100,7 @@ async def _serve(
     leased: bool = False,
     on_ready: Callable[[str], None],
 ) -> None:
+    _make_directory(settings.data_dir)
     listening = _listen(host, port)  # first of all: a taken port should not cost a model's loading
     service = Service(settings)
     told = asyncio.ensure_future(stop.wait())
@@ -107,15 +108,18 @@ async def _serve(
     try:
         if not await _started(service, told):
             return
-        leases = Leases(stop.set)
+        # Whoever holds on to a service that was not made for him does not end it by leaving.
+        leases = Leases(stop.set if leased else lambda: None)
         server = _Server(build_app(service, leases))
         told.add_done_callback(server.leave)
         url = _url(listening)
         _write_address(address, url)
         if leased:
             leases.start()
-        await server.serve_on(listening, lambda: on_ready(url))
-        address.unlink(missing_ok=True)
+        try:
+            await server.serve_on(listening, lambda: on_ready(url))
+        finally:
+            address.unlink(missing_ok=True)
     finally:
         told.cancel()
         listening.close()
@@ -165,17 +169,24 @@ class _Server(uvicorn.Server):
         await self.shutdown(sockets=[listening])
 
 
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}", field="data_dir") from None
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listening.close()
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port",
-            field="port",
+            f"cannot listen on {host}:{port}: {why}; choose another with --port", field="port"
         ) from None
     listening.listen(2048)
     listening.setblocking(False)

@@ -22,6 +22,7 @@ from .auth import Keys
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .engine import Supervisor
 from .futures import Promise, Promises
+from .inputs import check_ttl
 from .journal import Journal, Kind, Record
 from .models import Models
 from .samplers import Samplers
@@ -35,6 +36,8 @@ __all__ = ["DEFAULT_MODEL", "Service", "Settings", "default_cache_dir", "default
 
 logger = logging.getLogger("tinkex.server")
 
+#: What the journal writes beside the bodies of a request and its result.
+_HEADS: Final = 512
 DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -193,6 +196,8 @@ class Service:
         self, owner: str, request: CopyWeightsRequest, idempotency_key: str | None
     ) -> str:
         """Copy a checkpoint one may read into a run of one's own."""
+        source, _ = await self.checkpoints.readable(owner, request.source_path)
+        check_ttl(request.ttl_seconds)
         if request.session_id is not None:
             await self.sessions.check_active(request.session_id, owner)
             session_id = request.session_id
@@ -202,7 +207,6 @@ class Service:
             )
             session_id = await self.sessions.create(owner, copying, idempotency_key)
         run_id = f"{session_id}:train:{request.model_seq_id or 0}"
-        source, _ = await self.checkpoints.readable(owner, request.source_path)
         store = self.database.store
         done = await self.database(store.checkpoint, run_id, source.kind, source.name)
         if done is not None:
@@ -263,7 +267,7 @@ class Service:
 
     def _mostly_forgotten(self) -> bool:
         kept = sum(
-            promise.place.length + (promise.result.place.length if promise.result else 0)
+            _HEADS + promise.place.length + (promise.result.place.length if promise.result else 0)
             for promise in self.promises
         )
         return self.journal.size > 2 * kept + (64 << 20)

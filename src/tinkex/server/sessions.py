@@ -146,7 +146,8 @@ class Sessions:
     async def search(self, owner: str, request: SessionSearchRequest) -> SessionSearchResponse:
         """Sessions that fit, newest first; each key sees its own."""
         wanted = request.owner
-        if wanted.type == "user" and owner not in wanted.owner_urns:
+        names = {owner, f"tml:user:{owner}"}  # as sessions and as tokens say it
+        if wanted.type == "user" and names.isdisjoint(wanted.owner_urns):
             return SessionSearchResponse(sessions=[])
         cursor = request.cursor
         before = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)

@@ -69,6 +69,7 @@ class Worker:
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # signals of the terminal are for the service
                 )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(self._setup))

@@ -230,3 +230,4 @@ class GetSamplerResponse(ResponseModel):
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    tokenizer_id: str | None = None  # ours says it; others leave it to the model's name

@@ -1,0 +1,95 @@
+"""Options that many commands share: which service, and in what form to print."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .output import Output
+
+if TYPE_CHECKING:
+    from tinkex._client.rest import RestClient
+    from tinkex._client.service import ServiceClient
+
+__all__ = ["Connection", "connected", "formatted"]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a command reaches its service; what is not given comes from the environment."""
+
+    base_url: str | None
+    api_key: str | None
+    timeout: float | None
+
+    @contextmanager
+    def rest(self) -> Iterator[RestClient]:
+        from tinkex._client.rest import RestClient
+
+        client = RestClient(config=self.config())
+        try:
+            yield client
+        finally:
+            client.close().result()
+
+    @contextmanager
+    def service(self) -> Iterator[ServiceClient]:
+        from tinkex._client.service import ServiceClient
+
+        with ServiceClient(config=self.config()) as client:
+            yield client
+
+    def config(self) -> Any:
+        from tinkex._client.auth import config_with_login
+
+        given = {"base_url": self.base_url, "api_key": self.api_key, "timeout": self.timeout}
+        return config_with_login(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+
+
+def connected(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--base-url`, `--api-key` and `--timeout`, as one argument `connection`."""
+
+    @click.option("--base-url", help='The service; "local" starts a private one.')
+    @click.option("--api-key", help="The key; better set in TINKER_API_KEY.")
+    @click.option(
+        "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds per call."
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *args: Any,
+        base_url: str | None,
+        api_key: str | None,
+        timeout: float | None,
+        **options: Any,
+    ) -> Any:
+        return command(*args, connection=Connection(base_url, api_key, timeout), **options)
+
+    return wrapped
+
+
+def formatted(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--format`, as one argument `output`."""
+
+    @click.option(
+        "--format",
+        "-f",
+        "form",
+        type=click.Choice(["table", "json"]),
+        default=None,
+        help="How to print.  [default: table]",
+    )
+    @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+    @functools.wraps(command)
+    def wrapped(*args: Any, form: str | None, as_json: bool, **options: Any) -> Any:
+        overall = (click.get_current_context().obj or {}).get("format")
+        chosen = "json" if as_json else form or overall or "table"
+        return command(*args, output=Output(chosen), **options)
+
+    return wrapped

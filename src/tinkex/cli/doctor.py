@@ -1,0 +1,95 @@
+"""`tinkex doctor`: what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from tinkex.config import LOCAL
+from tinkex.errors import APIConnectionError, AuthenticationError, TinkerError
+
+from .connection import Connection, connected, formatted
+from .human import size
+from .output import Output
+
+__all__ = ["command"]
+
+_PACKAGES = ("torch", "transformers", "peft", "sqlalchemy", "starlette", "uvicorn")
+_LEAST_DISK = 2 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+@click.command("doctor")
+@connected
+@formatted
+def command(connection: Connection, output: Output) -> None:
+    """Check settings, key, service, packages and disk, and say what to fix."""
+    findings = list(_examine(connection))
+    output.table(
+        ["", "What", "Found", "What to do"],
+        [["ok" if f.ok else "NO", f.name, f.found, f.advice] for f in findings],
+        {"findings": [asdict(finding) for finding in findings]},
+    )
+    if not all(finding.ok for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+def _examine(connection: Connection) -> Iterator[Finding]:
+    try:
+        config: Any = connection.config()
+    except TinkerError as error:
+        yield Finding("settings", False, str(error), "see docs/configuration.md")
+        return
+    yield Finding("settings", True, f"{config.base_url}")
+    yield from _packages(needed=config.base_url == LOCAL)
+    yield _disk()
+    yield from _service(connection)
+
+
+def _packages(*, needed: bool) -> Iterator[Finding]:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        advice = "pip install 'tinkex[local]' for the local service"
+        yield Finding("packages", not needed, f"without {', '.join(missing)}", advice)
+    else:
+        yield Finding("packages", True, "the local service can run")
+
+
+def _disk() -> Finding:
+    from tinkex.server.service import default_data_dir
+
+    place = default_data_dir()
+    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    advice = "" if free >= _LEAST_DISK else "free some space, or set TINKEX_DATA_DIR"
+    return Finding("disk", free >= _LEAST_DISK, f"{size(free)} free for {place}", advice)
+
+
+def _service(connection: Connection) -> Iterator[Finding]:
+    try:
+        with connection.service() as service:
+            models = service.get_server_capabilities().model_names()
+    except AuthenticationError as error:
+        yield Finding("key", False, str(error), "set TINKER_API_KEY to a key of this service")
+    except APIConnectionError as error:
+        yield Finding("service", False, str(error), "start `tinkex serve`, or check the URL")
+    except TinkerError as error:
+        yield Finding("service", False, str(error), "")
+    else:
+        yield Finding("service", True, "answers")
+        advice = "" if models else "give it one with --base-model"
+        yield Finding("base models", bool(models), ", ".join(models) or "none", advice)

@@ -1,0 +1,50 @@
+"""Times and sizes as people say them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+__all__ = ["ago", "moment", "size"]
+
+_UNITS = (("week", 7 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60))
+
+
+def ago(value: Any, now: datetime | None = None) -> str:
+    """`3 hours ago`, `in 2 days`; beyond a month the date."""
+    when = moment(value)
+    if when is None:
+        return "Never" if value is None else str(value)
+    seconds = ((now or datetime.now(UTC)) - when).total_seconds()
+    if abs(seconds) > 30 * 86_400:
+        return when.strftime("%Y-%m-%d")
+    for unit, length in _UNITS:
+        count = int(abs(seconds) // length)
+        if count:
+            words = f"{count} {unit}{'s' if count > 1 else ''}"
+            return f"{words} ago" if seconds > 0 else f"in {words}"
+    return "just now" if seconds >= 0 else "in less than a minute"
+
+
+def moment(value: Any) -> datetime | None:
+    """A moment of the protocol, which may be text in a form nobody knows."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if not isinstance(value, datetime):
+        return None
+    return value if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+def size(count: int | None) -> str:
+    """`1.5 MB` in steps of 1024; bytes as they are."""
+    if count is None:
+        return "N/A"
+    amount = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if amount < 1024:
+            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TB"

@@ -1,0 +1,43 @@
+"""`tinkex model`: what can be trained."""
+
+from __future__ import annotations
+
+import click
+
+from .connection import Connection, connected, formatted
+from .output import Output
+
+__all__ = ["command"]
+
+
+@click.group("model")
+def command() -> None:
+    """Base models."""
+
+
+@command.command("list")
+@click.argument("substring", default="")
+@connected
+@formatted
+def list_models(substring: str, connection: Connection, output: Output) -> None:
+    """The base models of the service, or those whose name contains SUBSTRING."""
+    with connection.service() as service:
+        models = service.get_server_capabilities().supported_models
+    wanted = [model for model in models if substring.lower() in (model.model_name or "").lower()]
+    output.table(
+        ["Model", "Context", "Train", "Sample"],
+        [
+            [
+                model.model_name,
+                model.max_context_length or "?",
+                _yes(model.trainable),
+                _yes(model.sampleable),
+            ]
+            for model in wanted
+        ],
+        {"models": wanted},
+    )
+
+
+def _yes(value: bool | None) -> str:
+    return "no" if value is False else "yes"

@@ -1,0 +1,226 @@
+"""Checkpoints as time passes: expiry with a clock of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
+from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
+from tinkex.server.service import Service, Settings
+from tinkex.server.store import Database, RunRow, SessionRow, Store
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+RUN = "s:train:0"
+
+
+class Clock:
+    def __init__(self):
+        self.now = START
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def database(tmp_path):
+    store = Store(f"sqlite:///{tmp_path}/tinkex.db")
+    store.open()
+    store.add_session(
+        SessionRow("s", "me", START, START, [], None, "0", "p", None, {"type": "active"})
+    )
+    store.add_run(RunRow(RUN, "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START))
+    database = Database(store)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def checkpoints(tmp_path, database, clock):
+    return Checkpoints(tmp_path / "checkpoints", database, now=clock)
+
+
+async def save(checkpoints, name="a", kind="training", ttl_seconds=None):
+    place = await checkpoints.check_free(RUN, kind, name)
+    place.mkdir(parents=True)
+    (place / "file").write_text(name)
+    return await checkpoints.add(RUN, kind, name, "me", 1, ttl_seconds=ttl_seconds)
+
+
+def events(database):
+    day = {"start": START - timedelta(days=1), "end": START + timedelta(days=9000)}
+    return [row.event for row in database.store.audit("me", topic="checkpoints", **day)]
+
+
+def test_what_has_expired_is_deleted_and_the_rest_stays(checkpoints, database, clock):
+    async def scenario():
+        short = await save(checkpoints, "short", ttl_seconds=3600)
+        long = await save(checkpoints, "long", ttl_seconds=7200)
+        kept = await save(checkpoints, "kept")
+        assert await checkpoints.delete_expired() == 0
+        clock.now += timedelta(seconds=3599)
+        _, place = await checkpoints.readable("me", tinker_path(short))
+        assert place.is_dir()
+        clock.now += timedelta(seconds=1)
+        # It cannot be read from that moment on, whenever it is swept up.
+        with pytest.raises(NotFoundError, match="expired"):
+            await checkpoints.readable("me", tinker_path(short))
+        assert await checkpoints.delete_expired() == 1
+        assert not place.exists()
+        assert list(place.parent.glob(".*")) == []
+        with pytest.raises(NotFoundError):
+            await checkpoints.owned("me", RUN, "weights/short")
+        for row in (long, kept):
+            assert (await checkpoints.readable("me", tinker_path(row)))[1].is_dir()
+        clock.now += timedelta(days=4000)
+        assert await checkpoints.delete_expired() == 1
+        assert (await checkpoints.readable("me", tinker_path(kept)))[1].is_dir()
+
+    asyncio.run(scenario())
+    assert events(database) == ["checkpoint_created"] * 3 + ["checkpoint_expired"] * 2
+
+
+def test_a_life_span_counts_from_when_it_is_set(checkpoints, clock):
+    async def scenario():
+        row = await save(checkpoints)
+        clock.now += timedelta(days=100)
+        await checkpoints.set_ttl(row, 3600)
+        limited = await checkpoints.owned("me", RUN, "weights/a")
+        assert limited.expires_at == clock.now + timedelta(hours=1)
+        clock.now += timedelta(minutes=59)
+        assert await checkpoints.delete_expired() == 0
+        await checkpoints.set_ttl(row, None)
+        clock.now += timedelta(days=100)
+        assert await checkpoints.delete_expired() == 0
+        await checkpoints.set_ttl(row, 3600)
+        clock.now += timedelta(hours=1)
+        assert await checkpoints.delete_expired() == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 60, 3599, 10 * 365 * 86_400 + 1])
+def test_life_spans_have_bounds(checkpoints, seconds):
+    async def scenario():
+        row = await save(checkpoints)
+        with pytest.raises(InvalidInputError, match="ttl_seconds"):
+            await checkpoints.set_ttl(row, seconds)
+        assert (await checkpoints.owned("me", RUN, "weights/a")).expires_at is None
+
+    asyncio.run(scenario())
+
+
+def test_what_is_public_can_be_read_and_is_not_owned(checkpoints):
+    async def scenario():
+        row = await save(checkpoints)
+        with pytest.raises(NotFoundError):
+            await checkpoints.readable("you", tinker_path(row))
+        await checkpoints.publish(row, public=True)
+        read, place = await checkpoints.readable("you", tinker_path(row))
+        assert (read.owner, place.is_dir()) == ("me", True)
+        with pytest.raises(NotFoundError):
+            await checkpoints.owned("you", RUN, "weights/a")
+        await checkpoints.publish(row, public=False)
+        with pytest.raises(NotFoundError):
+            await checkpoints.readable("you", tinker_path(row))
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_is_whole_and_independent(checkpoints, database):
+    database.store.add_run(
+        RunRow("s:train:1", "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START)
+    )
+
+    async def scenario():
+        row = await save(checkpoints, ttl_seconds=3600)
+        copied = await checkpoints.copy(row, "s:train:1", "me", None)
+        assert copied.expires_at is None
+        await checkpoints.delete(row)
+        _, place = await checkpoints.readable("me", tinker_path(copied))
+        assert (place / "file").read_text() == "a"
+        with pytest.raises(InvalidInputError, match="path"):
+            await checkpoints.copy(copied, "s:train:1", "me", None)  # the name is taken
+        with pytest.raises(InvalidInputError, match="ttl_seconds"):
+            await checkpoints.copy(copied, "s:train:1", "me", 60)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 256, "", ".", "a b", "a\0"])
+def test_names_that_are_no_names(checkpoints, name):
+    with pytest.raises(InvalidInputError, match="path"):
+        asyncio.run(checkpoints.check_free(RUN, "training", name))
+
+
+@pytest.mark.parametrize(
+    "path", ["", "tinker://", f"tinker://{RUN}/weights/..", f"tinker://{RUN}/nonsense/a"]
+)
+def test_paths_that_are_no_paths(checkpoints, path):
+    with pytest.raises(InvalidPathError):
+        asyncio.run(checkpoints.readable("me", path))
+
+
+@pytest.mark.parametrize("checkpoint_id", ["a", "weights/", "nonsense/a", "/a", ""])
+def test_ids_that_are_no_ids(checkpoints, checkpoint_id):
+    with pytest.raises(InvalidInputError, match="checkpoint_id"):
+        asyncio.run(checkpoints.owned("me", RUN, checkpoint_id))
+
+
+def test_what_a_crash_left_half_written_is_cleared(checkpoints, tmp_path):
+    async def scenario():
+        await save(checkpoints)
+
+    asyncio.run(scenario())
+    leftover = tmp_path / "checkpoints" / RUN / "training" / ".scratch"
+    leftover.mkdir()
+    checkpoints.clear_scratch()
+    assert not leftover.exists()
+    assert (leftover.parent / "a" / "file").exists()
+
+
+def test_a_row_as_clients_see_it(checkpoints):
+    row = asyncio.run(save(checkpoints, "x", "external", ttl_seconds=3600))
+    shown = checkpoint_of(row)
+    assert shown.checkpoint_id == "external_weights/x"
+    assert shown.tinker_path == f"tinker://{RUN}/external_weights/x"
+    assert shown.training_run_id == RUN
+    assert shown.expires_at == START + timedelta(hours=1)
+
+
+def test_a_service_sweeps_up_what_has_expired(tmp_path):
+    """Housekeeping itself, with a checkpoint whose time was over before it began."""
+
+    async def scenario():
+        settings = Settings(
+            data_dir=tmp_path, base_models=("tinkex/tiny",), engine="fake", engine_in_process=True
+        )
+        service = Service(settings)
+        await service.start()
+        try:
+            store = service.database.store
+            await service.database(
+                store.add_session,
+                SessionRow("s", "me", START, START, [], None, "0", "p", None, {"type": "active"}),
+            )
+            run = RunRow(RUN, "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START)
+            await service.database(store.add_run, run)
+            past = Checkpoints(tmp_path / "checkpoints", service.database, now=lambda: START)
+            await save(past, "old", ttl_seconds=3600)
+            await save(past, "kept")
+            await service.keep_house()
+            names = [row.name for row in store.checkpoints_of_run(RUN)]
+            assert names == ["kept"]
+            assert not past.place(RUN, "training", "old").exists()
+            assert past.place(RUN, "training", "kept").exists()
+        finally:
+            await service.stop()
+
+    asyncio.run(scenario())
