@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test check fix bench cookbook docs clean
+.PHONY: install demo test check fix chaos bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -34,6 +34,10 @@ check: install
 fix: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The long form of the tests that kill, cut and flood; takes an hour.
+chaos: install
+	$(BIN)/python -m pytest tests/chaos --long -s
 
 bench: install
 	$(BIN)/python benchmarks/foundation.py

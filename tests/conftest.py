@@ -9,6 +9,12 @@ import tinkex
 
 from .scripted import FakeClock, ScriptedServer
 
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="the long form of tests/chaos")
+
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
@@ -29,7 +35,14 @@ def service(
     made: list[tinkex.ServiceClient] = []
 
     def make(**options: Any) -> tinkex.ServiceClient:
-        options = {"base_url": server.url, "api_key": "tml-test", "clock": clock, **options}
+        # Without telemetry, so that a test sees the requests it causes and no others.
+        options = {
+            "base_url": server.url,
+            "api_key": "tml-test",
+            "clock": clock,
+            "telemetry_enabled": False,
+            **options,
+        }
         made.append(tinkex.ServiceClient(**options))
         return made[-1]
 

@@ -402,7 +402,8 @@ class Models:
             snapshot = Snapshot(place, changes, next_seq)
             await self._db(self._snapshots.commit, model.model_id, snapshot)
         except Exception as error:  # the journal still has everything
-            logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
+            if model.failure is None:  # else the model is gone, and its directory with it
+                logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
             return
         finally:
             model.saving = False

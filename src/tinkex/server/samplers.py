@@ -105,7 +105,9 @@ class Samplers:
         """A sampler of a base model or of a checkpoint; the same number gives the same sampler."""
         await self._sessions.check_active(request.session_id, owner)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-        if sampler_id in self._samplers or await self._db(self._store.sampler, sampler_id):
+        if sampler_id in self._samplers:
+            return sampler_id
+        if await self._db(self._store.sampler, sampler_id) is not None:
             return sampler_id
         return await self._make(
             owner, request.session_id, sampler_id, request.base_model, request.model_path

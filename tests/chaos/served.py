@@ -1,0 +1,50 @@
+"""A service in its own processes that can be killed and started again on the same port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Served:
+    def __init__(self, data_dir: Path, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            *(sys.executable, "-m", "tinkex", "serve", f"--port={self.port}"),
+            *(f"--data-dir={data_dir}", "--base-model=tinkex/tiny", *arguments),
+        ]
+        self.process: subprocess.Popen[str]
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert self.url in line, line
+
+    def kill_service(self) -> None:
+        self.process.kill()
+        self._wait()
+        self.start()
+
+    def kill_engine(self) -> None:
+        """The service starts it again by itself."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
