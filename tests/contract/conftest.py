@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPER = Path(__file__).with_name("official_side.py")
+#: One release per dialect: JSON with gaps, JSON with protobuf results, protobuf throughout, the newest.
+RELEASES = ("0.7.0", "0.18.2", "0.25.0", "0.36.0")
 
 
 def environment(version: str) -> Path:
@@ -32,7 +34,9 @@ def environment(version: str) -> Path:
         check=False,
     )
     if install.returncode:
-        reason = (install.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        said = install.stderr.strip().splitlines() or ["pip gave no reason"]
+        # Advice to upgrade pip may come after what went wrong.
+        reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         pytest.skip(f"official client {version} could not be installed: {reason}")
     ready.touch()
     return python

@@ -6,6 +6,7 @@ out, or how it failed; `test_service_life.py` knows what should have come.
 """
 
 import importlib
+import importlib.util
 import io
 import json
 import math
@@ -35,6 +36,7 @@ class Life:
         os.environ |= {
             "TINKER_BASE_URL": base_url,
             "TINKER_API_KEY": "tml-contract",
+            "TINKER_PROJECT_ID": "contract",
             "TINKER_TELEMETRY": "0",
             "HF_HUB_OFFLINE": "1",
         }
@@ -219,8 +221,7 @@ def chunks(life: Life) -> dict[str, Any]:
     texts = [TEXT[start : start + 4 + start % 3] for start in range(50)] * 2
     many = [life.datum(text) for _ in range(repeats) for text in texts]
     few = [life.datum(text, weight=float(repeats)) for text in texts]
-    split, whole = run.forward_backward(many, "cross_entropy"), None
-    split = split.result()
+    split = run.forward_backward(many, "cross_entropy").result()
     split_gradient = life.gradient(run)
     whole = run.forward_backward(few, "cross_entropy").result()
     whole_gradient = life.gradient(run)
@@ -379,17 +380,22 @@ def sampling(life: Life) -> dict[str, Any]:
 
     at_once = [
         sampler.sample(
-            prompt=life.input(PROMPT + [index]),
+            prompt=life.input([*PROMPT, index]),
             num_samples=1,
             sampling_params=life.params(max_tokens=4, temperature=1.5),
         )
         for index in range(64)
     ]
-    hot = sampler.sample(
-        prompt=life.input(PROMPT),
-        num_samples=1,
-        sampling_params=life.params(temperature=2.0, seed=3, stop=[]),
-    ).result()
+    plain = told(
+        sampler.sample(
+            prompt=life.input(PROMPT),
+            num_samples=1,
+            sampling_params=life.params(temperature=1.0, seed=SEED),
+        )
+        .result()
+        .sequences[0]
+    )
+    recomputed = sampler.compute_logprobs(life.input(PROMPT + plain["tokens"])).result()
     return {
         "seeded": [drawn(4, seed=11), drawn(4, seed=11)],
         "other_seed": drawn(4, seed=12),
@@ -397,7 +403,7 @@ def sampling(life: Life) -> dict[str, Any]:
         "stop_token": life.greedy(sampler, stop=[TEXT[12]]),
         "stop_text": life.greedy(sampler, stop=[chr(TEXT[12]) + chr(TEXT[13])]),
         "at_once": [told(one.result().sequences[0])["tokens"] for one in at_once],
-        "hot": told(hot.sequences[0]),
+        "to_recomputed": difference(plain["logprobs"], list(recomputed)[len(PROMPT) :]),
         "bad_prompt": refusal(
             lambda: sampler.sample(
                 prompt=life.input([10**6]), num_samples=1, sampling_params=life.params()
@@ -422,9 +428,7 @@ def prompt_logprobs(life: Life) -> dict[str, Any]:
     return {
         "length": len(computed),
         "first": [computed[0], included[0], topk[0]],
-        "to_trainer": difference(
-            computed[1:], list(trained.loss_fn_outputs[0]["logprobs"].data)
-        ),
+        "to_trainer": difference(computed[1:], list(trained.loss_fn_outputs[0]["logprobs"].data)),
         "to_included": difference(computed[1:], included[1:]),
         "logprobs": [float(value) for value in computed[1:]],
         "topk": [[[int(token), float(logprob)] for token, logprob in row] for row in topk[1:]],
@@ -442,17 +446,12 @@ def base_sampler(life: Life) -> dict[str, Any]:
 
 def pickled(life: Life) -> dict[str, Any]:
     """A sampling client in a process of its own, while the original goes on."""
+    if life.tinker.SamplingClient.__reduce__ is object.__reduce__:
+        raise LeftOut("sampling clients of this release cannot be pickled")
     sampler = life.run.save_weights_and_get_sampling_client()
-    here = life.greedy(sampler)
+    here = {"process": os.getpid(), **life.greedy(sampler)}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            there = pool.submit(
-                _sampled_elsewhere, sampler, life.input(PROMPT), life.params()
-            ).result()
-        except Exception as error:
-            if life.tinker.__version__ == "0.7.0":
-                raise LeftOut("sampling clients of this release cannot be pickled") from error
-            raise
+        there = pool.submit(_sampled_elsewhere, sampler, life.input(PROMPT), life.params()).result()
     return {"here": here, "there": there, "after": life.greedy(sampler)}
 
 

@@ -7,7 +7,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.server.scheduling import GAP_LIMIT, Candidate, Sequencer, choose
+from tinkex.server.scheduling import (
+    GAP_LIMIT,
+    SETTLED_GAP_LIMIT,
+    Candidate,
+    Sequencer,
+    choose,
+)
 
 
 def drain(sequencer, now=0.0):
@@ -67,6 +73,18 @@ def test_a_number_that_never_comes_holds_the_others_up_only_so_long():
     assert sequencer.ready(100.0 + GAP_LIMIT)
     assert sequencer.take(100.0 + GAP_LIMIT) == "second"
     assert sequencer.wakes_at(200.0) is None
+
+
+def test_a_gap_before_what_is_not_a_pass_is_short_but_still_waited_for():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(2, "pass")
+    sequencer.offer(3, "step", settles=True)
+    assert sequencer.take(0.0) is None
+    assert sequencer.wakes_at(0.0) == SETTLED_GAP_LIMIT
+    sequencer.offer(1, "late")
+    assert drain(sequencer) == ["late", "pass", "step"]
+    sequencer.offer(5, "another")  # nothing says that 4 will not come
+    assert sequencer.wakes_at(100.0) == 100.0 + GAP_LIMIT
 
 
 def test_a_late_number_after_the_gap_was_passed_over_is_known():

@@ -263,7 +263,8 @@ class Models:
     def _enqueue(self, model: Model, promise: Promise) -> None:
         if not len(model.line):
             model.waiting_since = self._clock()
-        model.line.offer(promise.seq_id, promise)
+        settles = promise.operation.name not in {"forward", "forward_backward"}
+        model.line.offer(promise.seq_id, promise, settles=settles)
         if model not in self._waiting:
             self._waiting.add(model)
             others = [

@@ -11,12 +11,15 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["GAP_LIMIT", "Candidate", "Sequencer", "choose"]
+__all__ = ["GAP_LIMIT", "SETTLED_GAP_LIMIT", "Candidate", "Sequencer", "choose"]
 
 T = TypeVar("T")
 
 #: Seconds that requests wait for a number that is missing before them.
 GAP_LIMIT: Final = 60.0
+#: The same, when one of them is not a pass: clients send it only once all before it were accepted, so what is
+#: missing then was used up inside the client.
+SETTLED_GAP_LIMIT: Final = 5.0
 
 
 @dataclass
@@ -32,9 +35,15 @@ class Sequencer(Generic[T]):
     _unnumbered: list[tuple[int, T]] = field(default_factory=list)
     _passed: set[int] = field(default_factory=set)
     _gap_since: float | None = None
+    _settled: int = -1
 
-    def offer(self, seq_id: int | None, request: T) -> T:
-        """Put a request in line; the one that stands there already, if the number is taken."""
+    def offer(self, seq_id: int | None, request: T, *, settles: bool = False) -> T:
+        """Put a request in line; the one that stands there already, if the number is taken.
+
+        `settles` says that its client had all numbers before it accepted when it sent this one.
+        """
+        if settles and seq_id is not None:
+            self._settled = max(self._settled, seq_id)
         if seq_id is None:
             highest = max(self._pending, default=self.next_seq - 1)
             self._unnumbered.append((highest, request))
@@ -75,7 +84,8 @@ class Sequencer(Generic[T]):
             return None
         if self._gap_since is None:
             self._gap_since = now
-        return self._gap_since + GAP_LIMIT
+        settled = self.next_seq < self._settled
+        return self._gap_since + (SETTLED_GAP_LIMIT if settled else GAP_LIMIT)
 
     def drain(self) -> list[T]:
         """All that is in line, taken out of it."""

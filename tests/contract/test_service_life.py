@@ -1,0 +1,438 @@
+"""The local service keeps the protocol's promises to our client and to official ones of every dialect.
+
+Each client lives one life (`service_life.py`) in its own interpreter against one service; the tests read what it
+told. A release whose environment cannot be made is reported as not run, and so is what a release does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.conftest import RELEASES, environment
+
+pytestmark = pytest.mark.contract
+
+MODEL = "tinkex/tiny"
+SCRIPT = Path(__file__).with_name("service_life.py")
+SERVE = "from tinkex.cli.main import main; main()"
+#: Far more than a life takes; a client that hangs should fail its tests, not the whole run.
+PATIENCE = 300
+
+#: What each client cannot do, so that nothing else is left out unnoticed.
+LEFT_OUT = {
+    "tinkex": set(),
+    "0.7.0": {"pickled", "time_to_live", "external", "copying", "closing"},
+    "0.18.2": {"custom_loss", "external", "copying", "closing"},
+    "0.25.0": {"custom_loss", "external", "copying", "closing"},
+    "0.36.0": {"custom_loss", "archive"},
+}
+COUNTING = list(range(48, 60))  # how the text that was learned goes on after the prompt
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one client told."""
+
+    client: str
+    facts: dict[str, Any]
+
+    def chapter(self, name: str) -> dict[str, Any]:
+        facts: dict[str, Any] = self.facts[name]
+        if "error" in facts:
+            pytest.fail(f"{self.client}, {name}:\n{facts['error']}", pytrace=False)
+        if "left_out" in facts:
+            pytest.skip(f"{self.client}: {facts['left_out']}")
+        return facts
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home = tmp_path_factory.mktemp("service")
+    command = [sys.executable, "-c", SERVE, "serve", "--port", "0", "--base-model", MODEL]
+    with (
+        (home / "log").open("w+") as log,
+        subprocess.Popen(
+            [*command, "--data-dir", home / "data"],
+            # A model this small is done before a second thread has begun, and idle threads spin.
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        announced = process.stdout.readline().split()
+        if not announced:
+            log.seek(0)
+            pytest.fail(f"the service did not start:\n{log.read()}", pytrace=False)
+        yield announced[-1]
+        process.terminate()
+
+
+@pytest.fixture(scope="module", params=["tinkex", *RELEASES])
+def life(request: pytest.FixtureRequest, service: str) -> Life:
+    client: str = request.param
+    ours = client == "tinkex"
+    finished = subprocess.run(
+        [
+            sys.executable if ours else environment(client),
+            SCRIPT,
+            "tinkex" if ours else "tinker",
+            service,
+            MODEL,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    if finished.returncode:
+        pytest.fail(f"the life of {client} ended early:\n{finished.stderr}", pytrace=False)
+    return Life(client, json.loads(finished.stdout))
+
+
+def close(value: float, relative: float = 1e-4) -> Any:
+    return pytest.approx(value, rel=relative, abs=1e-6)
+
+
+def same_sequence(sequence: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(
+        sequence["tokens"] == other["tokens"]
+        and sequence["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+    )
+
+
+def test_the_client_is_the_one_that_was_asked_for(life: Life) -> None:
+    assert life.client in {"tinkex", life.facts["version"]}
+
+
+def test_only_what_a_client_lacks_is_left_out(life: Life) -> None:
+    left_out = {name for name, facts in life.facts.items() if "left_out" in facts}
+    assert left_out == LEFT_OUT[life.client]
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def test_capabilities_name_the_model(life: Life) -> None:
+    assert life.chapter("capabilities")["models"] == [MODEL]
+
+
+def test_info_describes_the_run(life: Life) -> None:
+    info = life.chapter("info")
+    assert info["model_id"] == info["run_id"]
+    assert info["run_id"].endswith(":train:0")
+    assert info["model_name"] == MODEL
+    assert info["is_lora"] is True
+    assert info["lora_rank"] == 8
+
+
+def test_the_tokenizer_loads_without_a_network(life: Life) -> None:
+    tokenizer = life.chapter("tokenizer")
+    assert tokenizer["tokens"] == list("Añb".encode())
+    assert tokenizer["text"] == "Añb"
+
+
+def test_a_seed_decides_how_a_run_begins(life: Life) -> None:
+    seeds = life.chapter("seeds")
+    first, second = seeds["same"]
+    assert first == second
+    assert seeds["other"] != close(first, 1e-3)
+
+
+def test_steps_sent_ahead_lower_the_loss(life: Life) -> None:
+    training = life.chapter("training")
+    losses = training["losses"]
+    assert len(losses) == 10
+    assert all(later < earlier for earlier, later in pairwise(losses))
+    assert losses[-1] < losses[0] / 4
+
+
+def test_a_loss_is_the_sum_over_all_tokens(life: Life) -> None:
+    training = life.chapter("training")
+    assert training["losses"][0] == close(-training["first_logprob_sum"])
+    assert training["lengths"] == [63, 63, 16]
+
+
+def test_a_step_reports_its_gradient(life: Life) -> None:
+    metrics = life.chapter("training")["optim_metrics"]
+    assert all(step["grad_norm"] > 0 for step in metrics)
+
+
+def test_gradients_add_up(life: Life) -> None:
+    gradients = life.chapter("gradients")
+    assert gradients["whole"] > 0
+    assert gradients["in_parts"] == close(gradients["whole"])
+    assert gradients["twice"] == close(2 * gradients["whole"])
+
+
+def test_a_forward_pass_leaves_gradients_alone(life: Life) -> None:
+    gradients = life.chapter("gradients")
+    assert gradients["with_a_forward"] == close(gradients["whole"])
+    assert gradients["forward_alone"] == 0
+
+
+def test_a_batch_of_many_requests_is_one_batch(life: Life) -> None:
+    chunks = life.chapter("chunks")
+    assert chunks["is_split"]
+    split, whole = chunks["lengths"]
+    assert split == whole
+    assert chunks["difference"] < 1e-4
+    assert chunks["losses"][0] == close(chunks["losses"][1])
+    assert chunks["gradients"][0] == close(chunks["gradients"][1], 1e-3)
+
+
+def test_targets_may_have_alternatives(life: Life) -> None:
+    soft = life.chapter("soft_targets")
+    assert soft["shape"] == [63, 2]
+    assert soft["losses"][0] == close(soft["losses"][1])
+    assert soft["gradients"][0] == close(soft["gradients"][1])
+    assert soft["difference"] < 1e-4
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "ppo with a bound", "cispo", "dro"])
+def test_policy_losses_have_their_values(life: Life, name: str) -> None:
+    told = life.chapter("policy_losses")[name]
+    assert told["loss"] == close(told["expected"])
+    assert told["difference"] < 1e-4
+    if name.startswith("ppo"):  # every ratio lies beyond the bound, where the loss is flat
+        assert told["gradient"] == 0
+    else:
+        assert told["gradient"] > 0
+
+
+def test_a_custom_loss_has_its_own_gradient(life: Life) -> None:
+    custom = life.chapter("custom_loss")
+    assert custom["metric"] == close(custom["loss"])
+    assert custom["gradients"][0] == close(custom["gradients"][1])
+    assert custom["outputs"] == 3
+
+
+# -- going on --------------------------------------------------------------------------------------------
+
+
+def test_a_run_resumes_exactly_where_it_was_saved(life: Life) -> None:
+    resuming = life.chapter("resuming")
+    assert resuming["path"] == f"tinker://{resuming['run_id']}/weights/half"
+    assert resuming["new_run_id"] != resuming["run_id"]
+    assert resuming["new_rank"] == 8
+    assert resuming["moved"] > 1e-2
+    assert resuming["exact"] == 0
+
+
+def test_without_its_optimizer_a_run_goes_another_way(life: Life) -> None:
+    resuming = life.chapter("resuming")
+    assert resuming["fresh_before"] == 0
+    assert resuming["fresh_after"] > 1e-2
+
+
+def test_a_run_can_go_back_to_a_checkpoint(life: Life) -> None:
+    resuming = life.chapter("resuming")
+    assert resuming["loaded"] == 0
+    assert resuming["loaded_exact"] == 0
+
+
+def test_a_checkpoint_is_not_replaced_unasked(life: Life) -> None:
+    assert "'half' already" in life.chapter("resuming")["taken_name"]["text"]
+
+
+# -- sampling --------------------------------------------------------------------------------------------
+
+
+def test_an_unnamed_sampler_stays_as_it_was(life: Life) -> None:
+    samplers = life.chapter("samplers")
+    assert samplers["before"]["tokens"] == COUNTING
+    assert same_sequence(samplers["frozen"], samplers["before"])
+    assert not same_sequence(samplers["current"], samplers["before"])
+
+
+def test_a_named_sampler_is_of_the_moment_it_was_saved(life: Life) -> None:
+    samplers = life.chapter("samplers")
+    assert samplers["path"].endswith(":train:0/sampler_weights/named")
+    assert same_sequence(samplers["named"], samplers["before"])
+    assert samplers.get("base_model", MODEL) == MODEL
+
+
+def test_a_seed_repeats_samples_that_differ(life: Life) -> None:
+    sampling = life.chapter("sampling")
+    first, again = sampling["seeded"]
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 4
+    assert sampling["other_seed"] != first
+
+
+def test_no_temperature_means_the_likeliest_tokens(life: Life) -> None:
+    first, again = life.chapter("sampling")["greedy"]
+    assert first["tokens"] == again["tokens"] == COUNTING
+    assert first["stop_reason"] == "length"
+
+
+def test_stops_are_part_of_what_is_sampled(life: Life) -> None:
+    sampling = life.chapter("sampling")
+    assert sampling["stop_token"]["tokens"] == COUNTING[:5]
+    assert sampling["stop_token"]["stop_reason"] == "stop"
+    assert sampling["stop_text"]["tokens"] == COUNTING[:6]
+    assert sampling["stop_text"]["stop_reason"] == "stop"
+
+
+def test_many_samples_at_once_all_arrive(life: Life) -> None:
+    drawn = life.chapter("sampling")["at_once"]
+    assert len(drawn) == 64
+    assert all(1 <= len(tokens) <= 4 for tokens in drawn)
+
+
+def test_sampled_logprobs_are_those_of_the_model(life: Life) -> None:
+    assert life.chapter("sampling")["to_recomputed"] < 1e-3
+
+
+def test_prompt_logprobs_are_those_of_the_trainer(life: Life) -> None:
+    prompt = life.chapter("prompt_logprobs")
+    assert prompt["length"] == 64
+    assert prompt["first"] == [None, None, None]
+    assert prompt["to_trainer"] < 1e-3
+    assert prompt["to_included"] < 1e-3
+
+
+def test_the_likeliest_prompt_tokens_come_in_order(life: Life) -> None:
+    prompt = life.chapter("prompt_logprobs")
+    for row, actual in zip(prompt["topk"], prompt["logprobs"], strict=True):
+        logprobs = [logprob for _, logprob in row]
+        assert len(row) == 3
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert actual <= logprobs[0] + 1e-3
+
+
+def test_a_base_model_samples_untrained(life: Life) -> None:
+    assert life.chapter("base_sampler")["difference"] < 1e-3
+
+
+def test_a_sampling_client_works_in_another_process(life: Life) -> None:
+    pickled = life.chapter("pickled")
+    assert pickled["there"]["process"] != pickled["here"]["process"]
+    assert same_sequence(pickled["there"], pickled["here"])
+    assert same_sequence(pickled["after"], pickled["here"])
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("token", "token 1000000 is outside the vocabulary"),
+        ("lengths", "for an input of 63 tokens"),
+        ("model", "no/such"),
+        ("sampler", "sampler_weights/none"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_reason(life: Life, what: str, said: str) -> None:
+    refusal = life.chapter("bad_input")[what]
+    assert refusal is not None
+    assert said in refusal["text"]
+
+
+def test_a_prompt_outside_the_vocabulary_is_refused(life: Life) -> None:
+    assert "outside the vocabulary" in life.chapter("sampling")["bad_prompt"]["text"]
+
+
+def test_a_refusal_leaves_the_run_as_it_was(life: Life) -> None:
+    told = life.chapter("bad_input")
+    assert told["difference"] == 0
+    assert told["gradient"] == 0
+
+
+# -- runs and checkpoints --------------------------------------------------------------------------------
+
+
+def test_a_run_is_found_by_its_id_and_by_its_checkpoints(life: Life) -> None:
+    runs = life.chapter("runs")
+    assert runs["ids"] == [runs["run_id"]] * 2
+    assert runs["base_models"] == [MODEL] * 2
+    assert runs["ranks"] == [8, 8]
+    assert runs["user_metadata"] == {"purpose": "contract"}
+    assert runs["last_checkpoint"] == f"tinker://{runs['run_id']}/weights/half"
+
+
+def test_runs_and_sessions_are_listed(life: Life) -> None:
+    runs = life.chapter("runs")
+    assert runs["run_id"] in runs["listed"]
+    assert runs["total"] == len(runs["listed"])
+    assert runs["session_id"] in runs["sessions"]
+    assert runs["run_id"] in runs["session_runs"]
+
+
+def test_checkpoints_are_listed(life: Life) -> None:
+    checkpoints = life.chapter("checkpoints")
+    assert checkpoints["kind"] == "sampler"
+    assert checkpoints["id"] == "sampler_weights/passing"
+    assert checkpoints["size"] > 0
+    assert checkpoints["mine"][0] == checkpoints["path"]
+
+
+def test_checkpoints_can_be_published_and_taken_back(life: Life) -> None:
+    assert life.chapter("checkpoints")["public"] == [False, True, False]
+
+
+def test_a_deleted_checkpoint_is_gone(life: Life) -> None:
+    checkpoints = life.chapter("checkpoints")
+    assert checkpoints["deleted"]
+    assert checkpoints["after"]["type"] == "NotFoundError"
+    assert checkpoints["twice"]["type"] == "NotFoundError"
+
+
+def test_a_checkpoint_lives_as_long_as_it_is_told_to(life: Life) -> None:
+    told = life.chapter("time_to_live")
+    saved, longer, for_good = told["lifetimes"]
+    assert saved == pytest.approx(7200, abs=1)
+    assert 86_400 <= longer < 86_400 + PATIENCE  # it counts from when it was set, not saved
+    assert for_good is None
+
+
+def test_a_life_of_a_minute_is_refused(life: Life) -> None:
+    told = life.chapter("time_to_live")
+    assert "3600" in told["too_short"]["text"]
+    assert "3600" in told["too_short_to_save"]["text"]
+    assert told["after"] is None
+
+
+@pytest.mark.parametrize("chapter", ["archive", "external"])
+def test_weights_can_be_fetched_as_adapter_files(life: Life, chapter: str) -> None:
+    told = life.chapter(chapter)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
+    assert told["config"]["r"] == 4
+    assert told["config"]["lora_alpha"] > 0
+    assert told["tensors"]
+    # The run was created with train_mlp=False and train_unembed=False.
+    assert all(".self_attn." in name for name in told["tensors"])
+
+
+def test_external_weights_are_checkpoints_of_their_own_kind(life: Life) -> None:
+    external = life.chapter("external")
+    assert external["path"].endswith("/external_weights/out")
+    assert external["kinds"] == ["external"]
+    assert external["aware"]
+
+
+def test_weights_can_be_copied(life: Life) -> None:
+    copying = life.chapter("copying")
+    assert copying["to"] != copying["from"]
+    assert "/weights/" in copying["to"]
+    assert copying["difference"] == 0
+
+
+def test_closing_ends_the_session_and_keeps_what_was_saved(life: Life) -> None:
+    closing = life.chapter("closing")
+    assert "closed" in closing["after"]["text"]
+    assert closing["session_id"] in closing["sessions"]
+    assert closing["checkpoint"]
+    assert closing["status"] == [["client_finished", "success", closing["session_id"]]]
