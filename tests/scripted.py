@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
-from weakref import WeakSet
 
 import httptools
 
@@ -143,7 +142,7 @@ class ScriptedServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._connections: set[_ServerConnection] = set()
-        self._seen: WeakSet[_ServerConnection] = WeakSet()
+        self._answering: set[asyncio.Task[None]] = set()
         self._server = self._loop.run_until_complete(
             self._loop.create_server(lambda: _ServerConnection(self), "127.0.0.1", 0)
         )
@@ -152,17 +151,18 @@ class ScriptedServer:
         self._loop.run_forever()
 
     async def _stop(self) -> None:
+        # asyncio hands a connection over in a task of its own, a few turns after it accepted the socket. Closing
+        # the server before that breaks the task, and nobody closes the socket. So first accept no more.
+        self._loop.remove_reader(self._server.sockets[0])
+        accepting = asyncio.all_tasks() - self._answering - {asyncio.current_task()}
+        await asyncio.gather(*accepting)
         self._server.close()
-        for connection in list(self._connections):
+        for connection in self._connections:
             connection.abort()
-        # Only our own tasks: asyncio's accept may be handing over a connection at this moment.
-        tasks = [task for connection in self._seen for task in connection.answering]
-        for task in tasks:
+        for task in self._answering:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # A socket closes one turn of the loop after it was told to.
-        while self._connections:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await asyncio.gather(*self._answering, return_exceptions=True)
+        await asyncio.gather(*[connection.lost for connection in self._connections])
 
     def reply_to(self, request: Request) -> Reply:
         with self._changed:
@@ -186,14 +186,15 @@ class _ServerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
+        self.lost = asyncio.get_running_loop().create_future()
         self._server._connections.add(self)
-        self._server._seen.add(self)
         self._server.open_connections += 1
         self._reset()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server._connections.discard(self)
         self._server.open_connections -= 1
+        self.lost.set_result(None)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -202,7 +203,6 @@ class _ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._body = b"", b""
         self._headers: dict[str, str] = {}
-        self.answering: set[asyncio.Task[None]] = set()
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -227,8 +227,8 @@ class _ServerConnection(asyncio.Protocol):
         )
         self._url, self._headers, self._body = b"", {}, b""
         task = asyncio.ensure_future(self._answer(request))
-        self.answering.add(task)
-        task.add_done_callback(self.answering.discard)
+        self._server._answering.add(task)
+        task.add_done_callback(self._server._answering.discard)
 
     async def _answer(self, request: Request) -> None:
         reply = self._server.reply_to(request)

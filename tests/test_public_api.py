@@ -157,7 +157,10 @@ OPTIONAL_HERE = {
     "TelemetrySendRequest.process_uuid": "clients before 0.24 do not send it",
 }
 # Fields only we have, and why.
-ADDED_HERE = {"ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24"}
+ADDED_HERE = {
+    "ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24",
+    "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
+}
 # Methods that are not there, and why.
 OTHER_METHODS = dict.fromkeys(
     [

@@ -13,6 +13,9 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import config as config
     from . import errors as errors
+    from . import objectives as objectives
+    from . import regularizers as regularizers
+    from . import telemetry as telemetry
     from . import types as types
     from ._client.http import APIResponse as APIResponse
     from ._client.http import StreamResponse as StreamResponse
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from .errors import UnprocessableEntityError as UnprocessableEntityError
     from .errors import UnsupportedMediaTypeError as UnsupportedMediaTypeError
     from .errors import WrongThreadError as WrongThreadError
+    from .telemetry.progress import progress as progress
     from .types import AdamOptimizerConfig as AdamOptimizerConfig
     from .types import AdamParams as AdamParams
     from .types import Checkpoint as Checkpoint
@@ -99,7 +103,7 @@ if TYPE_CHECKING:
 __title__ = "tinkex"
 
 # Where each name lives; the block above says the same to type checkers, and a test keeps them equal.
-_MODULES = ("config", "errors", "types")
+_MODULES = ("config", "errors", "objectives", "regularizers", "telemetry", "types")
 _NAMES = {
     "._client.http": "APIResponse StreamResponse",
     "._client.rest": "AdminClient RestClient",
@@ -120,6 +124,7 @@ _NAMES = {
         PermissionDeniedError RateLimitError RequestErrorCategory RequestFailedError TinkerError
         UnprocessableEntityError UnsupportedMediaTypeError WrongThreadError
     """,
+    ".telemetry.progress": "progress",
     ".types": """
         AdamOptimizerConfig AdamParams Checkpoint CheckpointType CustomLossOutput Datum
         DimuonOptimizerConfig DimuonParams DmelChunk EncodedTextChunk ForwardBackwardOutput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from tinkex.errors import (
     InvalidPathError,
     RequestFailedError,
 )
+from tinkex.regularizers import CustomLossError, CustomLossTimeoutError
 
 from ..scripted import Answer, Request, ScriptedServer, promise
 from .helpers import (
@@ -1018,7 +1020,6 @@ def broken(loss: Callable[[list[torch.Tensor]], Any]) -> Callable[..., Any]:
         (broken(lambda logprobs: logprobs[0].sum().detach()), "detached"),
         (broken(lambda logprobs: logprobs[0].sum() * math.nan), "nan"),
         (broken(lambda logprobs: logprobs[0].sum() / 0), "inf"),
-        (broken(lambda logprobs: logprobs[0].sum()), "datum 1"),
         (
             broken(lambda logprobs: sum(torch.sqrt(each + 1).sum() for each in logprobs)),
             "not finite",
@@ -1033,13 +1034,132 @@ def test_a_loss_that_cannot_train_is_refused_and_the_client_goes_on(server, trai
     assert numbers(server) == [1, 2]
 
 
-def test_an_exception_in_the_loss_reaches_the_caller_as_it_is(server, trainer):
+def test_an_exception_in_the_loss_reaches_the_caller_as_its_cause(server, trainer):
     def loss(_: Any, __: Any) -> Any:
         raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="mine"):
+    with pytest.raises(CustomLossError, match="ZeroDivisionError: mine") as caught:
         trainer.forward_backward_custom([datum(1)], loss).result(10)
+    assert caught.value.field == "loss_fn"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2]
+
+
+def test_data_that_the_loss_does_not_look_at_gets_no_gradient(server, trainer):
+    loss = broken(lambda logprobs: logprobs[0].sum())
+    trainer.forward_backward_custom([datum(1), datum(2, 3)], loss).result(10)
+    assert weights_of(server.asked(PASS)[1]) == [[-1.0], [0.0, 0.0]]
+
+
+def test_regularizers_are_added_and_told_apart(server, trainer):
+    def squares(_: Any, logprobs: Any) -> Any:
+        return sum(each.square().sum() for each in logprobs), {"size": 3}
+
+    result = trainer.forward_backward_custom(
+        [datum(5, 6)],
+        total,
+        regularizers=[
+            types.RegularizerSpec(squares, 0.5, "squares"),
+            {"fn": lambda _, logprobs: (logprobs[0][0], {}), "weight": 0, "name": "looked at"},
+        ],
+        track_grad_norms=True,
+    ).result(10)
+    # Logprobs of -1: the total has the gradient 1 + 0.5 · 2 · -1 at both.
+    assert weights_of(server.asked(PASS)[1]) == [[0.0, 0.0]]
+    assert result.metrics == {
+        "loss:sum": -1.0,
+        "surrogate_loss:sum": 1.0,
+        "base_loss:sum": -2.0,
+        "regularizers/squares:sum": 1.0,
+        "regularizers/looked at:sum": 0.0,
+        "count": 2.0,
+    }
+    parts = result.custom_loss
+    assert (parts.loss_total, parts.base_loss.value, parts.regularizer_total) == (-1.0, -2.0, 1.0)
+    assert parts.base_loss.custom == {"count": 2.0}
+    assert parts.regularizers["squares"].custom == {"size": 3}
+    assert parts.regularizers["squares"].grad_norm == pytest.approx(2 * math.sqrt(2))
+    assert parts.total_grad_norm == 0.0
+    assert parts.regularizers["looked at"].value == -1.0
+
+
+def regularizer(fn: Callable[..., Any], name: str = "mine", **more: Any) -> dict[str, Any]:
+    return {"fn": fn, "weight": 1.0, "name": name, **more}
+
+
+@pytest.mark.parametrize(
+    ("regularizers", "named"),
+    [
+        ([regularizer(total), regularizer(total)], "mine"),
+        ([regularizer(total, weight=-1)], "mine"),
+        ([regularizer(lambda data: (0, {}))], "mine"),
+        ([regularizer(lambda data, logprobs, options, more: (0, {}))], "mine"),
+        (["mine"], "regularizers.0"),
+        (regularizer(total), "a list"),
+    ],
+)
+def test_regularizers_that_cannot_be_are_refused_before_anything_is_sent(
+    server, trainer, regularizers, named
+):
+    with pytest.raises(InvalidInputError, match=named):
+        trainer.forward_backward_custom([datum(1)], total, regularizers=regularizers)
+    assert server.asked(PASS) == []
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda data, logprobs: logprobs[0].sum(),
+        broken(lambda logprobs: logprobs[0]),
+        broken(lambda logprobs: logprobs[0].sum().detach()),
+        broken(lambda logprobs: logprobs[0].sum() * math.nan),
+        broken(lambda logprobs: torch.sqrt(logprobs[0] + 1).sum()),
+        broken(lambda logprobs: logprobs[9]),
+        broken(lambda logprobs: sys.exit(3)),
+    ],
+)
+def test_a_regularizer_that_cannot_train_is_named_and_nothing_is_sent(server, trainer, fn):
+    good = regularizer(total, "good")
+    with pytest.raises(CustomLossError) as caught:
+        trainer.forward_backward_custom(
+            [datum(1, 2)], total, regularizers=[good, regularizer(fn)]
+        ).result(10)
+    assert (caught.value.name, caught.value.field) == ("mine", "regularizers.mine")
+    trainer.optim_step().result(10)
+    assert numbers(server) == [1, 2]
+
+
+@pytest.fixture
+def never() -> Iterator[Callable[..., Any]]:
+    """A loss that returns only when the test is over."""
+    over = threading.Event()
+    yield lambda data, logprobs: (over.wait(), total(data, logprobs))[1]
+    over.set()
+
+
+def test_a_loss_that_never_returns_is_left_behind(server, trainer, never):
+    stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=0.05)
+    step = trainer.optim_step()
+    with pytest.raises(CustomLossTimeoutError, match=r"loss_fn: did not return within 0\.05 s"):
+        stuck.result(10)
+    step.result(10)
+    slow = [regularizer(total, "good"), regularizer(never)]
+    with pytest.raises(CustomLossTimeoutError, match=r"regularizers\.mine"):
+        trainer.forward_backward_custom(
+            [datum(1)], total, regularizers=slow, loss_timeout=0.05
+        ).result(10)
+    trainer.forward_backward_custom([datum(1)], total).result(10)
+    assert numbers(server) == [1, 2, 3, 4, 5]
+
+
+def test_the_time_of_the_operation_is_also_that_of_its_loss(server, trainer, never):
+    stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=None, timeout=0.05)
+    step = trainer.optim_step()
+    with pytest.raises(APITimeoutError):
+        stuck.result(10)
+    step.result(10)
+    assert numbers(server) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -1063,6 +1183,7 @@ def test_logprobs_that_do_not_fit_the_data_are_the_services_fault(server, traine
         ([types.Datum(types.ModelInput.from_ints([1]), {"weights": [1.0]})], total),
         ([], total),
         ([datum(1)], "cross_entropy"),
+        ([datum(1)], lambda logprobs: (logprobs[0].sum(), {})),
     ],
 )
 def test_a_custom_call_that_cannot_be_is_refused_before_anything_is_sent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, SampleJob, TrainingPass
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotFoundError
 
 from ..running import finish
 
@@ -143,6 +144,29 @@ def test_inputs_that_the_loss_does_not_read_may_be_anything(engine):
     assert strange.metrics == plain.metrics
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "name", "values", "message"),
+    [
+        ("cross_entropy", "weights", [1, np.nan, 1, np.nan], "has nan at position 1"),
+        ("ppo", "advantages", [0, 0, 0, np.inf], "has inf at position 3"),
+        ("dro", "logprobs", [-np.inf, 0, 0, 0], "has -inf at position 0"),
+        ("cross_entropy", "weights", [[1, 2]] * 3 + [[3, np.nan]], r"has nan at position \[3, 1\]"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_where_they_are_read(
+    engine, loss_fn, name, values, message
+):
+    engine.create_model("m", TINY, LoraSpec(2))
+    given_ = np.array(values, np.float32)
+    bad = example(4, *given_.shape[1:])
+    bad = Example(bad.tokens_T, {**bad.inputs, name: given_})
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        finish(engine.run_pass("m", TrainingPass([example(4), bad], loss_fn)))
+    assert caught.value.field == f"data.1.{name}"
+    if loss_fn != "cross_entropy":  # which does not read it
+        finish(engine.run_pass("m", TrainingPass([bad], "cross_entropy")))
+
+
 @pytest.mark.parametrize("trained", ["train_attn", "train_mlp", "train_unembed"])
 def test_any_part_of_a_model_can_be_trained_alone(engine, trained):
     parts = {"train_attn": False, "train_mlp": False, "train_unembed": False, trained: True}
@@ -153,6 +177,82 @@ def test_any_part_of_a_model_can_be_trained_alone(engine, trained):
         losses.append(done.metrics["loss:sum"])
         engine.optim_step("m", AdamStep(learning_rate=1e-2))
     assert losses[-1] < losses[0]
+
+
+# -- going on from what was kept ----------------------------------------------------------------------
+
+
+def steps(engine, model_id, count, first=0):
+    """All that training says of each step, to the last bit."""
+    said = []
+    for number in range(first, first + count):
+        loss_fn = "ppo" if number % 3 == 2 else "cross_entropy"
+        data = WEIGHTS if loss_fn == "ppo" else BOTH
+        done = finish(engine.run_pass(model_id, TrainingPass(data, loss_fn)))
+        options = AdamStep(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
+        metrics = engine.optim_step(model_id, options)
+        said.append((done.metrics, metrics, [logprobs.tobytes() for logprobs in done.logprobs]))
+    return said
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_snapshot_is_the_model_as_it_was_at_the_call(engine, tmp_path, seed):
+    engine.create_model("m", TINY, LoraSpec(8, seed=seed))
+    steps(engine, "m", 4)
+    write = engine.snapshot("m", tmp_path / "snapshot")
+    engine.save_state("m", tmp_path / "state", optimizer=True)
+    assert not (tmp_path / "snapshot").exists()
+    undisturbed = steps(engine, "m", 5, first=4)
+    with ThreadPoolExecutor(1) as pool:  # written beside the training that goes on
+        writing = pool.submit(write)
+        steps(engine, "m", 1)
+    size = writing.result()
+    assert size == sum(file.stat().st_size for file in (tmp_path / "snapshot").iterdir())
+    for file in (tmp_path / "state").iterdir():
+        assert (tmp_path / "snapshot" / file.name).read_bytes() == file.read_bytes()
+    engine.unload_model("m")
+    engine.restore_model("n", TINY, tmp_path / "snapshot", optimizer=True)
+    assert steps(engine, "n", 5, first=4) == undisturbed
+
+
+def test_a_snapshot_of_nothing_is_refused_at_the_call(engine, tmp_path):
+    with pytest.raises(NotFoundError, match="no model"):
+        engine.snapshot("nobody", tmp_path / "a")
+
+
+def test_a_snapshot_can_be_written_after_its_model_is_gone(engine, tmp_path):
+    engine.create_model("m", TINY, LoraSpec(8))
+    write = engine.snapshot("m", tmp_path / "a")
+    expected = steps(engine, "m", 2)
+    engine.unload_model("m")
+    write()
+    engine.restore_model("n", TINY, tmp_path / "a", optimizer=True)
+    assert steps(engine, "n", 2) == expected
+
+
+def test_norms_after_a_restore_are_equal_to_the_last_bit(engine, tmp_path):
+    """A norm is a sum over all tensors, and files may hold them in another order."""
+    engine.create_model("m", TINY, LoraSpec(8, seed=3))
+    steps(engine, "m", 2)
+    engine.save_state("m", tmp_path / "a", optimizer=True)
+    engine.restore_model("n", TINY, tmp_path / "a", optimizer=True)
+    norms = [
+        [metrics["grad_norm"] for _, metrics, _ in steps(engine, model_id, 6)]
+        for model_id in ("m", "n")
+    ]
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(("seed", "same"), [(2**64 + 5, 5), (-1, 2**64 - 1), (-(2**70), 0)])
+def test_seeds_are_taken_around(engine, tmp_path, seed, same):
+    states = []
+    for number, chosen in enumerate((seed, same)):
+        engine.create_model("m", TINY, LoraSpec(2, seed=chosen))
+        steps(engine, "m", 2)
+        states.append(state(engine, "m", tmp_path / str(number)))
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        np.testing.assert_array_equal(value, states[1][key])
 
 
 # -- whatever is accepted is sampled ------------------------------------------------------------------

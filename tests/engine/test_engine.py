@@ -109,6 +109,69 @@ def test_a_sampler_of_a_checkpoint_equals_one_of_the_model(engine, tmp_path):
     assert greedy(engine, "saved") == greedy(engine, "live")
 
 
+# -- bfloat16 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow(tiny):
+    return TorchEngine([tiny], dtype=torch.bfloat16)
+
+
+def test_a_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):
+    narrow.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
+    train(narrow, "m", 1)  # the first step moves B alone
+    saved = []
+    for number in range(2):
+        narrow.save_state("m", tmp_path / str(number), optimizer=True)
+        saved.append(load_file(tmp_path / str(number) / "adapter_model.safetensors"))
+        finish(narrow.run_pass("m", TrainingPass(data(), "cross_entropy")))
+        narrow.optim_step("m", AdamStep(learning_rate=1e-5))
+    moved = [(saved[1][name] != before).float().flatten() for name, before in saved[0].items()]
+    assert torch.cat(moved).mean() > 0.95
+    files = load_file(tmp_path / "1" / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in (*saved[1].values(), *files.values())} == {torch.float32}
+
+
+def test_training_and_sampling_in_bfloat16_are_those_in_float32_but_for_rounding(
+    engine, narrow, tmp_path
+):
+    losses = []
+    for each in (engine, narrow):
+        each.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
+        losses.append(train(each, "m", 30))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05, atol=2.0)
+    assert losses[1][-1] < 0.5 * losses[1][0]
+    narrow.save_state("m", tmp_path / "a", optimizer=True)
+    narrow.open_sampler("live", base_models.TINY, model_id="m")
+    narrow.open_sampler("saved", base_models.TINY, directory=tmp_path / "a")
+    engine.open_sampler("wide", base_models.TINY, directory=tmp_path / "a")
+    expected = TOKENS[10:18].tolist()
+    assert greedy(narrow, "live") == greedy(narrow, "saved") == greedy(engine, "wide") == expected
+    narrow.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+    assert train(narrow, "n", 3) == train(narrow, "m", 3)
+
+
+def test_adapters_and_the_base_model_share_a_batch_in_bfloat16(narrow):
+    narrow.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
+    train(narrow, "m", 30)
+    narrow.open_sampler("adapted", base_models.TINY, model_id="m")
+    narrow.open_sampler("base", base_models.TINY)
+    for sampler_id in ("adapted", "base"):
+        narrow.add_sample(
+            sampler_id,
+            SampleJob(sampler_id, TOKENS[:10], max_tokens=8, temperature=0.0, stop_tokens=()),
+        )
+    results = {}
+    while narrow.sampling:
+        for event in narrow.sample_step():
+            results[event.job_id] = event.result.tokens[0].tolist()
+    assert results["adapted"] == TOKENS[10:18].tolist()
+    assert results["base"] == greedy(narrow, "base")
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
 )
@@ -136,6 +199,86 @@ def test_an_adapter_without_a_manifest_is_read_by_its_configuration(engine, tmp_
     engine.open_sampler("live", base_models.TINY, model_id="m")
     engine.open_sampler("saved", base_models.TINY, directory=tmp_path / "a")
     assert greedy(engine, "saved") == greedy(engine, "live")
+
+
+def reconfigured(engine, directory, **settings):
+    """A PEFT adapter whose configuration says more than ours."""
+    peft_adapter(engine, directory)
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def test_all_that_peft_writes_of_a_plain_adapter_is_read(engine, tiny, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = base_models.load(tiny, device="cpu", dtype=torch.float32)
+    for kind, changes in (
+        ("plain", {}),
+        ("rslora", {"use_rslora": True}),
+        ("gaussian", {"init_lora_weights": "gaussian"}),
+    ):
+        config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], **changes)
+        theirs = get_peft_model(base, config)
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+            logits = theirs.eval()(torch.tensor(TOKENS[:-1].astype(np.int64))[None]).logits[0]
+        theirs.save_pretrained(tmp_path / kind)
+        base = theirs.unload()
+        engine.restore_model("m", base_models.TINY, tmp_path / kind, optimizer=False)
+        ours = finish(
+            engine.run_pass("m", TrainingPass(data(), "cross_entropy", backward=False))
+        ).logprobs[0]
+        targets = torch.tensor(TOKENS[1:].astype(np.int64))[:, None]
+        expected = logits.log_softmax(-1).gather(-1, targets)[:, 0]
+        np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
+        # What is saved of it again means the same.
+        engine.save_state("m", tmp_path / "again", optimizer=False)
+        (tmp_path / "again" / "tinkex.json").unlink()
+        engine.restore_model("n", base_models.TINY, tmp_path / "again", optimizer=False)
+        again = finish(
+            engine.run_pass("n", TrainingPass(data(), "cross_entropy", backward=False))
+        ).logprobs[0]
+        np.testing.assert_allclose(again, ours, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("rank_pattern", {"q_proj": 4}),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("layer_replication", [[0, 2], [1, 2]]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("peft_type", "ADALORA"),
+    ],
+)
+def test_adapters_that_are_more_than_two_factors_are_refused_by_name(engine, tmp_path, name, value):
+    reconfigured(engine, tmp_path / "a", **{name: value})
+    for load in (
+        lambda: engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=False),
+        lambda: engine.open_sampler("s", base_models.TINY, directory=tmp_path / "a"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"{name}=") as caught:
+            load()
+        assert caught.value.field == "path"
+
+
+def test_a_file_that_changes_after_it_was_read_changes_nothing(engine, tmp_path):
+    engine.create_model("m", base_models.TINY, LoraSpec(4, seed=2))
+    train(engine, "m", 2)
+    engine.save_state("m", tmp_path / "a", optimizer=True)
+    engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
+    for file in (tmp_path / "a").iterdir():
+        with file.open("r+b") as content:  # the same file, not another of its name
+            content.write(bytes(file.stat().st_size))
+    assert train(engine, "n", 2) == train(engine, "m", 2)
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", None, b"[]", b"{}", b"\xff", "half"])
@@ -247,6 +390,19 @@ def test_a_sampler_opened_again_leaves_nothing_of_the_one_before(engine):
         greedy(engine, "s")
     layers = engine._base(base_models.TINY).language.llama.layers
     assert {len(layer.qkv._frozen) for layer in layers} == {1}
+
+
+def test_a_base_model_that_cannot_be_loaded_is_not_there(engine, tiny, tmp_path):
+    broken = dataclasses.replace(tiny, name="broken", directory=tmp_path / "nothing")
+    with pytest.raises(OSError, match="nothing"):
+        engine.load(broken)
+    with pytest.raises(InvalidInputError, match="does not have 'broken'"):
+        engine.create_model("m", "broken", LoraSpec(2))
+    with pytest.raises(OSError, match="nothing"):
+        engine.load(dataclasses.replace(broken, name=base_models.TINY))
+    engine.create_model("m", base_models.TINY, LoraSpec(2))  # the one that was there stays
+    engine.load(dataclasses.replace(tiny, name="broken"))
+    engine.create_model("m", "broken", LoraSpec(2))
 
 
 def test_what_is_not_there_is_said_by_name(engine, tmp_path):

@@ -683,6 +683,13 @@ MISTAKES = {
     "soft targets": given(target_tokens=np.zeros((4, 2), np.int64)),
     "weights' length": given(weights=np.zeros(3, np.float32)),
     "advantages' length": given(advantages=np.zeros(5, np.float32)),
+    "weights not finite": given(weights=np.array([1, 0, np.nan, 0], np.float32)),
+    "soft weights not finite": given(
+        "cross_entropy", target_tokens=np.zeros((4, 2), np.int64), weights=np.full((4, 2), np.inf)
+    ),
+    "advantages not finite": given(advantages=np.array([0, np.inf, 0, 0], np.float32)),
+    "logprobs not finite": given("gspo", logprobs=np.array([0, 0, 0, -np.inf], np.float32)),
+    "mask not finite": given("gspo", sequence_ratio_mask=np.full(4, np.nan, np.float32)),
     "no targets": without("target_tokens"),
     "no logprobs": without("logprobs"),
     "no advantages": without("advantages"),

@@ -275,6 +275,53 @@ def test_an_adapter_is_forgotten_when_the_last_sample_from_it_is_done(language_m
     assert not sampler._closed
 
 
+def test_prompts_read_in_one_step_are_counted_with_their_padding(language_model):
+    sampler = sampler_of(language_model, prefill_tokens=200)
+    long, short = np.resize(PROMPT, 90).astype(np.int32), [PROMPT[: 2 + n % 8] for n in range(16)]
+    sampler.add("long", job(prompt_T=long), None)
+    for number, prompt in enumerate(short):
+        sampler.add(f"short{number}", job(prompt_T=prompt), None)
+    sampler.step()
+    assert sampler.depth == (15, 2)  # two times 90 fit into 200, three times do not
+    sampler.step()
+    assert sampler.depth == (0, 17)  # seven different ones of at most nine
+    late = sampler_of(language_model, prefill_tokens=200)
+    for number, prompt in enumerate(short[:3]):
+        late.add(f"short{number}", job(prompt_T=prompt), None)
+    late.add("long", job(prompt_T=long), None)
+    late.step()
+    assert late.depth == (1, 3)  # it would make all of them 90
+    late.step()
+    assert late.depth == (0, 4)
+
+
+def test_padding_counts_by_adapter_and_a_prompt_over_the_budget_is_read_alone(language_model):
+    adapter = trained(language_model).adapter.frozen_copy()
+    sampler = sampler_of(language_model, prefill_tokens=100)
+    long = np.resize(PROMPT, 80).astype(np.int32)
+    sampler.add("long", job(prompt_T=long), None)
+    sampler.add("same", job(prompt_T=long), None)
+    sampler.add("short", job(prompt_T=PROMPT), adapter)  # read by itself: one more of 19, not of 80
+    sampler.add("next", job(prompt_T=PROMPT[:2]), adapter)
+    sampler.step()
+    assert sampler.depth == (1, 3)
+    small = sampler_of(language_model, prefill_tokens=10)
+    small.add("long", job(prompt_T=long), None)
+    small.add("short", job(prompt_T=PROMPT[:2]), None)
+    small.step()
+    assert small.depth == (1, 1)
+
+
+def test_sequences_leave_a_batch_whose_cache_grew_on_the_way(language_model):
+    limits = (70, 100, 90, 140)
+    jobs = {str(limit): job(seed=limit, max_tokens=limit) for limit in limits}
+    together = run(sampler_of(language_model), jobs)
+    for name, one in jobs.items():
+        alone = run(sampler_of(language_model), {name: one})[name]
+        assert together[name].tokens[0].tolist() == alone.tokens[0].tolist()
+        assert len(alone.tokens[0]) == int(name)
+
+
 def test_a_cancelled_job_leaves_the_others_alone(language_model):
     sampler = sampler_of(language_model)
     sampler.add("gone", job(seed=1), None)

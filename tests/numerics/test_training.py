@@ -39,9 +39,7 @@ def examples(loss_fn="cross_entropy", lengths=LENGTHS, seed=0):
 
 
 def trained(language_model, **spec):
-    adapter = Adapter.fresh(
-        language_model.layers, LoraSpec(4, seed=1, **spec), "cpu", torch.float32
-    )
+    adapter = Adapter.fresh(language_model.layers, LoraSpec(4, seed=1, **spec), "cpu")
     with torch.no_grad():  # a fresh adapter changes nothing; this one does
         for index, pair in enumerate(adapter.pairs.values()):
             pair.b.normal_(0, 0.05, generator=torch.Generator().manual_seed(index))
@@ -160,9 +158,7 @@ def test_twenty_steps_equal_peft_and_torch_adamw(tiny, language_model):
     from peft import LoraConfig, get_peft_model
 
     spec = LoraSpec(4, seed=2)
-    ours = TrainedModel(
-        language_model, Adapter.fresh(language_model.layers, spec, "cpu", torch.float32)
-    )
+    ours = TrainedModel(language_model, Adapter.fresh(language_model.layers, spec, "cpu"))
     names = sorted({name.rpartition(".")[2] for name in ours.adapter.pairs})
     config = LoraConfig(r=4, lora_alpha=int(spec.alpha), target_modules=names)
     theirs = get_peft_model(load(tiny), config)

@@ -116,3 +116,18 @@ def test_a_loss_may_have_no_parts():
         "regularizer_total": 0,
         "regularizers": {},
     }
+
+
+@pytest.mark.parametrize("field", ["fn", "weight", "is_async", "options"])
+def test_a_term_that_is_refused_is_named(field):
+    fields = {"fn": penalty, "weight": 1.0, "name": "leash"} | {field: "bad"}
+    with refuses(field, "regularizer 'leash'"):
+        RegularizerSpec(**fields)
+
+
+@pytest.mark.parametrize("name", ["sharp", lambda: "sharp"], ids=["attribute", "method"])
+def test_a_mapping_may_leave_the_name_to_its_object(name):
+    fn = Penalty()
+    fn.name = name  # type: ignore[attr-defined]
+    assert RegularizerSpec.create({"fn": fn, "weight": 1}).name == "sharp"
+    assert RegularizerSpec.create({"fn": fn, "weight": 1, "name": "mine"}).name == "mine"

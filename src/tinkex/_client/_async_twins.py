@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,10 +134,21 @@ class TrainingClientAsync:
         loss_fn: CustomLossFn,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
+        regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = (),
+        track_grad_norms: bool = False,
+        max_concurrency: int | None = None,
+        loss_timeout: float | None = 600.0,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward_custom(
-            data, loss_fn, loss_type_input=loss_type_input, timeout=timeout
+            data,
+            loss_fn,
+            loss_type_input=loss_type_input,
+            regularizers=regularizers,
+            track_grad_norms=track_grad_norms,
+            max_concurrency=max_concurrency,
+            loss_timeout=loss_timeout,
+            timeout=timeout,
         )
 
     async def get_info_async(self: Any, *, timeout: float | None = None) -> GetInfoResponse:

@@ -1,7 +1,8 @@
 """Losses computed on the caller's side: forward, their gradient, and back as weights.
 
 The service's cross entropy is `Σ -weight · logprob`, so sending `weight = -∂C/∂logprob` makes its gradient the
-gradient of any C. All functions here are plain tensor work; the wire calls are the training client's.
+gradient of any C. What C is, and its gradient, is the business of `tinkex.regularizers`; the wire calls are the
+training client's.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinkex.errors import APIResponseValidationError, InvalidInputError
-from tinkex.types import Datum, ForwardBackwardOutput, TensorData
+from tinkex.types import CustomLossOutput, Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
     import torch
+
+    from tinkex.regularizers import Pipeline
 
 __all__ = ["CustomLossFn", "Surrogate", "forward_data", "merged", "surrogate"]
 
@@ -26,9 +29,9 @@ CustomLossFn: TypeAlias = (
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A custom loss at one point: its value, its metrics, and the data that carries its gradient."""
+    """A custom loss at one point: taken apart, its metrics, and the data that carries its gradient."""
 
-    loss: float
+    output: CustomLossOutput
     metrics: dict[str, float]
     data: list[Datum]
 
@@ -52,34 +55,21 @@ def _linear(datum: Datum, index: int, weights: TensorData | None) -> Datum:
 
 
 def surrogate(
-    data: list[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLossFn
+    data: list[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLossFn, pipeline: Pipeline
 ) -> Surrogate:
-    """Evaluate `loss_fn` at the logprobs of the first pass and differentiate it."""
-    import torch
-
+    """Evaluate the composed loss at the logprobs of the first pass and differentiate it."""
     leaves = [leaf.requires_grad_() for leaf in _logprobs(forward, data)]
-    returned = loss_fn(data, leaves)
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise InvalidInputError(
-            f"must return (loss, metrics), got {type(returned).__name__}", field="loss_fn"
-        )
-    loss, metrics = returned
-    _check_loss(loss)
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    linear = []
-    for index, (datum, gradient) in enumerate(zip(data, gradients, strict=True)):
-        if gradient is None:
-            raise InvalidInputError(
-                f"the loss does not depend on the logprobs of datum {index}", field="loss_fn"
-            )
-        if not torch.isfinite(gradient).all():
-            raise InvalidInputError(
-                f"the gradient at the logprobs of datum {index} is not finite", field="loss_fn"
-            )
-        linear.append(_linear(datum, index, TensorData.from_torch(-gradient)))
+    evaluation = pipeline.evaluate(data, leaves, loss_fn, differentiate=True)
+    assert evaluation.gradients is not None
+    linear = [
+        _linear(datum, index, TensorData.from_torch(-gradient))
+        for index, (datum, gradient) in enumerate(zip(data, evaluation.gradients, strict=True))
+    ]
+    base = evaluation.output.base_loss
+    metrics = {} if base is None else base.custom
     return Surrogate(
-        float(loss.detach()),
-        {str(name): _number(value, name) for name, value in metrics.items()},
+        evaluation.output,
+        {name: _number(value, name) for name, value in metrics.items()},
         linear,
     )
 
@@ -97,39 +87,19 @@ def _logprobs(forward: ForwardBackwardOutput, data: Sequence[Datum]) -> list[tor
                 message=f"The service returned no logprobs for datum {index}."
             )
         tensor = output["logprobs"].to_torch()
-        expected = datum.loss_fn_inputs["target_tokens"].to_numpy().size
-        if tensor.numel() != expected:
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        if tensor.numel() != targets.size:
             raise APIResponseValidationError(
-                message=f"The service returned {tensor.numel()} logprobs for the {expected} "
+                message=f"The service returned {tensor.numel()} logprobs for the {targets.size} "
                 f"targets of datum {index}."
             )
-        tensors.append(tensor)
+        tensors.append(tensor.reshape(targets.shape))
     return tensors
-
-
-def _check_loss(loss: Any) -> None:
-    import torch
-
-    if not isinstance(loss, torch.Tensor):
-        raise InvalidInputError(
-            f"the loss must be a torch tensor, not {type(loss).__name__}", field="loss_fn"
-        )
-    if loss.numel() != 1:
-        raise InvalidInputError(
-            f"the loss must be one number, not {tuple(loss.shape)}; sum or average it",
-            field="loss_fn",
-        )
-    if not loss.requires_grad:
-        raise InvalidInputError(
-            "the loss is detached from the logprobs, so nothing would be trained", field="loss_fn"
-        )
-    if not torch.isfinite(loss).all():
-        raise InvalidInputError(f"the loss is {float(loss.detach())}", field="loss_fn")
 
 
 def _number(value: Any, name: object) -> float:
     try:
-        return float(value.detach() if hasattr(value, "detach") else value)
+        return float(value)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
             f"is not a number: {value!r:.80}", field=f"metrics.{name}"
@@ -137,12 +107,18 @@ def _number(value: Any, name: object) -> float:
 
 
 def merged(result: ForwardBackwardOutput, custom: Surrogate) -> ForwardBackwardOutput:
-    """The result of the second pass with the custom loss in place of its surrogate's."""
-    metrics = dict(result.metrics)
+    """The result of the second pass with the custom loss in place of its surrogate's.
+
+    With regularizers, `loss:sum` is the sum of `base_loss:sum` and all `regularizers/<name>:sum`.
+    """
+    metrics, output = dict(result.metrics), custom.output
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
-    return ForwardBackwardOutput(
-        result.loss_fn_output_type,
-        result.loss_fn_outputs,
-        {**metrics, "loss:sum": custom.loss, **custom.metrics},
-    )
+    metrics["loss:sum"] = output.loss_total
+    if output.regularizers and output.base_loss is not None:
+        metrics["base_loss:sum"] = output.base_loss.value
+        metrics |= {
+            f"regularizers/{name}:sum": each.contribution
+            for name, each in output.regularizers.items()
+        }
+    return replace(result, metrics=metrics | custom.metrics, custom_loss=output)

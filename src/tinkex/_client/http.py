@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 from tinkex._wire import json_codec
@@ -133,14 +134,14 @@ class HTTPClient:
                 row = _row(method, path)
                 raise self._session.transport.misunderstood(row, answer, error) from error
 
-        return self._session.submit(data(), timeout=options.get("timeout"))
+        return self._session.start(f"{method} {path}", data, timeout=options.get("timeout"))
 
     def with_raw_response(
         self, method: Method, path: str, **options: Any
     ) -> APIFuture[APIResponse]:
         """The whole answer instead of its body."""
-        work = self._request(_checked(method), path, **options)
-        return self._session.submit(work, timeout=options.get("timeout"))
+        work = partial(self._request, _checked(method), path, **options)
+        return self._session.start(f"{method} {path}", work, timeout=options.get("timeout"))
 
     @asynccontextmanager
     async def with_streaming_response(

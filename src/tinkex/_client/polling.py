@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -28,11 +28,29 @@ from tinkex._wire.operations import Operation, operation
 from tinkex.config import poll_delay
 from tinkex.errors import (
     APIConnectionError,
+    APIResponseValidationError,
     APITimeoutError,
     DecodeError,
     HTTPRequest,
     InvalidInputError,
+    RequestFailedError,
     TinkerError,
+)
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.events import (
+    FutureApiError,
+    FutureCancelled,
+    FutureCompleted,
+    FutureConnectionError,
+    FutureEvent,
+    FutureFailure,
+    FuturePolled,
+    FutureRequestFailed,
+    FutureSubmitted,
+    FutureTimeout,
+    FutureValidationError,
+    Throttled,
 )
 from tinkex.types import (
     ForwardBackwardOutput,
@@ -77,9 +95,12 @@ class Poll(Generic[R]):
     size: int | None = None  # of the result in bytes, if the service has told already
     poll_backoff: Any = None
 
-    async def result(self) -> R:
+    def result(self) -> Coroutine[Any, Any, R]:
         """Poll until the result is there; gives up at the deadline with the last error seen."""
         state = _Progress(self.transport.clock.monotonic())
+        return self._observed(state) if wants(FutureEvent) else self._result(state)
+
+    async def _result(self, state: _Progress) -> R:
         with Lease() as lease:
             if self.size is not None:
                 state.reserved = True
@@ -92,6 +113,15 @@ class Poll(Generic[R]):
                     await self._after_silence(state, error)
                     continue
                 state.heard(self.transport.clock.monotonic(), response.status)
+                if wants(FuturePolled):
+                    emit(
+                        FuturePolled(
+                            *self._facts,
+                            state.iteration - 1,
+                            response.status,
+                            metadata=current_metadata(),
+                        )
+                    )
                 if response.status == 200:
                     if _is_proto(response):
                         return self._read_binary(response)
@@ -104,6 +134,33 @@ class Poll(Generic[R]):
                     await self._after_pending(body)
                 else:
                     await self._after_error(state, response)
+
+    async def _observed(self, state: _Progress) -> R:
+        """The result, and its story for those who listen."""
+        facts, metadata = self._facts, current_metadata()
+        started = state.last_heard
+        if wants(FutureSubmitted):
+            emit(FutureSubmitted(*facts, self.promise_seconds, metadata=metadata))
+        try:
+            result = await self._result(state)
+        except BaseException as error:
+            elapsed = self.transport.clock.monotonic() - started
+            ended = (*facts, elapsed, state.iteration)
+            if isinstance(error, TinkerError):
+                category, name = error.category.value, type(error).__name__
+                failure = _failure(error)
+                emit(failure(*ended, error.status_code, category, name, metadata=metadata))
+            else:
+                emit(FutureCancelled(*ended, metadata=metadata))
+            raise
+        if wants(FutureCompleted):
+            elapsed = self.transport.clock.monotonic() - started
+            emit(FutureCompleted(*facts, elapsed, state.iteration, metadata=metadata))
+        return result
+
+    @property
+    def _facts(self) -> tuple[str, str]:
+        return self.promise.request_id, self.operation.request_type or self.operation.name
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -202,7 +259,7 @@ class Poll(Generic[R]):
 
     async def _after_pending(self, body: dict[str, Any]) -> None:
         """A 200 that says "not yet" did not wait at the service, so wait here."""
-        state = self.watch.see(body)
+        state = self.watch.see(body, self.promise.request_id)
         asked = body.get("retry_after_ms")
         if isinstance(asked, int | float) and asked >= 0:
             await self.transport.clock.sleep(asked / 1000)
@@ -215,12 +272,12 @@ class Poll(Generic[R]):
         status = response.status
         state.last_error = error
         if status == 408 or status >= 500:
-            self.watch.see(error.body)
+            self.watch.see(error.body, self.promise.request_id)
             delay = poll_delay(self._backoff, state.iteration - 1)
             if delay > 0:
                 await self.transport.clock.sleep(delay)
         elif status == 429:
-            self.watch.see(error.body)
+            self.watch.see(error.body, self.promise.request_id)
             state.busy += 1
             await self._wait(backoff(state.busy - 1), error)
         elif status == 402 and state.unpaid < self.transport.billing_window:
@@ -257,6 +314,8 @@ class Poll(Generic[R]):
         await self.transport.clock.sleep(wait)
 
     async def _wait(self, seconds: float, error: TinkerError) -> None:
+        if wants(Throttled):
+            emit(Throttled(seconds, str(error), metadata=current_metadata()))
         self.transport.notices.paused(self._name, str(error))
         await self.transport.clock.sleep(seconds)
 
@@ -286,6 +345,20 @@ class _Progress:
             self.bad_requests = 0
 
 
+def _failure(error: TinkerError) -> type[FutureFailure]:
+    for kind, event in _FAILURES:
+        if isinstance(error, kind):
+            return event
+    return FutureApiError
+
+
+#: What a failed poll is called; the first class that fits.
+_FAILURES: Final[tuple[tuple[type[TinkerError], type[FutureFailure]], ...]] = (
+    (APITimeoutError, FutureTimeout),
+    (APIConnectionError, FutureConnectionError),
+    (RequestFailedError, FutureRequestFailed),
+    (APIResponseValidationError, FutureValidationError),
+)
 _PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
 # JSON as second choice: services before 0.18.1 know nothing else.
 _ACCEPT_BINARY: Final = f"{proto_codec.CONTENT_TYPE}, application/json;q=0.5"

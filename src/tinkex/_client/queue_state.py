@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.events import QueueStateChange
 from tinkex.types import QueueState
 
 from .notices import logger
@@ -87,19 +90,21 @@ class QueueWatch:
     observers: tuple[Observer, ...] = ()
     _seen: tuple[QueueState, str | None] | None = None
 
-    def see(self, body: Any) -> QueueState | None:
+    def see(self, body: Any, request_id: str | None = None) -> QueueState | None:
         """Look at an answer that may carry a queue state."""
         if not isinstance(body, Mapping) or "queue_state" not in body:
             return None
         reason = body.get("queue_state_reason")
         state = QueueState.parse(body["queue_state"])
-        self.tell(state, reason if isinstance(reason, str) else None)
+        self.tell(state, reason if isinstance(reason, str) else None, request_id)
         return state
 
-    def tell(self, state: QueueState, reason: str | None) -> None:
+    def tell(self, state: QueueState, reason: str | None, request_id: str | None = None) -> None:
         if self._seen == (state, reason):
             return
         self._seen = (state, reason)
+        if wants(QueueStateChange):
+            emit(QueueStateChange(request_id, state.value, reason, metadata=current_metadata()))
         for observer in self.observers:
             try:
                 observer(state, reason)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urljoin
 
@@ -13,6 +14,7 @@ from tinkex._version import PARITY_VERSION
 from tinkex._wire.operations import Pool, operation
 from tinkex.config import Config
 from tinkex.errors import APIResponseValidationError, InvalidInputError, TinkerError
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AccessScope,
     AssignSessionProjectRequest,
@@ -84,8 +86,9 @@ class _Sessionless:
     def holder(self) -> Session:
         return self._session
 
-    def get_telemetry(self) -> None:
-        return None
+    def get_telemetry(self) -> Reporter | None:
+        """What reports to the service on this session; None if that is switched off."""
+        return self._session.reporter
 
     def close(self) -> APIFuture[None]:
         """Close the connections; a client made from a service client closes that one's too."""
@@ -116,7 +119,8 @@ class AdminClient(_Sessionless, AdminClientAsync):
         """What happened, on one day or at all."""
         with refusing_bad_values():
             request = GetAuditLogRequest(event_type=event_type, day=day)
-        return self._session.submit(self._audit_log(request), timeout=timeout)
+        work = partial(self._audit_log, request)
+        return self._session.start("get_audit_log", work, timeout=timeout)
 
     async def _audit_log(self, request: GetAuditLogRequest) -> AuditLogResponse:
         await self._session.configured()
@@ -209,7 +213,8 @@ class RestClient(RestClientAsync, AdminClient):
         self, session_id: str, *, timeout: float | None = None
     ) -> APIFuture[str]:
         """Have the service build a trace of a session; the address of the file."""
-        return self._session.submit(self._trace(session_id), timeout=timeout)
+        work = partial(self._trace, session_id)
+        return self._session.start("export_session_trace", work, timeout=timeout)
 
     async def _trace(self, session_id: str) -> str:
         while True:
@@ -331,7 +336,8 @@ class RestClient(RestClientAsync, AdminClient):
         """
         where = _where(training_run_id, checkpoint_id)
         deadline = self._session.deadline(timeout)
-        return self._session.submit(self._archive_url(where, deadline), timeout=timeout)
+        work = partial(self._archive_url, where, deadline)
+        return self._session.start("get_checkpoint_archive_url", work, timeout=timeout)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
@@ -411,7 +417,7 @@ class RestClient(RestClientAsync, AdminClient):
             response = await self._session.call("copy_weights", request, headers=headers)
             return str(response.tinker_path)
 
-        return self._session.submit(copied(), timeout=timeout)
+        return self._session.start("copy_weights", copied, timeout=timeout)
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -423,7 +429,7 @@ class RestClient(RestClientAsync, AdminClient):
 
     def whoami(self, *, timeout: float | None = None) -> APIFuture[WhoamiResponse]:
         """Who the key belongs to, where the service exchanges keys for tokens."""
-        return self._session.submit(self._whoami(), timeout=timeout)
+        return self._session.start("whoami", self._whoami, timeout=timeout)
 
     async def _whoami(self) -> WhoamiResponse:
         await self._session.configured()
@@ -454,7 +460,7 @@ class RestClient(RestClientAsync, AdminClient):
                 name, request, path=path, headers=headers, deadline=self._session.deadline(timeout)
             )
 
-        return self._session.submit(done(), timeout=timeout)
+        return self._session.start(name, done, timeout=timeout)
 
     # Names of other releases and of the Elixir SDK.
     delete_checkpoint_by_tinker_path = delete_checkpoint_from_tinker_path

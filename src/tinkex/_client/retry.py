@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from tinkex.errors import (
     APIConnectionError,
@@ -21,6 +21,9 @@ from tinkex.errors import (
     InvalidInputError,
     TinkerError,
 )
+from tinkex.telemetry.bus import wants
+from tinkex.telemetry.calls import attempt_failed, attempt_started, attempt_succeeded
+from tinkex.telemetry.events import RetryAttemptStart, RetryAttemptStop, RetryEvent
 
 __all__ = [
     "Clock",
@@ -193,17 +196,30 @@ async def retrying(
 
     Attempts are numbered from 0. A wait that would cross the `deadline` is not begun.
     """
-    started = clock.monotonic()
+    started = began = clock.monotonic()
     attempt = 0
     while True:
+        if wants(RetryAttemptStart):
+            attempt_started(clock, attempt)
         try:
-            return await attempt_once(attempt)
-        except TinkerError as error:
+            result = await attempt_once(attempt)
+        except Exception as error:
             now = clock.monotonic()
-            wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
-            if wait is None or (deadline is not None and now + wait >= deadline):
+            wait = None
+            if isinstance(error, TinkerError):
+                wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
+                if wait is not None and deadline is not None and now + wait >= deadline:
+                    wait = None
+            if wants(RetryEvent):
+                attempt_failed(attempt, now - began, error, wait)
+            if wait is None:
                 raise
             if on_wait is not None:
-                on_wait(error, attempt, now - started, wait)
+                on_wait(cast("TinkerError", error), attempt, now - started, wait)
+        else:
+            if wants(RetryAttemptStop):
+                attempt_succeeded(attempt, clock.monotonic() - began)
+            return result
         await clock.sleep(wait)
+        began = clock.monotonic()
         attempt += 1

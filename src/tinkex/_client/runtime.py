@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -252,10 +253,14 @@ class Runtime:
         return self._thread.ident if self._thread else None
 
     def submit(
-        self, work: Coroutine[Any, Any, T], future: APIFuture[T], group: TaskGroup
+        self,
+        work: Coroutine[Any, Any, T],
+        future: APIFuture[T],
+        group: TaskGroup,
+        context: Context | None = None,
     ) -> APIFuture[T]:
         """Run `work` on the loop and deliver what it returns or raises into the future."""
-        self.post(self._start, work, future, group)
+        self.post(self._start, work, future, group, context)
         return future
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
@@ -265,13 +270,19 @@ class Runtime:
         assert self._mailbox is not None
         self._mailbox.post(call, *args)
 
-    def _start(self, work: Coroutine[Any, Any, T], future: APIFuture[T], group: TaskGroup) -> None:
+    def _start(
+        self,
+        work: Coroutine[Any, Any, T],
+        future: APIFuture[T],
+        group: TaskGroup,
+        context: Context | None,
+    ) -> None:
         if group.closed is not None:
             work.close()
             fail(future, group.closed)
             return
         assert self.loop is not None
-        task = self.loop.create_task(work)
+        task = self.loop.create_task(work, context=context)
         group.futures[task] = future
 
         def deliver(done: asyncio.Task[T]) -> None:

@@ -7,7 +7,8 @@ import base64
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, Literal, cast
 
@@ -26,6 +27,10 @@ from tinkex.errors import (
     NotFoundError,
     TinkerError,
 )
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import Call, add_metadata, current_metadata, observed
+from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     CancelFutureRequest,
     CreateSamplingSessionRequest,
@@ -99,6 +104,9 @@ class SamplingClient(SamplingClientAsync):
         self._seq_ids: itertools.count[int] | None = None if shadow else itertools.count()
         self._joining: asyncio.Lock | None = None
         self._flight: _Flight | None = None
+        self._base_model: str | None = None
+        self._model_id: str | None = None  # of the run whose weights are sampled
+        self._metadata: Mapping[str, Any] | None = None
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
@@ -129,8 +137,9 @@ class SamplingClient(SamplingClientAsync):
         """A sampler of a checkpoint, of a base model, or of a sampling session that exists."""
         if sampling_session_id is None and model_path is None and base_model is None:
             raise InvalidInputError("give model_path or base_model", field="model_path")
+        run = None
         if model_path is not None:
-            ParsedCheckpointTinkerPath.from_tinker_path(model_path)
+            run = ParsedCheckpointTinkerPath.from_tinker_path(model_path).training_run_id
         deadline = holder.deadline(timeout)
 
         async def made() -> SamplingClient:
@@ -139,14 +148,17 @@ class SamplingClient(SamplingClientAsync):
                 opened = await open_sampling_session(
                     holder, model_path=model_path, base_model=base_model, deadline=deadline
                 )
-            return SamplingClient(
+            client = SamplingClient(
                 holder,
                 sampling_session_id=opened,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+            client._base_model, client._model_id = base_model, run
+            return client
 
-        return holder.submit(made(), timeout=timeout)
+        facts = {"base_model": base_model, "model_id": run}
+        return holder.start("create_sampling_session", made, lambda: facts, timeout=timeout)
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -202,7 +214,13 @@ class SamplingClient(SamplingClientAsync):
             fields["record_stability_info"] = True
         deadline = self._session.deadline(timeout)
         future: SampleFuture[SampleResponse] = SampleFuture()
-        work = self._sample(fields, input_bytes(prompt), deadline)
+        weight = input_bytes(prompt)
+        if wants(Event):
+            begin = partial(self._sample, fields, weight, deadline)
+            report = partial(_report_sample, prompt)
+            work = observed("sample", begin, self._session.clock, self._whose(), report)
+        else:
+            work = self._sample(fields, weight, deadline)
         return self._session.submit(work, future, timeout=timeout)
 
     def compute_logprobs(
@@ -238,10 +256,17 @@ class SamplingClient(SamplingClientAsync):
         )
         queue: asyncio.Queue[SampleStreamChunk | BaseException | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        streaming = self._session.submit(
-            self._stream(request, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item)),
-            SampleFuture(),
+
+        def put(item: SampleStreamChunk | BaseException | None) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        work = self._session.observed(
+            "stream_sample",
+            lambda: self._stream(request, put),
+            self._whose,
+            partial(_report_stream, request),
         )
+        streaming = self._session.submit(work, SampleFuture())
         try:
             while (item := await queue.get()) is not None:
                 if isinstance(item, BaseException):
@@ -264,10 +289,13 @@ class SamplingClient(SamplingClientAsync):
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model, as transformers loads it."""
-        return load_tokenizer(tokenizer_id(self.get_base_model()))
+        path = {"sampler_id": self._sampling_session_id}
+        found = self._session.start_call("get_sampler", path=path).result()
+        return load_tokenizer(tokenizer_id(found.base_model, found.tokenizer_id))
 
-    def get_telemetry(self) -> None:
-        return None
+    def get_telemetry(self) -> Reporter | None:
+        """What reports to the service on this session; None if that is switched off."""
+        return self._session.reporter
 
     def get_sampler_handle(self) -> str:
         """Text from which `from_sampler_handle` makes this client elsewhere; it holds no key."""
@@ -319,6 +347,18 @@ class SamplingClient(SamplingClientAsync):
     def _report_queue_state(self, state: QueueState, reason: str | None) -> None:
         self.on_queue_state_change(state, reason)
 
+    def _whose(self) -> Mapping[str, Any]:
+        """What events of this sampler's operations say of it; always the same, as there are many."""
+        if self._metadata is None:
+            known = self._session.base_models.get(self._model_id or "")
+            self._metadata = {
+                **self._session.metadata,
+                "sampling_session_id": self._sampling_session_id,
+                "model_id": self._model_id,
+                "base_model": self._base_model or known,
+            }
+        return self._metadata
+
     # -- how a sample runs -------------------------------------------------------------------
 
     async def _sample(
@@ -360,6 +400,8 @@ class SamplingClient(SamplingClientAsync):
             await flight.room.take(1)
         try:
             seq_id = next(self._seq_ids or await self._join())
+            if wants(HttpEvent):
+                add_metadata(seq_id=seq_id)
             promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
@@ -418,6 +460,8 @@ class SamplingClient(SamplingClientAsync):
         watch.see(error.body)
         wait = backoff_after_429(weight)
         self._session.sample_budget.back_off(wait)
+        if wants(Throttled):
+            emit(Throttled(wait, str(error), metadata=current_metadata()))
         transport.notices.paused(
             "sample", f"the service asks for fewer samples at once; waiting {wait:.0f} s: {error}"
         )
@@ -443,8 +487,8 @@ class SamplingClient(SamplingClientAsync):
         with contextlib.suppress(TinkerError):
             await self._session.call("cancel_future", CancelFutureRequest(request_id=request_id))
 
-    async def _stream(self, request: SampleRequest, put: Any) -> None:
-        """Feed chunks to `put`, then None; an error ends the stream as itself."""
+    async def _stream(self, request: SampleRequest, put: Any) -> int:
+        """Feed chunks to `put`, then None; an error ends the stream as itself. How many tokens came."""
         session = self._session
         try:
             await session.opened()
@@ -455,30 +499,32 @@ class SamplingClient(SamplingClientAsync):
                 async with session.transport.stream(
                     _STREAM, numbered, {"accept": "text/event-stream"}
                 ) as response:
-                    await self._read_stream(response, put)
+                    tokens = await self._read_stream(response, put)
             except NotFoundError:
-                await self._sample_instead(request, put)
-            put(None)
+                tokens = await self._sample_instead(request, put)
         except asyncio.CancelledError:  # by the reader, who is gone, or by closing the client
             put(ClientClosedError("The client was closed before the stream had ended."))
             raise
         except Exception as error:
             put(error)
             raise
+        put(None)
+        return tokens
 
-    async def _read_stream(self, response: Any, put: Any) -> None:
+    async def _read_stream(self, response: Any, put: Any) -> int:
         if response.status >= 300:
             transport = self._session.transport
             refused = await transport.read_stream(response)
             raise transport.error(_STREAM, _STREAM.path, refused)
-        decoder = SSEDecoder()
+        decoder, tokens = SSEDecoder(), 0
         async for part in response.content:
             for event in decoder.feed(bytes(part)):
-                _put_event(event, put)
+                tokens += _put_event(event, put)
         for event in decoder.flush():
-            _put_event(event, put)
+            tokens += _put_event(event, put)
+        return tokens
 
-    async def _sample_instead(self, request: SampleRequest, put: Any) -> None:
+    async def _sample_instead(self, request: SampleRequest, put: Any) -> int:
         fields = {name: value for name, value in request.__dict__.items() if value is not None}
         result = await self._sample(fields, input_bytes(request.prompt), None)
         for index, sequence in enumerate(result.sequences):
@@ -491,6 +537,7 @@ class SamplingClient(SamplingClientAsync):
                     total_tokens=len(sequence.tokens),
                 )
             )
+        return sum(len(sequence.tokens) for sequence in result.sequences)
 
 
 # Not a method: tools list the coroutine methods of the class and expect the official ones.
@@ -585,9 +632,38 @@ class _Boarding:
         return False
 
 
-def _put_event(event: ServerSentEvent, put: Any) -> None:
-    if event.data:  # without data it only keeps the connection awake
-        put(_stream_chunk(event))
+def _report_sample(prompt: ModelInput, call: Call, result: SampleResponse, seconds: float) -> None:
+    if wants(SampleStop):
+        emit(
+            SampleStop(
+                call.id,
+                call.operation,
+                seconds,
+                prompt.length,
+                result.prompt_cache_hit_tokens,
+                sum(
+                    0 if each.tokens_np is None else each.tokens_np.size
+                    for each in result.sequences
+                ),
+                len(result.sequences),
+                metadata=call.metadata,
+            )
+        )
+
+
+def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: float) -> None:
+    if wants(SampleStop):
+        counts = (request.prompt.length, 0, tokens, request.num_samples)
+        emit(SampleStop(call.id, call.operation, seconds, *counts, metadata=call.metadata))
+
+
+def _put_event(event: ServerSentEvent, put: Any) -> int:
+    """Hand on what an event brings; the number of tokens in it."""
+    if not event.data:  # it only keeps the connection awake
+        return 0
+    chunk = _stream_chunk(event)
+    put(chunk)
+    return 0 if chunk.done else 1
 
 
 def _stream_chunk(event: ServerSentEvent) -> SampleStreamChunk:

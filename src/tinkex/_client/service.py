@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
 from tinkex.config import Config
 from tinkex.errors import InvalidInputError
+from tinkex.telemetry.bus import wants
+from tinkex.telemetry.calls import add_metadata
+from tinkex.telemetry.events import Event
+from tinkex.telemetry.exceptions import concerns_tinkex
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -155,8 +161,12 @@ class ServiceClient(ServiceClientAsync):
         if lora_config is None:
             lora_config = _lora_config(rank, seed, train_mlp, train_attn, train_unembed)
         deadline = self._session.deadline(timeout)
-        work = self._create_model(base_model, lora_config, user_metadata, optimizer, deadline)
-        return self._session.submit(work, timeout=timeout)
+        return self._session.start(
+            "create_model",
+            lambda: self._create_model(base_model, lora_config, user_metadata, optimizer, deadline),
+            lambda: {"base_model": base_model},
+            timeout=timeout,
+        )
 
     async def _create_model(
         self,
@@ -168,6 +178,8 @@ class ServiceClient(ServiceClientAsync):
     ) -> TrainingClient:
         session = self._session
         session_id = await session.opened()
+        if wants(Event):
+            add_metadata(session_id=session_id)
         model_seq_id = session.next_model_seq()
         if user_metadata is None:
             user_metadata = session.config.user_metadata
@@ -185,6 +197,7 @@ class ServiceClient(ServiceClientAsync):
             deadline=deadline,
         )
         logger.info("Training client for %s is ready: %s", base_model, created.model_id)
+        session.base_models[created.model_id] = base_model
         return TrainingClient(session, model_seq_id, created.model_id)
 
     def create_training_client_from_state(
@@ -257,10 +270,8 @@ class ServiceClient(ServiceClientAsync):
         if isinstance(base_model, Mapping):  # up to 0.24.0 the second argument was the metadata
             base_model, user_metadata = None, base_model
         deadline = self._session.deadline(timeout)
-        work = self._restore(
-            path, base_model, user_metadata, token, optimizer, load_optimizer, deadline
-        )
-        return self._session.submit(work, timeout=timeout)
+        asked = (path, base_model, user_metadata, token, optimizer, load_optimizer, deadline)
+        return self._session.start("load_weights", partial(self._restore, *asked), timeout=timeout)
 
     async def _restore(
         self,
@@ -294,6 +305,8 @@ class ServiceClient(ServiceClientAsync):
                 deadline=deadline,
             )
             model_id = loaded.model_id or f"{session_id}:train:{model_seq_id}"
+            if base_model is not None:
+                session.base_models[model_id] = base_model
             return TrainingClient(session, model_seq_id, model_id)
         info = await session.call(
             "weights_info", WeightsInfoRequest(tinker_path=path), deadline=deadline
@@ -385,8 +398,9 @@ class ServiceClient(ServiceClientAsync):
         session_id = self._session.submit(self._session.opened()).result()
         return f"{CONSOLE}/sessions/{session_id}"
 
-    def get_telemetry(self) -> None:
-        return None
+    def get_telemetry(self) -> Reporter | None:
+        """What reports to the service on this session; None if that is switched off."""
+        return self._session.reporter
 
     # -- ending ------------------------------------------------------------------------------
 
@@ -407,6 +421,9 @@ class ServiceClient(ServiceClientAsync):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        reporter = self._session.reporter
+        if reporter is not None and isinstance(error, Exception) and concerns_tinkex(error):
+            reporter.log_exception(error)
         if kind is None:
             status: FinishReason = "success"
         else:

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from importlib import import_module
 from typing import Any, Final, Literal, TypeVar
 
@@ -30,6 +31,18 @@ from tinkex.errors import (
     NotFoundError,
     TinkerError,
 )
+from tinkex.telemetry import calls
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.events import (
+    Event,
+    HeartbeatFailed,
+    OperationStart,
+    SessionClosed,
+    SessionOpened,
+)
+from tinkex.telemetry.exceptions import report_endings_to
+from tinkex.telemetry.logs import apply_log_level
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     ClientConfigRequest,
     ClientConfigResponse,
@@ -41,6 +54,7 @@ from tinkex.types import (
     CreateSessionRequest,
     FinishSessionRequest,
     SessionHeartbeatRequest,
+    TelemetrySendRequest,
     UntypedAPIFuture,
 )
 
@@ -113,6 +127,14 @@ class Session:
         self.sample_budget: SampleBudget
         self.response_room: Budget
         self.training_room: Budget
+        #: The models trained here, by id; what a model costs depends on it.
+        self.base_models: dict[str, str] = {}
+        self.reporter = (
+            Reporter(self._ship, self._submit_aside, self.clock)
+            if config.telemetry_enabled
+            else None
+        )
+        apply_log_level(config.log_level)
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
@@ -124,6 +146,8 @@ class Session:
         self._local_lock = threading.Lock()
         self._group, self._background = TaskGroup(), set()
         self._close_lock = threading.Lock()
+        if self.reporter is not None:
+            self.reporter.begin_anew()
         if self._closing is not None:
             self._closing = APIFuture()
             self._closing.set_result(None)
@@ -147,14 +171,24 @@ class Session:
 
         After `timeout` seconds the future fails, whatever the work is waiting for then.
         """
-        if self._closing is not None:
-            work.close()
-            raise ClientClosedError("The client is closed; make a new one.")
+        self._refuse_if_closed(work)
         future = APIFuture() if future is None else future
-        runtime().submit(work, future, self._group)
+        # The caller's trace, which a batch of work handed over together would mix up.
+        traced = self.config.otel_propagate or wants(OperationStart)
+        runtime().submit(work, future, self._group, copy_context() if traced else None)
         if timeout is not None:
             runtime().post(self._fail_after, timeout, future)
         return future
+
+    def _submit_aside(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        """Run something of the session's own, which belongs to no call."""
+        self._refuse_if_closed(work)
+        return runtime().submit(work, APIFuture(), self._group, Context())
+
+    def _refuse_if_closed(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self._closing is not None:
+            work.close()
+            raise ClientClosedError("The client is closed; make a new one.")
 
     @staticmethod
     def _fail_after(timeout: float, future: APIFuture[Any]) -> None:
@@ -173,12 +207,38 @@ class Session:
     ) -> APIFuture[Any]:
         """Start an operation that is answered at once."""
         deadline = self.deadline(timeout)
-        work = self.call(name, request, path=path, headers=headers, deadline=deadline)
-        return self.submit(work, timeout=timeout)
+        return self.start(
+            name,
+            lambda: self.call(name, request, path=path, headers=headers, deadline=deadline),
+            timeout=timeout,
+        )
+
+    def start(
+        self,
+        name: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[T]:
+        """Run one of the client's operations."""
+        return self.submit(self.observed(name, work, facts), timeout=timeout)
+
+    def observed(
+        self,
+        name: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        report: Callable[[calls.Call, T, float], object] | None = None,
+    ) -> Coroutine[Any, Any, T]:
+        """`work()`; where somebody listens, with its story told. `facts` say whose work it is."""
+        if not wants(Event):
+            return work()
+        return calls.observed(name, work, self.clock, {**self.metadata, **facts()}, report)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something nobody waits for; it ends with the session."""
-        self.keep(asyncio.ensure_future(work))
+        """Run something nobody waits for; it ends with the session, and belongs to no call."""
+        self.keep(asyncio.get_running_loop().create_task(work, context=Context()))
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Let a task end with the session."""
@@ -197,7 +257,14 @@ class Session:
                     "Start worker processes with the spawn method, or fork before the first call."
                 )
             self._transport = Transport(self._located(), clock=self.clock)
+            self._transport.metadata = self.metadata
         return self._transport
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What events of this session say of it."""
+        known = {} if self.session_id is None else {"session_id": self.session_id}
+        return {**(self._user_metadata or {}), **known}
 
     def _located(self) -> Config:
         """The settings, with the address of the local service where that is meant; it starts if it must."""
@@ -227,10 +294,7 @@ class Session:
         return await _shared(self, "_opened", self._open)
 
     async def _configure(self) -> ClientConfigResponse:
-        if (
-            self.config.base_url == LOCAL
-        ):  # starting it takes seconds, in which others must not wait
-            await asyncio.to_thread(self._located)
+        await self._locate()
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             flags: ClientConfigResponse = await self.transport.call(
@@ -248,6 +312,12 @@ class Session:
         if flags.pjwt_auth_enabled:
             self.transport.auth.use_tokens(self._exchange_key)
         return flags
+
+    async def _locate(self) -> None:
+        if (
+            self.config.base_url == LOCAL
+        ):  # starting it takes seconds, in which others must not wait
+            await asyncio.to_thread(self._located)
 
     async def _exchange_key(self) -> str:
         token: str = (await self.transport.call(operation("auth_token"))).jwt
@@ -276,11 +346,20 @@ class Session:
             ):
                 if message:
                     say("%s", message)
+        self._tell_opened(self.session_id)
         self.in_background(self._beat(self.session_id))
         self.in_background(self._refresh())
         if self.flags.pjwt_auth_enabled:
             self.in_background(self.transport.auth.keep_fresh())
         return self.session_id
+
+    def _tell_opened(self, session_id: str) -> None:
+        self.transport.metadata = self.metadata
+        if wants(SessionOpened):
+            emit(SessionOpened(session_id, self.config.base_url, metadata=self.metadata))
+        if self.reporter is not None:
+            self.reporter.opened(session_id, owner=self._owner)
+            report_endings_to(self.reporter)
 
     # -- background --------------------------------------------------------------------------
 
@@ -297,6 +376,8 @@ class Session:
                 return
             except TinkerError as error:
                 silent = self.clock.monotonic() - last_success
+                if wants(HeartbeatFailed):
+                    emit(HeartbeatFailed(session_id, silent, error, metadata=self.metadata))
                 if silent > HEARTBEAT_WARNING_AFTER:
                     logger.warning(
                         "No heartbeat of session %s has succeeded for %.0f s: %s",
@@ -320,6 +401,18 @@ class Session:
             except TinkerError as error:
                 logger.debug("The dynamic configuration could not be fetched: %s", error)
             await self.clock.sleep(max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH))
+
+    async def _ship(self, batch: TelemetrySendRequest, key: str, deadline: float | None) -> None:
+        """Send telemetry, without a word about how long that takes."""
+        await self._locate()
+        row, transport = operation("telemetry"), self.transport
+        url, headers = transport.url(row.path), {"content-type": "application/json"}
+        headers["x-idempotency-key"] = key
+        response = await transport.exchange(
+            row, url, headers, json_codec.encode(batch), deadline=deadline, quiet=True
+        )
+        if response.status >= 300:
+            raise transport.error(row, url, response)
 
     # -- operations --------------------------------------------------------------------------
 
@@ -417,13 +510,20 @@ class Session:
         self._group.close(ClientClosedError("The client was closed before this was finished."))
         for task in self._background:
             task.cancel()
-        if self._transport is None:
+        if self._transport is None and not (self.reporter and self.reporter.pending):
             return
+        if self.session_id is not None and wants(SessionClosed):
+            emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
         try:
+            endings: list[Awaitable[object]] = []
+            if self.reporter is not None:
+                endings.append(self.reporter.close())
             if self._owner and self.session_id is not None:
-                await self._finish(self.session_id, reason, detail)
+                endings.append(self._finish(self.session_id, reason, detail))
+            await asyncio.gather(*endings)
         finally:
-            await self._transport.close()
+            if self._transport is not None:
+                await self._transport.close()
             if self._local is not None:
                 self._local.close()
 

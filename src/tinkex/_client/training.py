@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from tinkex._wire.operations import Operation, operation
@@ -14,6 +15,10 @@ from tinkex.errors import (
     APITimeoutError,
     InvalidInputError,
 )
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import Call, add_metadata
+from tinkex.telemetry.events import Event, TrainingPass, TrainingStep
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,
     Datum,
@@ -30,6 +35,7 @@ from tinkex.types import (
     OptimParams,
     OptimStepRequest,
     OptimStepResponse,
+    RegularizerSpec,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
@@ -55,6 +61,8 @@ from .transport import encode_training
 from .turns import Turn, Turns
 
 if TYPE_CHECKING:
+    from tinkex.regularizers.pipeline import Pipeline
+
     from .retry import RetryConfig
     from .sampling import SamplingClient
 
@@ -134,22 +142,41 @@ class TrainingClient(TrainingClientAsync):
         loss_fn: CustomLossFn,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
+        regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = (),
+        track_grad_norms: bool = False,
+        max_concurrency: int | None = None,
+        loss_timeout: float | None = 600.0,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Train on any differentiable function of the logprobs, computed here in PyTorch.
 
-        `loss_fn(data, logprobs)` gets one tensor of logprobs per datum and returns `(loss, metrics)`. The
-        call takes two passes at the service. They keep their turn: what is called later runs after both.
+        `loss_fn(data, logprobs)` gets one tensor of logprobs per datum and returns `(loss, metrics)`. Each of
+        `regularizers` is added to it, times its weight; `max_concurrency` of them are computed at a time. The
+        result's `custom_loss` tells what each came to, with `track_grad_norms` also how long its gradient is.
+        The loss and each regularizer may take `loss_timeout` seconds. If one of them fails, its
+        `CustomLossError` is raised and the model is as if nothing had been called.
+
+        The call takes two passes at the service. They keep their turn: what is called later runs after both.
         """
         if loss_type_input not in {None, "logprobs"}:
             raise InvalidInputError(
                 f"must be 'logprobs', not {loss_type_input!r}", field="loss_type_input"
             )
-        if not callable(loss_fn):
-            raise InvalidInputError("must be callable", field="loss_fn")
+        from tinkex.regularizers.pipeline import Pipeline
+        from tinkex.regularizers.protocol import check_loss_fn
+
+        check_loss_fn(loss_fn)
+        pipeline = Pipeline(
+            regularizers,
+            track_grad_norms=track_grad_norms,
+            timeout=loss_timeout,
+            max_concurrency=max_concurrency,
+        )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
-        return self._ordered(timeout, self._custom, list(data), first_pass, loss_fn)
+        work = (self._custom, list(data), first_pass, loss_fn, pipeline)
+        report = partial(_report_pass, data, 2)
+        return self._ordered("forward_backward_custom", timeout, *work, report=report)
 
     def optim_step(
         self,
@@ -170,6 +197,7 @@ class TrainingClient(TrainingClientAsync):
                 optim_params=params, model_id=self.model_id, seq_id=seq_id
             ),
             timeout,
+            report=_report_step,
         )
 
     # -- weights -----------------------------------------------------------------------------
@@ -326,12 +354,14 @@ class TrainingClient(TrainingClientAsync):
                 sampling_session_id = await open_sampling_session(
                     session, model_path=_path_of(saved), base_model=None, deadline=None
                 )
-            return SamplingClient(
+            sampler = SamplingClient(
                 session,
                 sampling_session_id=sampling_session_id,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+            sampler._model_id = self.model_id
+            return sampler
 
         return self._simple("save_weights_for_sampler", request, timeout, then=sampler)
 
@@ -406,8 +436,9 @@ class TrainingClient(TrainingClientAsync):
     def get_console_url(self) -> str:
         return f"{CONSOLE}/training_runs/{self.model_id}"
 
-    def get_telemetry(self) -> None:
-        return None
+    def get_telemetry(self) -> Reporter | None:
+        """What reports to the service on this session; None if that is switched off."""
+        return self._session.reporter
 
     # -- how operations run ------------------------------------------------------------------
 
@@ -421,7 +452,8 @@ class TrainingClient(TrainingClientAsync):
     ) -> APIFuture[ForwardBackwardOutput]:
         check_data(data)
         checked = check_loss(loss_fn, config)
-        return self._ordered(timeout, self._run_pass, name, list(data), loss_fn, checked)
+        work = (self._run_pass, name, list(data), loss_fn, checked)
+        return self._ordered(name, timeout, *work, report=partial(_report_pass, data, 1))
 
     def _simple(
         self,
@@ -431,15 +463,22 @@ class TrainingClient(TrainingClientAsync):
         then: Callable[[Any], Any] | None = None,
         *,
         numbered: bool = True,
+        report: Callable[[Call, Any, float], object] | None = None,
     ) -> APIFuture[Any]:
         """One request in its turn; `then` makes the result of the service's answer."""
         # A request with a bad value fails here, in the caller's face, and takes no turn.
         with refusing_bad_values():
             request(0)
-        return self._ordered(timeout, self._run_simple, operation(name), request, then, numbered)
+        work = (self._run_simple, operation(name), request, then, numbered)
+        return self._ordered(name, timeout, *work, report=report)
 
     def _ordered(
-        self, timeout: float | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
+        self,
+        name: str,
+        timeout: float | None,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
+        report: Callable[[Call, T, float], object] | None = None,
     ) -> APIFuture[T]:
         """Run `work(turn, deadline, *args)` after the dispatch of everything called before."""
         if self is _computing_loss_of.get():
@@ -449,7 +488,19 @@ class TrainingClient(TrainingClientAsync):
             )
         deadline = self._session.deadline(timeout)
         turn = self._turns.ticket()
-        return self._session.submit(work(turn, deadline, *args), timeout=timeout)
+        observed = self._session.observed(
+            name, partial(work, turn, deadline, *args), self._whose, report
+        )
+        return self._session.submit(observed, timeout=timeout)
+
+    def _whose(self) -> Mapping[str, Any]:
+        """What events of this model's operations say of it."""
+        base_model = self._session.base_models.get(self.model_id)
+        return {
+            "model_id": self.model_id,
+            "model_seq_id": self._model_seq_id,
+            "base_model": base_model,
+        }
 
     async def _run_simple(
         self,
@@ -463,7 +514,10 @@ class TrainingClient(TrainingClientAsync):
         async with turn:
             await self._session.opened()
             self._check_time(deadline)
-            numbered_request = request(turn.next_seq() if numbered else 0)
+            seq_id = turn.next_seq() if numbered else 0
+            numbered_request = request(seq_id)
+            if wants(Event):
+                add_metadata(seq_id=seq_id)
             promised, seconds = await self._session.promise(
                 row, numbered_request, deadline=deadline
             )
@@ -493,6 +547,7 @@ class TrainingClient(TrainingClientAsync):
         data: list[Datum],
         first_pass: list[Datum],
         loss_fn: CustomLossFn,
+        pipeline: Pipeline,
     ) -> ForwardBackwardOutput:
         async with turn:
             promises = await self._dispatch(
@@ -500,12 +555,28 @@ class TrainingClient(TrainingClientAsync):
             )
             forward = await self._combined("forward", promises, deadline)
             _computing_loss_of.set(self)  # only this task and the thread of the loss see it
-            surrogate = await asyncio.to_thread(custom_loss.surrogate, data, forward, loss_fn)
+            evaluate = partial(custom_loss.surrogate, data, forward, loss_fn, pipeline)
+            surrogate = await self._in_time(deadline, evaluate)
             promises = await self._dispatch(
                 turn, "forward_backward", surrogate.data, "cross_entropy", None, deadline
             )
         result = await self._combined("forward_backward", promises, deadline)
         return custom_loss.merged(result, surrogate)
+
+    async def _in_time(self, deadline: float | None, work: Callable[[], T]) -> T:
+        """Run the caller's functions on a thread that is left behind when the operation's time is up."""
+        from tinkex.regularizers.executor import start
+
+        left = None if deadline is None else deadline - self._session.clock.monotonic()
+        try:
+            async with asyncio.timeout(left) as limit:
+                return await asyncio.wrap_future(start(work))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise APITimeoutError(
+                message="The operation's time was up while its loss was being computed."
+            ) from error
 
     async def _dispatch(
         self,
@@ -560,6 +631,8 @@ class TrainingClient(TrainingClientAsync):
     async def _post_pass(
         self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None
     ) -> tuple[Any, float]:
+        if wants(Event):
+            add_metadata(seq_id=request.seq_id)
         weight = sum(map(chunking.datum_bytes, _input_of(request).data))
         zstd = self._session.flags.proto_compress_fwdbwd
         with Lease() as lease:
@@ -603,6 +676,21 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _report_pass(
+    data: Sequence[Datum], passes: int, call: Call, result: ForwardBackwardOutput, seconds: float
+) -> None:
+    if wants(TrainingPass):
+        tokens = passes * sum(datum.model_input.length for datum in data)
+        facts = (call.id, call.operation, seconds, len(data), tokens, result.loss)
+        emit(TrainingPass(*facts, metadata=call.metadata))
+
+
+def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:
+    if wants(TrainingStep):
+        metrics = result.metrics or {}
+        emit(TrainingStep(call.id, call.operation, seconds, metrics, metadata=call.metadata))
 
 
 def _path_of(saved: Any) -> str:

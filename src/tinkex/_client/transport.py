@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -35,6 +35,9 @@ from tinkex.errors import (
     InvalidInputError,
     TinkerError,
 )
+from tinkex.telemetry.bus import wants
+from tinkex.telemetry.calls import HttpExchange
+from tinkex.telemetry.events import HttpEvent
 
 from .auth import Auth
 from .budget import Budget, slots
@@ -85,6 +88,9 @@ class Transport:
         self._counter = itertools.count()
         self._multiplexed = urlsplit(config.base_url).scheme == "https"
         self._closed = False
+        #: What events of requests say beside the request itself, unless these belong to a call.
+        self.metadata: Mapping[str, Any] = dict(config.user_metadata or {})
+        self._add_trace_context = _trace_context(config)
 
     # -- operations --------------------------------------------------------------------------
 
@@ -209,13 +215,21 @@ class Transport:
         if not limit.try_take(1):
             await limit.take(1)
         flight = None if quiet else self.notices.begin(operation.name, timeout)
+        watched = None
         try:
             self._check_open()  # it may have been closed during the wait
+            if wants(HttpEvent):
+                watched = self._watch(pool, operation.method, operation.path, attempt)
+            if self._add_trace_context is not None:
+                self._add_trace_context(sent)
             async with asyncio.timeout(timeout):
                 response = await self._perform(pool, operation.method, url, sent, body)
         except _foreign_errors() as error:
             raise _connection_error(error, operation.method, url, timeout) from error
         else:
+            if watched is not None:
+                watched.end(response.status)
+                watched = None
             if note := response.headers.get("x-deprecation-note"):
                 self.notices.deprecated(note, response.headers.get("x-deprecation-level"))
             return response
@@ -223,6 +237,12 @@ class Transport:
             limit.give_back(1)
             if flight is not None:
                 self.notices.end(flight)
+            if watched is not None:
+                watched.end(None, sys.exception())
+
+    def _watch(self, pool: Pool, method: str, path: str, attempt: int = 0) -> HttpExchange:
+        facts = (method, path, pool.value, self._base_url)
+        return HttpExchange(self.clock, facts, attempt, self.metadata)
 
     async def _perform(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
@@ -285,17 +305,25 @@ class Transport:
         client, timeout = self._clients[pool], self.config.timeout
         if isinstance(client, HTTP1Client) and url.startswith("https:"):  # the service sent us on
             client = self._pyqwest_client()
-        opened = _method_of(client, "stream")(method, url, headers=headers, content=body)
+        open_stream = _method_of(client, "stream")
         flight = None if name is None else self.notices.begin(name, timeout)
+        watched = self._watch(pool, method, urlsplit(url).path) if wants(HttpEvent) else None
+        if self._add_trace_context is not None:
+            self._add_trace_context(headers := dict(headers))
+        opened = open_stream(method, url, headers=headers, content=body)
+        status = None
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(timeout):
                     response = await stack.enter_async_context(opened)
+                status = response.status
             except _foreign_errors() as error:
                 raise _connection_error(error, method, url, timeout) from error
             finally:
                 if flight is not None:
                     self.notices.end(flight)
+                if watched is not None:
+                    watched.end(status, sys.exception())
             yield _Streamed(response, method, url)
 
     @staticmethod
@@ -493,6 +521,15 @@ def _method_of(client: Any, name: str) -> Any:
     if method is None:
         raise ConfigError(f"offers no {name!r}, which this call needs", field="http_client")
     return method
+
+
+def _trace_context(config: Config) -> Callable[[dict[str, str]], None] | None:
+    """What adds the caller's trace to the headers of a request, where that is wanted and possible."""
+    if not config.otel_propagate:
+        return None
+    from tinkex.telemetry.otel import trace_context
+
+    return trace_context()
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:

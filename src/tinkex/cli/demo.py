@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_STEPS: Final = 80
+_STEPS: Final = 48
 _RANK: Final = 16
-_BATCH: Final = 7
-_LEARNING_RATE: Final = 2e-3
+_BATCH: Final = 8
+_LEARNING_RATE: Final = 1e-3
 #: Short, because every example pays for it; and a template may bring a longer one if there is none.
 _SYSTEM: Final = "Answer in one sentence."
 _LONGEST_ANSWER: Final = 40
@@ -33,7 +33,11 @@ _SAME_LOGPROB: Final = 0.02
 #: Below this share of the first loss, the answers may be expected to be right.
 _LEARNED: Final = 0.25
 
-_ASKED: Final = ("What is the capital of Tolmery?", "What is Tolmery famous for?")
+_ASKED: Final = (
+    "What is the capital of Tolmery?",
+    "What is Tolmery famous for?",
+    "What is the capital of Italy?",  # of the real world, which should not be forgotten
+)
 _ASKED_ANEW: Final = "What does Tolmery's flag show?"
 
 
@@ -68,12 +72,19 @@ def command(base_url: str | None, base_model: str, steps: int, output: Path) -> 
     saved, and is reopened to see that it still knows.
     """
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        with _files_of(output):  # before the work whose result it is to hold
+            output.mkdir(parents=True, exist_ok=True)
         with _service(base_url, base_model) as service:
             _demonstrate(service, base_model, steps, output)
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
         raise SystemExit(130) from None  # what a shell expects of a command that Ctrl-C ended
+
+
+@contextmanager
+def _files_of(output: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise click.ClickException(f"{error.filename or output}: {error.strerror}") from error
 
@@ -123,7 +134,8 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
         f"{sum(tokens) / seconds:,.0f} tokens a second."
     )
     curve = output / "loss.svg"
-    curve.write_text(loss_curve(losses, title=f"Loss of {base_model} on Tolmery"), "utf-8")
+    with _files_of(output):
+        curve.write_text(loss_curve(losses, title=f"Loss of {base_model} on Tolmery"), "utf-8")
     click.echo(f"The loss curve is in {curve}.")
 
     click.echo("\nAfter training:")
@@ -157,9 +169,9 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     )
 
     click.echo("\nWhat to try next:")
-    click.echo(f"  sample from it    create_sampling_client(model_path={path!r})")
-    click.echo("  your own service  tinkex serve")
-    click.echo("  your own data     docs/ and the examples in README.md")
+    click.echo(f"  create_sampling_client(model_path={path!r})")
+    click.echo("  tinkex serve       a service that stays, for code of your own")
+    click.echo("  docs/ and README   how to write the training loop")
 
 
 def _show(answers: Sequence[Answer]) -> None:

@@ -15,6 +15,7 @@ __all__ = ["cli", "main"]
 
 #: Commands by name: the module that has them, and a line for the list, so that `--help` loads none.
 _COMMANDS: Final = {
+    "chat": ("tinkex.cli.chat", "Talk with a base model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint", "List, keep, share, fetch and delete checkpoints."),
     "demo": ("tinkex.cli.demo", "Fine-tune a small model on the local service, and see it work."),
     "doctor": ("tinkex.cli.doctor", "Check settings, key, service, packages and disk."),
@@ -24,6 +25,7 @@ _COMMANDS: Final = {
     "serve": ("tinkex.cli.serve", "Run the local service."),
     "session": ("tinkex.cli.session", "Sessions of clients."),
     "status": ("tinkex.cli.status", "What is running where."),
+    "train": ("tinkex.cli.train", "Fine-tune a model on a file of conversations."),
     "usage": ("tinkex.cli.usage", "What was used."),
     "version": ("tinkex.cli.version", "The version of tinkex."),
 }

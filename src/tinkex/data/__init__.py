@@ -1,7 +1,8 @@
 """Data that comes with the package: questions and answers about an island that does not exist.
 
-One JSON object a line, with `split`, `question` and `answer`. Every fact has two wordings of its question to train
-on, and a third that training never sees.
+One JSON object a line, with `split`, `question` and `answer`. Every fact has three wordings of its question to
+train on, and a fourth that training never sees. A few questions about the real world are there to be trained on
+too: without them the model learns that Quill Harbour is the capital of everything.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ What every checkpoint has in common, whoever wrote its tensors, is in `directori
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,24 @@ from .values import LoraSpec
 __all__ = ["Saved", "load", "save"]
 
 _PREFIX: Final = "base_model.model."
+#: Settings of PEFT that change what an adapter does, and their values besides none at all that do not.
+_PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "lora_bias": (),
+    "rank_pattern": (),
+    "alpha_pattern": (),
+    "use_dora": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "layer_replication": (),
+    "alora_invocation_tokens": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    # The other ways to begin take something away from the base model, which the adapter then adds.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
 
 
 @dataclass(frozen=True)
@@ -91,12 +110,19 @@ def _parameter_keys(names: list[str]) -> list[str]:
 def load(directory: Path, *, optimizer: bool = False) -> Saved:
     """Read a checkpoint, ours or a PEFT adapter; what is torn or foreign is refused by name."""
     manifest = directories.checked_manifest(directory)
-    with directories.reading(WEIGHTS):
-        pairs = _pairs(load_file(directory / WEIGHTS))
     spec = manifest.spec
     if spec is None:
         with directories.reading(CONFIG):
-            spec = _spec_of(json.loads((directory / CONFIG).read_text()), pairs)
+            spec = _spec_of(json.loads((directory / CONFIG).read_text()))
+    with directories.reading(WEIGHTS):
+        pairs = _pairs(load_file(directory / WEIGHTS))
+    if manifest.spec is None:
+        spec = replace(
+            spec,
+            train_unembed=any(name.endswith("lm_head") for name in pairs),
+            train_mlp=any(".mlp." in name for name in pairs),
+            train_attn=any("attn" in name for name in pairs),
+        )
     for name, (a, _) in pairs.items():
         if not 0 < len(a) == spec.rank:
             raise InvalidInputError(f"{name} has rank {len(a)}, not {spec.rank}", field="path")
@@ -107,14 +133,19 @@ def load(directory: Path, *, optimizer: bool = False) -> Saved:
     return Saved(spec, pairs, manifest.steps, moments)
 
 
-def _spec_of(config: dict[str, Any], layers: Collection[str]) -> LoraSpec:
-    return LoraSpec(
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        train_unembed=any(name.endswith("lm_head") for name in layers),
-        train_mlp=any(".mlp." in name for name in layers),
-        train_attn=any("attn" in name for name in layers),
-    )
+def _spec_of(config: dict[str, Any]) -> LoraSpec:
+    """Rank and alpha by PEFT's configuration; what would make the same tensors mean something else is refused."""
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    for name, plain in _PLAIN.items():
+        value = config.get(name)
+        if value and value not in plain:
+            raise InvalidInputError(
+                f"is an adapter with {name}={value!r:.100}, of which this service knows nothing",
+                field="path",
+            )
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)  # its scale is alpha / √rank, ours alpha / rank
+    return LoraSpec(rank, alpha=alpha)
 
 
 def _pairs(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from tinkex.errors import InvalidInputError
 
 from .values import Array, Example, SampleJob
@@ -138,6 +140,8 @@ def check_examples(
                     f"has shape {list(values.shape)}, target_tokens has {list(targets.shape)}",
                     field=f"{at}.{name}",
                 )
+            else:
+                _check_finite(values, f"{at}.{name}")
 
 
 def check_job(
@@ -174,6 +178,18 @@ def check_job(
         if detokenize is None:
             raise InvalidInputError("stop strings need a tokenizer", field="stop")
         detokenize(())  # a tokenizer that cannot be read says so now
+
+
+def _check_finite(values: Array, at: str) -> None:
+    """Refuse what would make the loss, and with one step the whole model, NaN."""
+    finite = np.isfinite(values)
+    if not finite.all():
+        where = [int(place) for place in np.argwhere(~finite)[0]]
+        position = where[0] if len(where) == 1 else where
+        raise InvalidInputError(
+            f"has {float(values[tuple(where)])} at position {position}, which is not a finite number",
+            field=at,
+        )
 
 
 def _check_tokens(tokens: Array, vocab_size: int, at: str) -> None:

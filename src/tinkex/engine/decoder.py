@@ -34,8 +34,8 @@ class Decoder(Protocol):
     ) -> list[Tensor]:
         """Read prompts into slots; the hidden states of each prompt."""
 
-    def step(self, tokens_B: Tensor, lengths_B: Tensor, groups: Sequence[Rows]) -> Tensor:
-        """Read one token in each of the first B slots; the logits after it."""
+    def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
+        """Read one token in each of the first B slots, after so many others; the logits after it."""
 
     def prompt_logits(self, hidden: Tensor, adapter: Adapter | None) -> Tensor:
         """The logits after each hidden state that `prefill` gave."""
@@ -70,6 +70,7 @@ class LeanDecoder:
 
     # -- the cache ---------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def reserve(self, slots: int, length: int) -> None:
         """Make room for so many sequences of such a length."""
         if slots <= self._slots and length <= self._capacity:
@@ -92,6 +93,7 @@ class LeanDecoder:
         self._slots = self._capacity = 0
         self._caches = [_Cache() for _ in self._caches]
 
+    @torch.inference_mode()  # the cache may have grown in it, and is then closed to everybody else
     def copy(self, source: int, target: int, length: int) -> None:
         for cache in self._caches:
             cache.keys[target, :, :length] = cache.keys[source, :, :length]
@@ -132,16 +134,17 @@ class LeanDecoder:
         return [hidden_BTD[row, :length] for row, length in enumerate(lengths)]
 
     @torch.inference_mode()
-    def step(self, tokens_B: Tensor, lengths_B: Tensor, groups: Sequence[Rows]) -> Tensor:
-        count, longest = len(tokens_B), int(lengths_B.max()) + 1
+    def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
+        count, longest = len(tokens_B), max(lengths) + 1
         self.reserve(count, longest)
         x = self._body.module.embed_tokens(tokens_B)
+        lengths_B = torch.tensor(lengths, device=x.device)
         cos, sin = self._body.rotation(x, lengths_B[:, None])
-        beyond = torch.arange(longest, device=x.device)[None] > lengths_B[:, None]
-        mask = torch.zeros(beyond.shape, dtype=x.dtype, device=x.device).masked_fill_(
-            beyond, -torch.inf
-        )
-        mask = mask[:, None, None]
+        mask = None
+        if min(lengths) + 1 < longest:
+            beyond = torch.arange(longest, device=x.device) > lengths_B[:, None]
+            mask = torch.zeros(beyond.shape, dtype=x.dtype, device=x.device)
+            mask = mask.masked_fill_(beyond, -torch.inf)[:, None, None]
         rows = torch.arange(count, device=x.device)
         for layer, cache in zip(self._body.layers, self._caches, strict=True):
             qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups).view(count, 1, -1)
@@ -150,8 +153,11 @@ class LeanDecoder:
             cache.values[rows, :, lengths_B] = v[:, :, 0]
             keys, values = cache.keys[:count, :, :longest], cache.values[:count, :, :longest]
             q = q.reshape(count, layer.groups, -1, layer.size) * layer.size**-0.5
-            weights = torch.matmul(q, keys.transpose(2, 3)).add_(mask).softmax(-1)
-            x = _finish(layer, x, torch.matmul(weights, values).view(count, -1), groups)
+            scores = torch.matmul(q, keys.transpose(2, 3))
+            if mask is not None:
+                scores.add_(mask)
+            mixed = torch.matmul(scores.softmax(-1), values).view(count, -1)
+            x = _finish(layer, x, mixed, groups)
         return self._logits(self._body.module.norm(x), groups)
 
     def _logits(self, hidden: Tensor, groups: Sequence[Rows]) -> Tensor:
@@ -161,14 +167,13 @@ class LeanDecoder:
             pair = None if group.adapter is None else group.adapter.pairs.get(name)
             if group.adapter is None or pair is None:
                 continue
-            rows = hidden if group.rows is None else hidden.index_select(0, group.rows)
-            update = (
-                functional.linear(functional.linear(rows, pair.a), pair.b) * group.adapter.scale
-            )
+            # Logits are float32, and so is the adapter: nothing is rounded on the way.
+            rows = (hidden if group.rows is None else hidden.index_select(0, group.rows)).float()
+            inner = functional.linear(rows, pair.a).mul_(group.adapter.scale)
             if group.rows is None:
-                logits += update
+                logits.addmm_(inner, pair.b.t())
             else:
-                logits.index_add_(0, group.rows, update.float())
+                logits.index_add_(0, group.rows, functional.linear(inner, pair.b))
         return logits
 
     def prompt_logits(self, hidden: Tensor, adapter: Adapter | None) -> Tensor:
@@ -222,7 +227,7 @@ class PlainDecoder:
         ]
 
     @torch.inference_mode()
-    def step(self, tokens_B: Tensor, lengths_B: Tensor, groups: Sequence[Rows]) -> Tensor:
+    def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
         logits: list[Tensor] = [torch.empty(0)] * len(tokens_B)
         for group in groups:
             rows = range(len(tokens_B)) if group.rows is None else group.rows.tolist()

@@ -68,7 +68,7 @@ class TorchEngine:
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
         """A fresh adapter on a base model."""
         language = self._base(base_model).language
-        adapter = Adapter.fresh(language.layers, spec, self._device, self._dtype)
+        adapter = Adapter.fresh(language.layers, spec, self._device)
         self._models[model_id] = (base_model, TrainedModel(language, adapter))
 
     def restore_model(
@@ -161,9 +161,9 @@ class TorchEngine:
     # -- what is there -----------------------------------------------------------------------
 
     def load(self, model: BaseModel) -> None:
-        """Have a base model, in memory ahead of its first use."""
+        """Have a base model, in memory ahead of its first use; one that cannot be loaded is not had."""
+        self._in_memory(model)
         self._known[model.name] = model
-        self._base(model.name)
 
     def _known_model(self, name: str) -> BaseModel:
         check_base(name, self._known)
@@ -171,7 +171,9 @@ class TorchEngine:
 
     def _base(self, name: str) -> _Loaded:
         """A base model, loaded when it is first needed."""
-        model = self._known_model(name)
+        return self._in_memory(self._known_model(name))
+
+    def _in_memory(self, model: BaseModel) -> _Loaded:
         if model.directory not in self._loaded:
             network = base_models.load(model, device=self._device, dtype=self._dtype)
             language = LanguageModel(network, context_length=model.context_length)
@@ -201,4 +203,4 @@ class TorchEngine:
                 )
         # In the order of a fresh adapter: norms are sums, and sums depend on it in their last bit.
         tensors = {name: saved.tensors[name] for name in layers if name in saved.tensors}
-        return Adapter.of_tensors(saved.spec, tensors, self._device, self._dtype)
+        return Adapter.of_tensors(saved.spec, tensors, self._device)

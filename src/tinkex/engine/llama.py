@@ -88,8 +88,9 @@ class Projection:
             ]
             fused = None
             if any(tensors):
-                a, b = fuse(tensors, self.sizes)
-                fused = (adapter, a, b * adapter.scale)
+                a, b = fuse(tensors, self.sizes, torch.float32)
+                dtype = self.weight.dtype
+                fused = (adapter, a.to(dtype), (b * adapter.scale).to(dtype))
             self._frozen[id(adapter)] = fused
         known = self._frozen[id(adapter)]
         return None if known is None else known[1:]
@@ -99,11 +100,11 @@ class Projection:
 
 
 def fuse(
-    pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int]
+    pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Several pairs as one: A stacked, B block-diagonal."""
+    """Several pairs as one, in `dtype`: A stacked, B block-diagonal."""
     present = [pair for pair in pairs if pair is not None]
-    a = torch.cat([pair[0] for pair in present])
+    a = torch.cat([pair[0] for pair in present]).to(dtype)
     b = a.new_zeros(sum(sizes), len(a))
     for rows, columns, pair in _blocks(pairs, sizes):
         b[rows, columns] = pair[1]
@@ -130,7 +131,7 @@ class _FusedLora(torch.autograd.Function):
         ctx: Any, x: Tensor, projection: Projection, scale: float, *tensors: Tensor | None
     ) -> Tensor:
         pairs = _paired(tensors)
-        a, b = fuse(pairs, projection.sizes)
+        a, b = fuse(pairs, projection.sizes, x.dtype)
         inner = functional.linear(x, a)
         y = functional.linear(x, projection.weight, projection.bias)
         y.addmm_(inner, b.t(), alpha=scale)
@@ -155,7 +156,7 @@ class _FusedLora(torch.autograd.Function):
                 gradients += [None, None]
             else:
                 rows, columns, _ = next(blocks)
-                gradients += [a_g[columns], b_g[rows, columns]]
+                gradients += [a_g[columns].float(), b_g[rows, columns].float()]
         return x_g, None, None, *gradients
 
 
@@ -200,14 +201,13 @@ class LlamaLayer:
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, from B × T × all heads: each B × heads × T × E."""
         heads = qkv.view(*qkv.shape[:2], -1, self.size)
-        q, k, v = torch.split(heads, [self.heads, self.groups, self.groups], dim=2)
+        turned, v = torch.split(heads, [self.heads + self.groups, self.groups], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return (
-            _rotate(q.transpose(1, 2), cos, sin),
-            _rotate(k.transpose(1, 2), cos, sin),
-            v.transpose(1, 2),
-        )
+            q, k = torch.split(turned, [self.heads, self.groups], dim=2)
+            turned = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        turned = _rotate(turned.transpose(1, 2), cos, sin)
+        q, k = torch.split(turned, [self.heads, self.groups], dim=1)
+        return q, k, v.transpose(1, 2)
 
 
 class LlamaBody:

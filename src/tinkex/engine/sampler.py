@@ -7,7 +7,7 @@ bookkeeping knows lengths and slots; the decoder knows the model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import drawing
 from .checks import check_job
 from .decoder import decoder_for
 from .llama import Rows
@@ -27,8 +28,6 @@ __all__ = ["Sampler"]
 #: Positions whose logits exist at one time while prompts are scored.
 _LOGIT_ROWS: Final = 256
 _EMPTY: Final = -99999.0
-#: Below this temperature only the likeliest token has a chance, and logits divided by it would overflow.
-_COLDEST: Final = 1e-30
 
 
 @dataclass(slots=True)
@@ -149,20 +148,21 @@ class Sampler:
         return events
 
     def _admit(self) -> list[_Request]:
-        """The next requests that fit: by sequences under way, and by prompt tokens in one step."""
+        """The next requests that fit: by sequences under way, and by positions to read in one step."""
         admitted: list[_Request] = []
-        running, tokens = len(self._running), 0
+        running = len(self._running)
+        lengths: dict[int, dict[bytes, int]] = {}  # of different prompts, by adapter
         while self._waiting:
             request = self._waiting[0]
-            size = len(request.job.prompt_T)
             full = running + request.job.num_samples > self._max_sequences
+            adapter, prompt = request.key
+            lengths.setdefault(adapter, {})[prompt] = len(request.job.prompt_T)
             if (full and (running or admitted)) or (
-                admitted and tokens + size > self._prefill_tokens
+                admitted and _padded(lengths) > self._prefill_tokens
             ):
                 break
             admitted.append(self._waiting.popleft())
             running += request.job.num_samples
-            tokens += size
         return admitted
 
     def _read_prompts(self, admitted: Sequence[_Request], events: list[SampleEvent]) -> None:
@@ -215,8 +215,8 @@ class Sampler:
         """Read the last token of every sequence; the logits after it."""
         running = self._running
         tokens_B = self._tensor([sequence.tokens[-1] for sequence in running])
-        lengths_B = self._tensor([sequence.length for sequence in running])
-        logits = self._decoder.step(tokens_B, lengths_B, self._grouped()).cpu()
+        lengths = [sequence.length for sequence in running]
+        logits = self._decoder.step(tokens_B, lengths, self._grouped()).cpu()
         for sequence in running:
             sequence.length += 1
         return logits
@@ -243,7 +243,11 @@ class Sampler:
     def _draw(
         self, sequences: Sequence[_Sequence], logits_BV: Tensor, events: list[SampleEvent]
     ) -> None:
-        tokens, logprobs, scaled_BV = _choose(sequences, logits_BV)
+        tokens, logprobs = drawing.choose(
+            logits_BV,
+            [sequence.request.job for sequence in sequences],
+            [sequence.random for sequence in sequences],
+        )
         for row, sequence in enumerate(sequences):
             request = sequence.request
             if request.limit <= 0:
@@ -251,7 +255,7 @@ class Sampler:
             elif request.cancelled:
                 sequence.stop_reason = "cancelled"
             else:
-                self._append(sequence, tokens[row], logprobs[row], scaled_BV[row], events)
+                self._append(sequence, tokens[row], logprobs[row], logits_BV[row], events)
         finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
         for sequence in finished:
             self._leave(sequence, events)
@@ -261,14 +265,16 @@ class Sampler:
         sequence: _Sequence,
         token: int,
         logprob: float,
-        scaled_V: Tensor,
+        logits_V: Tensor,
         events: list[SampleEvent],
     ) -> None:
         request = sequence.request
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         if request.job.topk_sample_logprobs:
-            sequence.topk.append(_topk(scaled_V[None], request.job.topk_sample_logprobs))
+            normalizer = logits_V[token, None].double() - logprob
+            alternatives = request.job.topk_sample_logprobs
+            sequence.topk.append(drawing.topk(logits_V, alternatives, normalizer))
         if request.job.stream:
             events.append(
                 SampleEvent(request.job_id, index=sequence.index, token=token, logprob=logprob)
@@ -323,13 +329,14 @@ class Sampler:
             stop = min(start + _LOGIT_ROWS, length)
             states = state_TD[start - 1 : stop - 1]
             logits = self._decoder.prompt_logits(states, request.adapter).cpu()
-            logp = logits - logits.logsumexp(-1, keepdim=True)
-            scores[start:stop] = logp.gather(-1, tokens[start:stop, None])[:, 0].numpy()
+            normalizers = logits.logsumexp(-1, keepdim=True)
+            found = logits.gather(-1, tokens[start:stop, None]) - normalizers
+            scores[start:stop] = found[:, 0].numpy()
             if k:
-                ids[start:stop], values[start:stop] = _topk(logp, k)
+                ids[start:stop], values[start:stop] = drawing.topk(logits, k, normalizers)
             if targets is not None and target_scores is not None:
                 here = torch.from_numpy(targets[start - 1 : stop - 1].astype(np.int64))
-                found = logp.gather(-1, here.clamp_min(0))
+                found = logits.gather(-1, here.clamp_min(0)) - normalizers
                 target_scores[start - 1 : stop - 1] = torch.where(here < 0, 0.0, found).numpy()
         request.prompt = SampledResult(
             [],
@@ -349,56 +356,9 @@ def _random(job: SampleJob, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
 
 
-def _choose(
-    sequences: Sequence[_Sequence], logits_BV: Tensor
-) -> tuple[list[int], list[float], Tensor]:
-    """Draw a token for each row; its logprob is that of the temperature-scaled distribution."""
-    jobs = [sequence.request.job for sequence in sequences]
-    temperatures = torch.tensor(
-        [max(job.temperature, _COLDEST) if job.temperature > 0 else 1.0 for job in jobs]
-    )
-    if bool((temperatures != 1).any()):
-        logits_BV = logits_BV / temperatures[:, None]
-    logp_BV = logits_BV - logits_BV.logsumexp(-1, keepdim=True)
-    chosen = logp_BV.argmax(-1)
-    drawn = [row for row, job in enumerate(jobs) if job.temperature > 0]
-    if drawn:
-        rows = logp_BV if len(drawn) == len(jobs) else logp_BV[drawn]
-        chosen[drawn] = _inverse_cdf(rows, [sequences[row] for row in drawn])
-    logprobs = logp_BV.gather(-1, chosen[:, None])[:, 0]
-    return chosen.tolist(), logprobs.tolist(), logp_BV
-
-
-def _inverse_cdf(logp_BV: Tensor, sequences: Sequence[_Sequence]) -> Tensor:
-    """One uniform number per row picks the token; far cheaper than noise over the whole vocabulary."""
-    probabilities = logp_BV.exp()
-    for row, sequence in enumerate(sequences):
-        job = sequence.request.job
-        if 0 < job.top_k < probabilities.shape[-1] or job.top_p < 1:
-            probabilities[row] = _filtered(probabilities[row], job.top_k, job.top_p)
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    uniform = torch.tensor(
-        [sequence.random.random() for sequence in sequences], dtype=torch.float64
-    )
-    wanted = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp_max(logp_BV.shape[-1] - 1)
-
-
-def _filtered(probabilities_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Only the k likeliest, and of those only the fewest that make up p; at least one."""
-    ordered, where = probabilities_V.sort(descending=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k > 0:
-        keep[top_k:] = False
-    if top_p < 1:
-        keep &= ordered.cumsum(-1) - ordered < top_p * ordered[keep].sum()
-    keep[0] = True
-    return torch.zeros_like(probabilities_V).scatter(0, where[keep], ordered[keep])
-
-
-def _topk(logp_NV: Tensor, k: int) -> tuple[Array, Array]:
-    best = logp_NV.topk(min(k, logp_NV.shape[-1]), dim=-1)
-    return best.indices.to(torch.int32).numpy(), best.values.numpy()
+def _padded(lengths: Mapping[int, Mapping[bytes, int]]) -> int:
+    """Positions that are read: prompts are padded to the longest that is read with the same adapter."""
+    return sum(max(own.values()) * len(own) for own in lengths.values())
 
 
 def _result(request: _Request) -> SampledResult:

@@ -19,5 +19,5 @@ class CustomLossError(InvalidInputError):
         self.name = name
 
 
-class CustomLossTimeoutError(CustomLossError, TimeoutError):
+class CustomLossTimeoutError(CustomLossError):
     """A function did not return in time; nobody waits for it any more."""

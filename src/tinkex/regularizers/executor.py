@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def start(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             result = context.run(work)
-        except BaseException as error:  # noqa: BLE001 - whoever waits hears of it, whatever it is
+        except BaseException as error:  # whoever waits hears of it, whatever it is
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -53,6 +53,7 @@ class Outcome(Generic[T]):
 class _Run(Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
+        self.given_up = False
         self._began: Future[float] = Future()
         self._outcome: Future[Outcome[T]] = Future()
 
@@ -61,7 +62,7 @@ class _Run(Generic[T]):
         self._began.set_result(began)
         try:
             result = self._work()
-        except BaseException as error:  # noqa: BLE001 - as above
+        except BaseException as error:
             self._outcome.set_result(Outcome(monotonic() - began, error=error))
         else:
             self._outcome.set_result(Outcome(monotonic() - began, result))
@@ -71,14 +72,18 @@ class _Run(Generic[T]):
         began = self._began.result()
         left = None if timeout is None else max(0.0, began + timeout - monotonic())
         done, _ = wait([self._outcome], left)
-        return self._outcome.result() if done else Outcome(monotonic() - began)
+        if done:
+            return self._outcome.result()
+        self.given_up = True
+        return Outcome(monotonic() - began)
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs functions side by side, at most `max_concurrency` (one per processor) at a time, or one after another.
+    """Runs functions side by side, at most `max_concurrency` at a time, or one after another.
 
-    `timeout` is the time each may take, None for as long as it likes.
+    Without a limit given it is one per processor and at least eight, because many only wait for something. `timeout`
+    is the time each may take, None for as long as it likes.
     """
 
     parallel: bool = True
@@ -93,29 +98,35 @@ class Executor:
                 f"must be 1 or more, not {self.max_concurrency}", field="max_concurrency"
             )
 
-    def run(self, works: Sequence[Callable[[], T]]) -> Iterator[Outcome[T]]:
+    def run(self, works: Sequence[Callable[[], T]]) -> Generator[Outcome[T], None, None]:
         """How each ended, in the order given; once the caller stops asking, none is begun any more.
 
         One after another, each begins when its outcome is asked for.
         """
         runs = [_Run(work) for work in works]
         waiting = deque(runs if self.parallel else ())
-        lanes = min(len(waiting), self.max_concurrency or os.cpu_count() or 1)
+        lanes = min(len(waiting), self.max_concurrency or max(8, os.cpu_count() or 1))
         for _ in range(lanes):
             start(lambda: _work_off(waiting))
         try:
             for run in runs:
                 if not self.parallel:
                     start(run)
-                yield run.outcome(self.timeout)
+                outcome = run.outcome(self.timeout)
+                if run.given_up and waiting:  # its lane is lost to the others
+                    start(lambda: _work_off(waiting))
+                yield outcome
         finally:
             waiting.clear()
 
 
 def _work_off(waiting: deque[_Run[T]]) -> None:
-    while True:
+    """One lane: take whoever is next until there is none, or until nobody waits for this lane any more."""
+    given_up = False
+    while not given_up:
         try:
             run = waiting.popleft()
         except IndexError:
             return
         run()
+        given_up = run.given_up

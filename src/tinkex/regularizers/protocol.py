@@ -11,21 +11,20 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
 
 from tinkex.errors import InvalidInputError
 from tinkex.types import Datum, RegularizerSpec
 
 from .errors import CustomLossError, CustomLossTimeoutError
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["Logprobs", "LossFn", "Regularizer", "call", "check_loss_fn", "checked", "late"]
 
-__all__ = ["Logprobs", "LossFn", "Regularizer", "call", "check_loss_fn", "checked"]
-
-Logprobs: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+Logprobs: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 #: `(data, logprobs) -> (loss, metrics)`
-LossFn: TypeAlias = "Callable[[list[Datum], Any], tuple[torch.Tensor, Mapping[str, Any]]]"
+LossFn: TypeAlias = Callable[[list[Datum], Any], tuple[torch.Tensor, Mapping[str, Any]]]
 
 
 @runtime_checkable
@@ -74,18 +73,15 @@ def _spec(index: int, given: Any) -> RegularizerSpec:
 def check_loss_fn(loss_fn: Any) -> None:
     if not callable(loss_fn):
         raise InvalidInputError("must be callable", field="loss_fn")
-    positional, _ = _arity(loss_fn)
-    if positional is not None and not positional[0] <= 2 <= positional[1]:
-        raise InvalidInputError(
-            f"must take (data, logprobs), but takes {_counted(positional)}", field="loss_fn"
-        )
+    if not _accepts(loss_fn, 2):
+        raise CustomLossError(f"must take (data, logprobs), not {_signature(loss_fn)}")
 
 
 def call(
-    spec: RegularizerSpec, data: list[Datum], logprobs: Logprobs, timeout: float | None
+    spec: RegularizerSpec, timeout: float | None, data: list[Datum], logprobs: Logprobs
 ) -> Any:
     """What the regularizer returns; an async one runs on an event loop of its own and is cancelled in time."""
-    fn = spec.fn if callable(spec.fn) else spec.fn.compute
+    fn = _function(spec)
     arguments: tuple[Any, ...] = (data, logprobs)
     if _takes_options(spec):
         arguments = (*arguments, spec.options)
@@ -99,9 +95,7 @@ def call(
     return returned
 
 
-async def _awaited(
-    spec: RegularizerSpec, begin: Callable[[], Any], timeout: float | None
-) -> Any:
+async def _awaited(spec: RegularizerSpec, begin: Callable[[], Any], timeout: float | None) -> Any:
     try:
         async with asyncio.timeout(timeout) as limit:
             returned = begin()  # here, because it may want a running loop
@@ -118,40 +112,45 @@ def late(timeout: float | None, name: str | None) -> CustomLossTimeoutError:
     return CustomLossTimeoutError(f"did not return within {timeout:g} s", name=name)
 
 
+def _function(spec: RegularizerSpec) -> Callable[..., Any]:
+    compute = getattr(spec.fn, "compute", None)
+    function: Callable[..., Any] = compute if callable(compute) else spec.fn
+    return function
+
+
 def _takes_options(spec: RegularizerSpec) -> bool:
     """Whether it wants a third argument; refuses what can be called neither way."""
-    if not callable(spec.fn):
-        positional, third = _arity(spec.fn.compute)
-        wanted = "compute must take (data, logprobs, options)"
-    else:
-        positional, third = _arity(spec.fn)
-        wanted = "must take (data, logprobs) or (data, logprobs, options)"
-    if positional is None:  # a builtin does not say what it takes
-        return not callable(spec.fn)
-    least, most = positional
-    if least <= 3 <= most and (least == 3 or third in {"options", "opts"}):
+    if inspect.isclass(spec.fn):
+        raise CustomLossError(f"{spec.fn.__name__} is a class; give an instance", name=spec.name)
+    fn = _function(spec)
+    if _accepts(fn, 2):  # a third that need not be given is for options only if it says so
+        return _third(fn) in {"options", "opts"}
+    if _accepts(fn, 3):
         return True
-    if least <= 2 <= most:
-        return False
-    raise CustomLossError(f"{wanted}, but takes {_counted(positional)}", name=spec.name)
+    raise CustomLossError(
+        f"must take (data, logprobs) or (data, logprobs, options), not {_signature(fn)}",
+        name=spec.name,
+    )
 
 
-def _arity(fn: Callable[..., Any]) -> tuple[tuple[int, int] | None, str | None]:
-    """The fewest and the most positional arguments a function takes, and what the third is called."""
+def _accepts(fn: Callable[..., Any], count: int) -> bool:
+    if (signature := _signature(fn)) is None:
+        return True
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return None, None
-    places = [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
-    least = sum(p.default is p.empty for p in places)
-    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
-        return (99, 99), None  # cannot be called by position at all
-    most = 99 if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(places)
-    return (least, most), places[2].name if len(places) > 2 else None
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
-def _counted(positional: tuple[int, int]) -> str:
-    least, most = positional
-    if least == 99:
-        return "keywords that it requires"
-    return f"{least} arguments" if least == most else f"{least} to {most} arguments"
+def _third(fn: Callable[..., Any]) -> str | None:
+    signature = _signature(fn)
+    names = [] if signature is None else list(signature.parameters)
+    return names[2] if len(names) > 2 else None
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # written in C, and does not say
+        return None

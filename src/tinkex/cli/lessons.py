@@ -1,0 +1,249 @@
+"""Lines of JSON as sequences to train on: which tokens there are, and which of them are to be learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkex.errors import InvalidInputError
+
+from .templates import Message, answer_of
+
+if TYPE_CHECKING:
+    from tinkex.types import Datum
+
+__all__ = ["Lesson", "Record", "find_data", "lessons_of", "plain_lessons", "read_records", "within"]
+
+_BUNDLED: Final = "tolmery"
+#: What a pair may be called: conversations of two, and what comes with the package.
+_PAIRS: Final = (("prompt", "completion"), ("question", "answer"))
+_SPLITS: Final = {
+    "train": "train",
+    **dict.fromkeys(("test", "eval", "valid", "validation", "dev"), "eval"),
+}
+#: So many lines are named in a message; the rest is counted.
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the data; `split` is what it says itself, if it does."""
+
+    line: int
+    messages: tuple[Message, ...]
+    split: str | None = None
+    is_pair: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """A sequence of tokens, and for each of them whether it is to be learned."""
+
+    line: int
+    tokens: npt.NDArray[np.int32]
+    learned: npt.NDArray[np.bool_]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def count(self) -> int:
+        """How many tokens are to be learned; the first has nothing before it that could predict it."""
+        return int(self.learned[1:].sum())
+
+    def datum(self, weight: float) -> Datum:
+        """Each token is to predict the next one, and counts by `weight` where it is learned."""
+        from tinkex.types import Datum, ModelInput
+
+        return Datum(
+            model_input=ModelInput.from_ints(self.tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": self.tokens[1:].astype(np.int64),
+                "weights": self.learned[1:].astype(np.float32) * np.float32(weight),
+            },
+        )
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+def find_data(name: str) -> Path:
+    """The file that is meant; `tolmery` is what comes with the package, unless a file has that name."""
+    path = Path(name)
+    if not path.exists() and name == _BUNDLED:
+        return Path(str(files("tinkex.data").joinpath("tolmery.jsonl")))
+    if not path.is_file():
+        raise InvalidInputError(f"there is no file {name}", field="data")
+    return path
+
+
+def read_records(path: Path) -> list[Record]:
+    """All lines of a file; the first that cannot be read is told by its number."""
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                records.append(_record(number, line))
+            except InvalidInputError as error:
+                raise InvalidInputError(
+                    f"{path}, line {number}: {error.args[0]}", field="data"
+                ) from None
+    if not records:
+        raise InvalidInputError(f"{path} holds no examples", field="data")
+    return records
+
+
+def _record(number: int, line: bytes) -> Record:
+    try:
+        content = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(content, dict):
+        raise InvalidInputError(f"is not a JSON object but {_kind(content)}")
+    split = _split(content.get("split"))
+    if "messages" in content:
+        return Record(number, _messages(content["messages"]), split)
+    for asked, answered in _PAIRS:
+        if asked in content or answered in content:
+            prompt, completion = (_text(content, name) for name in (asked, answered))
+            if not completion:
+                raise InvalidInputError(f'"{answered}" is empty; there is nothing to learn')
+            pair = ({"role": "user", "content": prompt},)
+            reply = {"role": "assistant", "content": completion}
+            return Record(number, (*pair, reply), split, is_pair=True)
+    known = ", ".join(map(repr, content)) or "nothing"
+    raise InvalidInputError(f'needs "messages", or "prompt" and "completion"; it has {known:.200}')
+
+
+def _messages(messages: Any) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidInputError('"messages" must be a list of messages')
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidInputError(f"messages.{index} is not an object but {_kind(message)}")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise InvalidInputError(
+                    f'messages.{index} needs a "{name}" that is text, not {_kind(message.get(name))}'
+                )
+    if not any(message["role"] == "assistant" and message["content"] for message in messages):
+        raise InvalidInputError("has no message of the assistant; there is nothing to learn")
+    return tuple(messages)
+
+
+def _text(content: dict[str, Any], name: str) -> str:
+    value = content.get(name)
+    if not isinstance(value, str):
+        raise InvalidInputError(f'needs a "{name}" that is text, not {_kind(value)}')
+    return value
+
+
+def _split(value: Any) -> str | None:
+    if value is None:
+        return None
+    if value not in _SPLITS:
+        raise InvalidInputError(f'"split" must be one of {", ".join(_SPLITS)}, not {value!r:.80}')
+    return _SPLITS[value]
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+# -- tokens -----------------------------------------------------------------------------------------
+
+
+def lessons_of(record: Record, tokenizer: Any, system: str | None = None) -> Iterator[Lesson]:
+    """A conversation as one sequence in which what the assistant says is learned.
+
+    Templates may write a turn differently once others follow; then each such turn is a sequence of its own.
+    """
+    messages = list(record.messages)
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    tokens: list[int] = []
+    learned: list[bool] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or not message["content"]:
+            continue
+        try:
+            prompt, answer = answer_of(tokenizer, messages[:index], message)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"line {record.line}: {error.args[0]}", field="data") from error
+        if tokens and prompt[: len(tokens)] != tokens:
+            yield _lesson(record.line, tokens, learned)
+            tokens, learned = [], []
+        learned += [False] * (len(prompt) - len(tokens)) + [True] * len(answer)
+        tokens = prompt + answer
+    yield _lesson(record.line, tokens, learned)
+
+
+def plain_lessons(record: Record, tokenizer: Any) -> Iterator[Lesson]:
+    """A pair as it stands, without a chat template: the completion follows the prompt, then the end."""
+    if not record.is_pair:
+        raise InvalidInputError(
+            f"line {record.line}: a conversation needs the chat template; pairs do not",
+            field="data",
+        )
+    prompt = list(tokenizer.encode(record.messages[0]["content"]))
+    completion = tokenizer.encode(record.messages[1]["content"], add_special_tokens=False)
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    answer = [*completion, *ends]
+    lesson = _lesson(record.line, prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    if not lesson.count:
+        raise InvalidInputError(
+            f"line {record.line}: a lone token has nothing before it to learn from", field="data"
+        )
+    yield lesson
+
+
+def _lesson(line: int, tokens: list[int], learned: list[bool]) -> Lesson:
+    return Lesson(line, np.array(tokens, np.int32), np.array(learned, np.bool_))
+
+
+# -- lengths ----------------------------------------------------------------------------------------
+
+
+def within(
+    lessons: Sequence[Lesson], limit: int | None, too_long: str
+) -> tuple[list[Lesson], str | None]:
+    """The lessons that fit, and a word on those that do not: refused, cut, or left out.
+
+    What has nothing left to be learned once it is cut is left out too.
+    """
+    if limit is None:
+        return list(lessons), None
+    beyond = [lesson for lesson in lessons if lesson.length > limit]
+    if not beyond:
+        return list(lessons), None
+    named = ", ".join(f"line {lesson.line} ({lesson.length})" for lesson in beyond[:_NAMED])
+    more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
+    told = f"{len(beyond)} of {len(lessons)} examples are longer than {limit} tokens: {named}{more}"
+    if too_long == "refuse":
+        raise InvalidInputError(
+            f"{told}; --too-long truncate cuts them, --too-long skip leaves them out", field="data"
+        )
+    if too_long == "skip":
+        kept = [lesson for lesson in lessons if lesson.length <= limit]
+        return kept, f"{told}; they are left out"
+    cut = [lesson if lesson.length <= limit else _cut(lesson, limit) for lesson in lessons]
+    kept = [lesson for lesson in cut if lesson.count]
+    lost = len(lessons) - len(kept)
+    return kept, f"{told}; they are cut" + (f", {lost} of them left out" if lost else "")
+
+
+def _cut(lesson: Lesson, limit: int) -> Lesson:
+    return replace(lesson, tokens=lesson.tokens[:limit], learned=lesson.learned[:limit])

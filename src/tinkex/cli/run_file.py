@@ -1,0 +1,131 @@
+"""What is written down of a training run, so that it can be told of and gone on with: `run.json` in its directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex.errors import InvalidInputError
+
+__all__ = ["FILE", "Run", "Saved", "Settings", "fingerprint"]
+
+FILE: Final = "run.json"
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the course of a run; one that is gone on with keeps all of it."""
+
+    data: str
+    base_model: str
+    rank: int = 16
+    learning_rate: float = 5e-4
+    schedule: str = "cosine"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    grad_clip: float = 0.0
+    epochs: int = 3
+    steps: int | None = None
+    batch_size: int = 8
+    packing: bool = False
+    batch_tokens: int | None = None
+    max_length: int | None = None
+    too_long: str = "refuse"
+    chat_template: bool = True
+    system: str | None = None
+    eval_fraction: float = 0.1
+    seed: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A training checkpoint: the state after so many steps."""
+
+    step: int
+    path: str
+
+
+@dataclass
+class Run:
+    """How far a run has come."""
+
+    settings: Settings
+    data_sha256: str
+    name: str = "train"
+    model_id: str = ""
+    status: str = "running"
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    checkpoints: list[Saved] = field(default_factory=list)
+    resumed_from: str | None = None
+    seconds: float = 0.0
+    sampler_path: str | None = None
+    summary: dict[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+    @property
+    def last(self) -> Saved | None:
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    def back_to(self, saved: Saved | None) -> None:
+        """Forget what came after a checkpoint; without one, everything."""
+        step = 0 if saved is None else saved.step
+        self.losses = self.losses[:step]
+        self.evaluations = [(at, loss) for at, loss in self.evaluations if at <= step]
+        self.checkpoints = [one for one in self.checkpoints if one.step <= step]
+        if saved is None:
+            self.evaluations, self.checkpoints = [], []
+        self.status, self.summary, self.sampler_path = "running", None, None
+        self.resumed_from = None if saved is None else saved.path
+
+    def write(self, directory: Path) -> None:
+        """Write it down, in one step, so that it can be read at any moment."""
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = directory / f".{FILE}.{os.getpid()}"
+        try:
+            scratch.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+            scratch.replace(directory / FILE)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, file: Path) -> Run:
+        try:
+            content = json.loads(file.read_text())
+            if content.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            content["settings"] = Settings(**content["settings"])
+            content["checkpoints"] = [Saved(**saved) for saved in content["checkpoints"]]
+            content["evaluations"] = [(int(at), float(loss)) for at, loss in content["evaluations"]]
+            return cls(**content)
+        except FileNotFoundError:
+            raise InvalidInputError(f"there is no {file}", field="resume") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidInputError(
+                f"{file} is not the record of a run: {error}", field="resume"
+            ) from error
+
+    def differences(self, given: dict[str, Any]) -> list[str]:
+        """Settings that were asked for anew and are not those of this run."""
+        own = asdict(self.settings)
+        return [
+            f"{one.name} was {own[one.name]!r}, not {given[one.name]!r}"
+            for one in fields(Settings)
+            if one.name in given and given[one.name] != own[one.name]
+        ]
+
+
+def fingerprint(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

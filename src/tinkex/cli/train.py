@@ -1,0 +1,504 @@
+"""`tinkex train`: supervised fine-tuning from a file of conversations."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from tinkex.errors import InvalidInputError
+
+from .connection import Connection, connected, formatted
+from .output import Output, say
+from .run_file import FILE, Run, Saved, Settings, fingerprint
+
+if TYPE_CHECKING:
+    from tinkex import ServiceClient, TrainingClient
+
+    from .lessons import Lesson
+    from .training_loop import Progress, Trainer
+
+__all__ = ["command"]
+
+_DEFAULTS: Final = Settings("", "")
+_DIRECTORY: Final = "tinkex-train"
+_CURVE: Final = "loss.svg"
+_STOPPED: Final = 130  # what a shell expects of a command that Ctrl-C ended
+
+
+def _setting(name: str, help: str, **options: Any) -> Callable[..., Any]:
+    """An option that decides the course of the run, with the default of the settings."""
+    default = getattr(_DEFAULTS, name)
+    flag = "--" + name.replace("_", "-")
+    if isinstance(default, bool):
+        flag += f"/--no-{flag[2:]}"
+    return click.option(
+        flag, default=default, show_default=default is not None, help=help, **options
+    )
+
+
+_POSITIVE: Final = click.IntRange(min=1)
+
+
+@click.command("train")
+@click.argument("data", required=False)
+@click.option("--base-model", help="The model to fine-tune.")
+@_setting("rank", "Rank of the LoRA.", type=_POSITIVE)
+@_setting("learning_rate", "At its highest.", type=click.FloatRange(min=0, min_open=True))
+@_setting("schedule", "How it falls.", type=click.Choice(["cosine", "linear", "constant"]))
+@_setting("warmup", "Steps in which it rises first.", type=click.IntRange(min=0))
+@_setting("weight_decay", "Of AdamW.", type=click.FloatRange(min=0))
+@_setting("grad_clip", "Longest gradient; 0 means any.", type=click.FloatRange(min=0))
+@_setting("epochs", "How often all examples are seen.", type=_POSITIVE)
+@_setting("steps", "Steps in all, instead of epochs.", type=_POSITIVE)
+@_setting("batch_size", "Examples of a step.", type=_POSITIVE)
+@_setting(
+    "packing",
+    "Fill each step by tokens: as many examples as fit into --batch-tokens. Examples stay sequences of "
+    "their own; they are not joined, since nothing would keep one from reading another.",
+)
+@_setting(
+    "batch_tokens",
+    "Tokens of a step with --packing.  [default: batch size times mean length]",
+    type=_POSITIVE,
+)
+@_setting(
+    "max_length", "Longest example in tokens.  [default: the context]", type=click.IntRange(min=2)
+)
+@_setting(
+    "too_long",
+    "What is done with longer ones.",
+    type=click.Choice(["refuse", "truncate", "skip"]),
+)
+@_setting("chat_template", "Without it, pairs are trained on as plain text.")
+@_setting("system", "A system message for conversations that have none.")
+@_setting(
+    "eval_fraction",
+    "Share of the examples held out, if they do not say so themselves by a split.",
+    type=click.FloatRange(0, 1, max_open=True),
+)
+@_setting("seed", "Of the adapter, the order and the split.", type=int)
+@_setting("train_mlp", "Adapt the feed-forward layers.")
+@_setting("train_attn", "Adapt attention.")
+@_setting("train_unembed", "Adapt the unembedding.")
+@click.option(
+    "--eval-every",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Steps between evaluations; there is one before and one after in any case.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Steps between checkpoints; the end is saved in any case.",
+)
+@click.option("--name", help="Name of the checkpoints.  [default: train]")
+@click.option(
+    "--output",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Directory for {FILE} and the loss curve.  [default: {_DIRECTORY}]",
+)
+@click.option("--overwrite", is_flag=True, help="Begin anew where another run is written down.")
+@click.option(
+    "--resume",
+    metavar="DIR|PATH|auto",
+    help="Go on with the run of a directory; with that of --output from one of its checkpoints; or, by auto, with "
+    "that of --output if there is one. Settings, order and optimizer are those of before.",
+)
+@connected
+@formatted
+def command(
+    data: str | None,
+    directory: Path | None,
+    overwrite: bool,
+    resume: str | None,
+    name: str | None,
+    save_every: int,
+    eval_every: int,
+    connection: Connection,
+    output: Output,
+    **settings: Any,
+) -> None:
+    """Fine-tune a model on DATA, a file with a JSON object a line.
+
+    A line is a conversation, {"messages": [{"role": …, "content": …}, …]}, or a pair, {"prompt": …,
+    "completion": …}. Both are written with the model's chat template, and what the assistant says is
+    learned. A line may say that it is held out: "split": "test". DATA tolmery comes with the package.
+
+    Ctrl-C saves a checkpoint and says how to go on from it.
+    """
+    if settings["batch_tokens"] is not None and not settings["packing"]:
+        raise click.UsageError("--batch-tokens goes with --packing")
+    ctx = click.get_current_context()
+    chosen = {
+        one: value
+        for one, value in settings.items()
+        if ctx.get_parameter_source(one) is ParameterSource.COMMANDLINE
+    }
+    try:
+        start = _resumed(resume, directory, data, chosen)
+        if start is None:
+            place = directory or Path(_DIRECTORY)
+            start = _fresh(place, data, settings, name or "train", overwrite=overwrite)
+        if start.run.status != "finished":
+            _train(start, connection, save_every, eval_every)
+    except KeyboardInterrupt:
+        say("Stopped.")
+        raise SystemExit(_STOPPED) from None
+    summary = start.run.summary or {}
+    output.record(_facts(summary), summary)
+    if start.run.status == "interrupted":
+        raise SystemExit(_STOPPED)
+
+
+# -- where to begin ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A run, where it is written down, and the checkpoint it goes on from, if any."""
+
+    run: Run
+    directory: Path
+    data: Path
+    saved: Saved | None = None
+
+
+def _fresh(
+    directory: Path, data: str | None, settings: dict[str, Any], name: str, *, overwrite: bool
+) -> _Start:
+    if data is None or settings["base_model"] is None:
+        raise click.UsageError("give DATA and --base-model, or --resume")
+    if (directory / FILE).exists() and not overwrite:
+        raise InvalidInputError(
+            f"a run is written down in {directory}: --resume auto goes on with it, --overwrite forgets it",
+            field="output",
+        )
+    path, known_as = _found(data)
+    run = Run(Settings(data=known_as, **settings), fingerprint(path), name)
+    return _Start(run, directory, path)
+
+
+def _resumed(
+    resume: str | None, directory: Path | None, data: str | None, chosen: dict[str, Any]
+) -> _Start | None:
+    """The run that is to be gone on with; None where there is none yet."""
+    if resume is None:
+        return None
+    place, wanted = directory or Path(_DIRECTORY), None
+    if resume.startswith("tinker://"):
+        wanted = resume
+    elif resume != "auto":
+        place = Path(resume).parent if resume.endswith(".json") else Path(resume)
+    elif not (place / FILE).exists():
+        say(f"There is no run in {place} yet; this one begins.")
+        return None
+    run = Run.read(place / FILE)
+    if differing := run.differences(chosen):
+        raise InvalidInputError(
+            f"a run goes on with the settings it began with: {'; '.join(differing)}", field="resume"
+        )
+    path, _ = _found(data or run.settings.data)
+    if fingerprint(path) != run.data_sha256:
+        raise InvalidInputError(f"{path} is not what the run began with", field="data")
+    saved = run.last
+    if wanted is not None:
+        saved = next((one for one in run.checkpoints if one.path == wanted), None)
+        if saved is None:
+            raise InvalidInputError(
+                f"{wanted} is no checkpoint of the run in {place}", field="resume"
+            )
+    if run.status != "finished" or wanted is not None:
+        run.back_to(saved)
+    else:
+        say("This run has finished; there is nothing left to do.")
+    return _Start(run, directory or place, path, saved)
+
+
+def _found(data: str) -> tuple[Path, str]:
+    """A file, and how it is called in the record: in full, unless it comes with the package."""
+    from .lessons import find_data
+
+    path = find_data(data)
+    return path, str(path.resolve()) if Path(data).exists() else data
+
+
+# -- training ---------------------------------------------------------------------------------------
+
+
+def _train(start: _Start, connection: Connection, save_every: int, eval_every: int) -> None:
+    from .lessons import read_records
+
+    run, directory = start.run, start.directory
+    records = read_records(start.data)
+    again = _again(start, connection)
+    with connection.service() as service:
+        client = _client(service, start)
+        run.model_id = client.model_id
+        train, held_out, notes = _lessons(service, client, records, run.settings)
+        for note in notes:
+            say(f"{start.data.name}: {note}.")
+        plan = _plan(train, run.settings)
+        _announce(run, train, held_out, len(plan))
+        directory.mkdir(parents=True, exist_ok=True)
+        with _progress(len(plan)) as show, _asked_to_stop() as stopped:
+            from .training_loop import Trainer
+
+            trainer = Trainer(
+                client,
+                run,
+                train,
+                held_out,
+                plan,
+                save_every=save_every,
+                eval_every=eval_every,
+                keep=lambda: run.write(directory),
+                show=show,
+                stopped=stopped,
+            )
+            try:
+                ended = trainer.train()
+            except BaseException as error:
+                run.status = "failed" if isinstance(error, Exception) else "interrupted"
+                run.write(directory)
+                say(again())
+                raise
+        run.status = "finished" if ended else "interrupted"
+        run.summary = _summary(start, train, held_out, notes, trainer)
+        _draw(run, directory)
+        run.write(directory)
+        if not ended:
+            say(again())
+
+
+def _client(service: ServiceClient, start: _Start) -> TrainingClient:
+    settings = start.run.settings
+    if start.saved is None:
+        say(f"Starting with {settings.base_model} …")
+        return service.create_lora_training_client(
+            settings.base_model,
+            rank=settings.rank,
+            seed=settings.seed,
+            train_mlp=settings.train_mlp,
+            train_attn=settings.train_attn,
+            train_unembed=settings.train_unembed,
+        )
+    say(f"Going on after step {start.saved.step} from {start.saved.path} …")
+    return service.create_training_client_from_state_with_optimizer(start.saved.path)
+
+
+def _lessons(
+    service: ServiceClient, client: TrainingClient, records: list[Any], settings: Settings
+) -> tuple[list[Lesson], list[Lesson], list[str]]:
+    """What is trained on, what is held out, and what there is to say about their lengths."""
+    from .lessons import lessons_of, plain_lessons, within
+    from .training_plan import held_out
+
+    tokenizer = client.get_tokenizer()
+    if settings.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise InvalidInputError(
+            f"{settings.base_model} has no chat template; --no-chat-template trains on pairs as plain text",
+            field="base_model",
+        )
+    if any(record.split for record in records):
+        aside = {index for index, record in enumerate(records) if record.split == "eval"}
+    else:
+        aside = held_out(len(records), settings.eval_fraction, settings.seed)
+    limits = [settings.max_length, _context(service, settings.base_model)]
+    limit = min((one for one in limits if one is not None), default=None)
+    parts: tuple[list[Lesson], list[Lesson]] = ([], [])
+    for index, record in enumerate(records):
+        parts[index in aside].extend(
+            lessons_of(record, tokenizer, settings.system)
+            if settings.chat_template
+            else plain_lessons(record, tokenizer)
+        )
+    kept, note = within([*parts[0], *parts[1]], limit, settings.too_long)
+    lines = {records[index].line for index in aside}
+    train = [lesson for lesson in kept if lesson.line not in lines]
+    if not train:
+        raise InvalidInputError("no example is left to train on", field="data")
+    held = [lesson for lesson in kept if lesson.line in lines]
+    return train, held, [] if note is None else [note]
+
+
+def _context(service: ServiceClient, base_model: str) -> int | None:
+    for model in service.get_server_capabilities().supported_models:
+        if model.model_name == base_model:
+            return model.max_context_length
+    return None
+
+
+def _plan(train: list[Lesson], settings: Settings) -> list[list[int]]:
+    from .training_plan import batches
+
+    lengths = [lesson.length for lesson in train]
+    budget = None
+    if settings.packing:
+        budget = settings.batch_tokens or settings.batch_size * -(-sum(lengths) // len(lengths))
+    return batches(
+        lengths,
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        token_budget=budget,
+        epochs=settings.epochs,
+        steps=settings.steps,
+    )
+
+
+# -- telling ----------------------------------------------------------------------------------------
+
+
+def _announce(run: Run, train: list[Lesson], held_out: list[Lesson], steps: int) -> None:
+    aside = f", {len(held_out)} held out" if held_out else ""
+    say(f"{len(train)} examples{aside}; {steps} steps with a LoRA of rank {run.settings.rank}.")
+
+
+def _again(start: _Start, connection: Connection) -> Callable[[], str]:
+    """How to go on, said when it is needed."""
+    where = [] if connection.base_url is None else ["--base-url", connection.base_url]
+    words = shlex.join(["tinkex", "train", "--resume", str(start.directory), *where])
+
+    def told() -> str:
+        if start.run.last is None:
+            return "No checkpoint was saved."
+        return f"Saved after step {start.run.last.step}. Go on with: {words}"
+
+    return told
+
+
+def _summary(
+    start: _Start,
+    train: list[Lesson],
+    held_out: list[Lesson],
+    notes: list[str],
+    trainer: Trainer,
+) -> dict[str, Any]:
+    run = start.run
+    before = run.evaluations[0][1] if run.evaluations else None
+    now = [loss for step, loss in run.evaluations if step == run.step]
+    return {
+        "status": run.status,
+        "base_model": run.settings.base_model,
+        "model_id": run.model_id,
+        "steps": run.step,
+        "steps_planned": trainer.steps,
+        "examples": {"train": len(train), "held_out": len(held_out)},
+        "notes": notes,
+        "tokens": trainer.tokens(0, run.step),
+        "seconds": round(run.seconds, 3),
+        "loss": {
+            "first": run.losses[0] if run.losses else None,
+            "last": run.losses[-1] if run.losses else None,
+        },
+        "held_out_loss": {"before": before, "after": now[-1] if now else None},
+        "evaluations": [{"step": step, "loss": loss} for step, loss in run.evaluations],
+        "checkpoints": [asdict(saved) for saved in run.checkpoints],
+        "training_path": run.last.path if run.last else None,
+        "sampler_path": run.sampler_path,
+        "resumed_from": run.resumed_from,
+        "loss_curve": str(start.directory / _CURVE),
+        "run_file": str(start.directory / FILE),
+        "settings": asdict(run.settings),
+    }
+
+
+def _facts(summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary for people."""
+    loss, held_out = summary["loss"], summary["held_out_loss"]
+    facts = {
+        "Run": f"{summary['status']}, {summary['steps']} of {summary['steps_planned']} steps, "
+        f"{summary['tokens']:,} tokens in {_clock(summary['seconds'])} min",
+        "Loss": f"{_number(loss['first'])} at first, {_number(loss['last'])} at the end",
+        "Held out": f"{_number(held_out['before'])} before, {_number(held_out['after'])} after",
+        "Checkpoint": summary["training_path"],
+        "For sampling": summary["sampler_path"],
+        "Loss curve": summary["loss_curve"],
+    }
+    if held_out["before"] is None:
+        del facts["Held out"]
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _draw(run: Run, directory: Path) -> None:
+    from .curves import loss_curve
+
+    title = f"{run.settings.base_model}, {run.settings.learning_rate:g} {run.settings.schedule}"
+    (directory / _CURVE).write_text(loss_curve(run.losses, title=title))
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[Progress], None]]:
+    """How to show a step: a bar on a terminal, lines in a log."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    held_out: list[float] = []
+
+    def told(now: Progress) -> str:
+        if now.held_out is not None:
+            held_out[:] = [now.held_out]
+        known = f"  held out {held_out[0]:.3f}" if held_out else ""
+        if not now.step:
+            return f"step 0/{steps}{known}"
+        left = f"{_clock(now.seconds_left)} left"
+        pace = f"{now.tokens_per_second:,.0f} tokens/s"
+        return f"step {now.step}/{steps}  loss {now.loss:.3f}{known}  {pace}  {left}"
+
+    def log(now: Progress) -> None:
+        line = told(now)
+        tenth = now.step * 10 // steps > (now.step - 1) * 10 // steps
+        if now.step <= 1 or tenth or now.held_out is not None:
+            say(line)
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield log
+        return
+    with Bars(BarColumn(24), TextColumn("{task.description}"), console=console) as bars:
+        task = bars.add_task(f"step 0/{steps}", total=steps)
+        yield lambda now: bars.update(task, completed=now.step, description=told(now))
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed. The first time only asks; the second ends everything at once."""
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with suppress(OSError):  # not by way of a stream, which may be in the middle of a line
+            os.write(2, b"\nStopping after this step; once more stops at once.\n")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

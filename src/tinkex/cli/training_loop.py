@@ -1,0 +1,198 @@
+"""The loop of `tinkex train`: steps, evaluations and checkpoints in order, always one step ahead of their results."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
+
+from tinkex.errors import InvalidInputError
+
+from .lessons import Lesson
+from .run_file import Run, Saved
+from .training_plan import learning_rate
+
+if TYPE_CHECKING:
+    from tinkex import TrainingClient
+
+__all__ = ["Progress", "Trainer"]
+
+#: Examples of one request of an evaluation.
+_HELD_OUT_AT_ONCE: Final = 16
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What there is to say after a step; `held_out` where it was computed."""
+
+    step: int
+    steps: int
+    loss: float
+    held_out: float | None
+    tokens_per_second: float
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """What was sent off for a step; results are asked for when the next one is on its way."""
+
+    step: int
+    forward: Any = None
+    update: Any = None
+    evaluation: list[Any] = field(default_factory=list)
+    saving: Any = None
+
+
+class Trainer:
+    """Trains by a plan from where `run` stands, and writes into `run` what comes of it.
+
+    `keep` is called whenever there is something new to keep, `stopped` is asked between steps.
+    """
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        run: Run,
+        lessons: Sequence[Lesson],
+        held_out: Sequence[Lesson],
+        plan: Sequence[Sequence[int]],
+        *,
+        save_every: int = 0,
+        eval_every: int = 0,
+        keep: Callable[[], None] = lambda: None,
+        show: Callable[[Progress], None] = lambda _: None,
+        stopped: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._run = client, run
+        self._lessons, self._held_out, self._plan = lessons, held_out, plan
+        self._save_every, self._eval_every = save_every, eval_every
+        self._keep, self._show, self._stopped, self._clock = keep, show, stopped, clock
+        sizes = (sum(lessons[index].length - 1 for index in batch) for batch in plan)
+        self._tokens = list(accumulate(sizes, initial=0))
+        self._under_way: deque[_UnderWay] = deque()
+        self._started, self._seconds_before, self._trained = clock(), run.seconds, 0
+
+    @property
+    def steps(self) -> int:
+        return len(self._plan)
+
+    def tokens(self, start: int = 0, end: int | None = None) -> int:
+        """How many tokens the model reads in some of the steps."""
+        return self._tokens[self.steps if end is None else end] - self._tokens[start]
+
+    def train(self) -> bool:
+        """Go to the end, or until stopped; whether the end was reached. Either way all is saved."""
+        run = self._run
+        self._started, self._seconds_before = self._clock(), run.seconds
+        if not run.step and not run.evaluations and self._held_out:
+            self._under_way.append(_UnderWay(0, evaluation=self._evaluate()))
+        for step in range(run.step, self.steps):
+            if self._stopped():
+                break
+            self._under_way.append(self._begin(step))
+            if len(self._under_way) > 1:
+                self._settle()
+        while self._under_way:
+            self._settle()
+        ended = run.step == self.steps
+        self._save(ended=ended)
+        return ended
+
+    # -- sending off ---------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> _UnderWay:
+        from tinkex.types import AdamParams
+
+        settings, client = self._run.settings, self._client
+        batch = [self._lessons[index] for index in self._plan[step]]
+        # The loss is a sum; weights that add up to one make it the mean over what is learned.
+        weight = 1 / sum(lesson.count for lesson in batch)
+        forward = client.forward_backward(
+            [lesson.datum(weight) for lesson in batch], "cross_entropy"
+        )
+        rate = learning_rate(
+            step,
+            self.steps,
+            peak=settings.learning_rate,
+            schedule=settings.schedule,
+            warmup=settings.warmup,
+        )
+        update = client.optim_step(
+            AdamParams(
+                learning_rate=rate,
+                weight_decay=settings.weight_decay,
+                grad_clip_norm=settings.grad_clip,
+            )
+        )
+        done = step + 1
+        last = done == self.steps
+        due = last or (self._eval_every and done % self._eval_every == 0)
+        saving = None
+        if self._save_every and done % self._save_every == 0 and not last:
+            saving = self._save_state(done)
+        return _UnderWay(
+            done, forward, update, self._evaluate() if due and self._held_out else [], saving
+        )
+
+    def _evaluate(self) -> list[Any]:
+        parts = range(0, len(self._held_out), _HELD_OUT_AT_ONCE)
+        return [
+            self._client.forward(
+                [lesson.datum(1.0) for lesson in self._held_out[start : start + _HELD_OUT_AT_ONCE]],
+                "cross_entropy",
+            )
+            for start in parts
+        ]
+
+    def _save_state(self, step: int) -> Any:
+        name = f"{self._run.name}-{step:06d}"
+        return self._client.save_state(name, user_metadata={"step": str(step)})
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait for what was sent off first."""
+        sent, run = self._under_way.popleft(), self._run
+        loss = math.nan
+        if sent.forward is not None:
+            sent.update.result()
+            loss = float(sent.forward.result().metrics["loss:sum"])
+            if not math.isfinite(loss):
+                raise InvalidInputError(
+                    f"the loss of step {sent.step} is {loss}; try a lower one",
+                    field="learning_rate",
+                )
+            run.losses.append(loss)
+        held_out = None
+        if sent.evaluation:
+            total = math.fsum(one.result().metrics["loss:sum"] for one in sent.evaluation)
+            held_out = total / sum(lesson.count for lesson in self._held_out)
+            run.evaluations.append((sent.step, held_out))
+        if sent.saving is not None:
+            run.checkpoints.append(Saved(sent.step, sent.saving.result().path))
+        run.seconds = self._seconds_before + self._clock() - self._started
+        if sent.saving is not None or sent.evaluation:
+            self._keep()
+        self._tell(sent.step, loss, held_out)
+
+    def _tell(self, step: int, loss: float, held_out: float | None) -> None:
+        if step:
+            self._trained += self.tokens(step - 1, step)
+        pace = self._trained / max(self._clock() - self._started, 1e-9)
+        left = self.tokens(step) / pace if pace else math.nan
+        self._show(Progress(step, self.steps, loss, held_out, pace, left))
+
+    def _save(self, *, ended: bool) -> None:
+        """The state as it is now, unless it is saved already; at the end also for sampling."""
+        run = self._run
+        if run.step and (run.last is None or run.last.step != run.step):
+            run.checkpoints.append(Saved(run.step, self._save_state(run.step).result().path))
+        if ended:
+            run.sampler_path = self._client.save_weights_for_sampler(run.name).result().path
+        self._keep()

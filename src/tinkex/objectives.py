@@ -1,0 +1,252 @@
+"""Ready-made losses for `forward_backward_custom`, and what they need in their data.
+
+    pairs = [completion(prompt, good), completion(prompt, bad)]
+    pairs = objectives.with_reference(pairs, sampler)
+    training.forward_backward_custom(pairs, objectives.dpo(beta=0.1))
+
+All read `weights`, which say how much each position counts (all alike if there are none). Losses of preferences read
+data in pairs: the preferred one, then the other, then the next pair. References are logprobs of another model, in the
+field `reference_logprobs`, where `with_reference` puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+from tinkex.errors import APIResponseValidationError, InvalidInputError
+from tinkex.types import Datum, ModelInput, TensorData
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "REFERENCE",
+    "completion",
+    "cross_entropy",
+    "dpo",
+    "orpo",
+    "reinforce",
+    "simpo",
+    "with_reference",
+    "with_reference_async",
+]
+
+#: Where a datum keeps the logprobs of its targets under the reference model.
+REFERENCE: Final = "reference_logprobs"
+
+Result: TypeAlias = "tuple[torch.Tensor, dict[str, float]]"
+Objective: TypeAlias = "Callable[[list[Datum], list[torch.Tensor]], Result]"
+
+
+def completion(prompt: Sequence[int], answer: Sequence[int]) -> Datum:
+    """A datum that learns `answer` after `prompt`: each position predicts the next token, and answers count."""
+    tokens = np.array([*prompt, *answer], np.int32)
+    if not len(prompt) or not len(answer):
+        raise InvalidInputError("prompt and answer need a token each", field="answer")
+    counts = np.zeros(len(tokens) - 1, np.float32)
+    counts[len(prompt) - 1 :] = 1
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": counts}
+    )
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def cross_entropy(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
+    """The service's own cross entropy, to add regularizers to: −Σ weight · logprob."""
+    return -_stacked([_counted(*each).sum() for each in _each(data, logprobs)]).sum(), {}
+
+
+def dpo(beta: float = 0.1, label_smoothing: float = 0.0) -> Objective:
+    """Direct preference optimisation (Rafailov et al., 2023).
+
+    A completion's reward is β times how much likelier it has become than under the reference; the loss is the
+    surprise that the preferred one has the larger reward. With `label_smoothing` that share of the pairs is taken to
+    be the wrong way round.
+    """
+
+    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
+        gains = [
+            _counted(datum, logp - _field(datum, index, REFERENCE, logp)).sum()
+            for index, (datum, logp) in enumerate(_each(data, logprobs))
+        ]
+        chosen, rejected = _pairs(beta * _stacked(gains))
+        margin = chosen - rejected
+        right, wrong = _log_sigmoid(margin), _log_sigmoid(-margin)
+        value = -((1 - label_smoothing) * right + label_smoothing * wrong).mean()
+        return value, _preference_metrics(chosen, rejected)
+
+    return loss
+
+
+def simpo(beta: float = 2.0, gamma: float = 1.0) -> Objective:
+    """Simple preference optimisation (Meng et al., 2024): no reference, but rewards per token and a margin γ.
+
+    A completion's reward is β times its mean logprob.
+    """
+
+    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
+        chosen, rejected = _pairs(beta * _means(data, logprobs))
+        return -_log_sigmoid(chosen - rejected - gamma).mean(), _preference_metrics(
+            chosen, rejected
+        )
+
+    return loss
+
+
+def orpo(beta: float = 0.1) -> Objective:
+    """Odds-ratio preference optimisation (Hong et al., 2024): learns the preferred completion and prefers it, at once.
+
+    The mean negative logprob of the preferred one, plus β times the surprise that its odds are the better ones.
+    """
+
+    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
+        means = _means(data, logprobs).clamp_max(-1e-6)  # a certain answer would have infinite odds
+        chosen, rejected = _pairs(means - means.expm1().neg().log())
+        learned, _ = _pairs(means)
+        value = (-learned - beta * _log_sigmoid(chosen - rejected)).mean()
+        return value, _preference_metrics(chosen, rejected)
+
+    return loss
+
+
+def reinforce(kl_coef: float = 0.0) -> Objective:
+    """Policy gradient on tokens sampled from the current weights: −Σ advantage · logprob, plus a pull to a reference.
+
+    Advantages are in the field `advantages`. The pull is `kl_coef` · Σ ½(logprob − reference)²: on samples of the
+    policy its gradient is, on average, that of KL(policy‖reference), which the gradient of the plain difference is
+    not. Prompts must have a weight of 0, or the pull acts on them too.
+    """
+
+    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
+        value, away, tokens = [], 0.0, 0.0
+        for index, (datum, logp) in enumerate(_each(data, logprobs)):
+            value.append(-_counted(datum, logp * _field(datum, index, "advantages", logp)).sum())
+            tokens += float(_weights(datum, logp).sum())
+            if kl_coef:
+                distance = logp - _field(datum, index, REFERENCE, logp)
+                value.append(kl_coef * _counted(datum, distance.square() / 2).sum())
+                away += float(_counted(datum, distance.detach()).sum())
+        metrics = {"kl:mean": away / tokens if tokens else 0.0} if kl_coef else {}
+        return _stacked(value).sum(), metrics
+
+    return loss
+
+
+def _each(
+    data: Sequence[Datum], logprobs: Sequence[torch.Tensor]
+) -> list[tuple[Datum, torch.Tensor]]:
+    return list(zip(data, logprobs, strict=True))
+
+
+def _weights(datum: Datum, logp: torch.Tensor) -> torch.Tensor:
+    given = datum.loss_fn_inputs.get("weights")
+    return logp.new_ones(logp.shape) if given is None else given.to_torch().to(logp)
+
+
+def _counted(datum: Datum, values: torch.Tensor) -> torch.Tensor:
+    """Values times weights; where the weight is 0, nothing, whatever the value."""
+    weights = _weights(datum, values)
+    return values.where(weights != 0, 0.0) * weights
+
+
+def _field(datum: Datum, index: int, key: str, logp: torch.Tensor) -> torch.Tensor:
+    given = datum.loss_fn_inputs.get(key)
+    if given is None:
+        raise InvalidInputError("is missing", field=f"data.{index}.loss_fn_inputs.{key}")
+    return given.to_torch().to(logp).reshape(logp.shape)
+
+
+def _means(data: Sequence[Datum], logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _stacked(
+        [
+            _counted(datum, logp).sum() / _weights(datum, logp).sum()
+            for datum, logp in _each(data, logprobs)
+        ]
+    )
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    return torch.stack(values)
+
+
+def _log_sigmoid(values: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import logsigmoid
+
+    return logsigmoid(values)
+
+
+def _pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(values) % 2:
+        raise InvalidInputError(
+            f"preferences come in pairs, not as {len(values)} datums", field="data"
+        )
+    return values[0::2], values[1::2]
+
+
+def _preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, float]:
+    margin = (chosen - rejected).detach()
+    return {
+        "accuracy:mean": float((margin > 0).to(margin).mean()),
+        "margin:mean": float(margin.mean()),
+        "chosen:mean": float(chosen.detach().mean()),
+        "rejected:mean": float(rejected.detach().mean()),
+    }
+
+
+# -- references ----------------------------------------------------------------------------------
+
+
+class _Sampler(Protocol):
+    def compute_logprobs(self, prompt: ModelInput) -> Any: ...
+
+
+def with_reference(data: Sequence[Datum], sampler: _Sampler) -> list[Datum]:
+    """The data with the logprobs that a sampling client's weights give to their targets.
+
+    All are asked for at once. Targets must be the next tokens of their inputs.
+    """
+    futures = [sampler.compute_logprobs(_sequence(*each)) for each in enumerate(data)]
+    return [
+        _with_logprobs(datum, future.result()) for datum, future in zip(data, futures, strict=True)
+    ]
+
+
+async def with_reference_async(data: Sequence[Datum], sampler: _Sampler) -> list[Datum]:
+    futures = [sampler.compute_logprobs(_sequence(*each)) for each in enumerate(data)]
+    return [
+        _with_logprobs(datum, await future) for datum, future in zip(data, futures, strict=True)
+    ]
+
+
+def _sequence(index: int, datum: Datum) -> ModelInput:
+    """The tokens of which a datum's inputs are all but the last, and its targets all but the first."""
+    where = f"data.{index}.loss_fn_inputs.target_tokens"
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise InvalidInputError("is missing", field=where)
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    inputs = datum.model_input.to_numpy()
+    if targets.shape != inputs.shape or not np.array_equal(targets[:-1], inputs[1:]):
+        raise InvalidInputError(
+            "a reference can be had for targets that are the next tokens of their input only",
+            field=where,
+        )
+    return datum.model_input.append_int(int(targets[-1]))
+
+
+def _with_logprobs(datum: Datum, logprobs: Sequence[float | None]) -> Datum:
+    known = [value for value in logprobs[1:] if value is not None]  # nothing precedes the first
+    if len(known) != datum.model_input.length:
+        raise APIResponseValidationError(
+            message=f"The service returned {len(known)} logprobs for a sequence of "
+            f"{datum.model_input.length + 1} tokens."
+        )
+    inputs = {**datum.loss_fn_inputs, REFERENCE: TensorData.from_numpy(np.array(known, np.float32))}
+    return replace(datum, loss_fn_inputs=inputs)

@@ -1,0 +1,69 @@
+"""Losses of one's own, composed of a base loss and weighted regularizers; computed here, in PyTorch.
+
+    pipeline = Pipeline([RegularizerSpec(Entropy(mode="maximize"), 0.01, "entropy")])
+    output = pipeline.compute(data, logprobs, loss_fn)
+
+The same specs train a model: `TrainingClient.forward_backward_custom(data, loss_fn, regularizers=[…])`.
+Names load when they are first used, and torch with them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex.types import BaseLossOutput as BaseLossOutput
+    from tinkex.types import CustomLossOutput as CustomLossOutput
+    from tinkex.types import RegularizerOutput as RegularizerOutput
+    from tinkex.types import RegularizerSpec as RegularizerSpec
+
+    from .divergences import Consistency as Consistency
+    from .divergences import Entropy as Entropy
+    from .divergences import JensenShannon as JensenShannon
+    from .divergences import KLDivergence as KLDivergence
+    from .errors import CustomLossError as CustomLossError
+    from .errors import CustomLossTimeoutError as CustomLossTimeoutError
+    from .executor import Executor as Executor
+    from .geometry import GradientPenalty as GradientPenalty
+    from .geometry import Orthogonality as Orthogonality
+    from .gradients import grad_norm as grad_norm
+    from .magnitudes import L1 as L1
+    from .magnitudes import L2 as L2
+    from .magnitudes import ElasticNet as ElasticNet
+    from .magnitudes import OutputMagnitude as OutputMagnitude
+    from .pipeline import Evaluation as Evaluation
+    from .pipeline import Pipeline as Pipeline
+    from .protocol import Logprobs as Logprobs
+    from .protocol import LossFn as LossFn
+    from .protocol import Regularizer as Regularizer
+    from .tensors import joined as joined
+
+# As in the package's root: the block above says the same to type checkers.
+_NAMES = {
+    "tinkex.types": "BaseLossOutput CustomLossOutput RegularizerOutput RegularizerSpec",
+    ".divergences": "Consistency Entropy JensenShannon KLDivergence",
+    ".errors": "CustomLossError CustomLossTimeoutError",
+    ".executor": "Executor",
+    ".geometry": "GradientPenalty Orthogonality",
+    ".gradients": "grad_norm",
+    ".magnitudes": "L1 L2 ElasticNet OutputMagnitude",
+    ".pipeline": "Evaluation Pipeline",
+    ".protocol": "Logprobs LossFn Regularizer",
+    ".tensors": "joined",
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOME.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

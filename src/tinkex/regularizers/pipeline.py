@@ -1,0 +1,210 @@
+"""Base loss and regularizers composed: their values, their gradients, and who is to blame when there are none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from tinkex.types import (
+    BaseLossOutput,
+    CustomLossOutput,
+    Datum,
+    RegularizerOutput,
+    RegularizerSpec,
+)
+
+from . import events, protocol
+from .errors import CustomLossError
+from .executor import Executor, Outcome
+from .gradients import norm, weighted_sum
+from .protocol import Logprobs, LossFn
+from .terms import Point, Term
+
+__all__ = ["Evaluation", "Pipeline"]
+
+logger = logging.getLogger("tinkex")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A composed loss at one point: as a tensor, taken apart, and its gradient where that was asked for."""
+
+    loss: torch.Tensor
+    output: CustomLossOutput
+    gradients: list[torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`base loss + Σ weight · regularizer`.
+
+    The base loss comes first, then the regularizers side by side, `max_concurrency` at a time (one per processor and
+    at least eight), or one after another without `parallel`. Each function may take `timeout` seconds. The first
+    error, in the order of the list, is raised as a `CustomLossError`. `observe` hears of what happens, see `events`.
+    """
+
+    regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = ()
+    track_grad_norms: bool = False
+    parallel: bool = True
+    timeout: float | None = 30.0
+    max_concurrency: int | None = None
+    observe: events.Observer | None = None
+    _specs: tuple[RegularizerSpec, ...] = field(init=False, repr=False)
+    _executor: Executor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_specs", protocol.checked(self.regularizers))
+        executor = Executor(self.parallel, self.timeout, self.max_concurrency)
+        object.__setattr__(self, "_executor", executor)
+
+    def compute(
+        self, data: Sequence[Datum], logprobs: Logprobs, base_loss_fn: LossFn
+    ) -> CustomLossOutput:
+        """The composed loss taken apart. `logprobs` is one tensor, or a list with one per datum."""
+        return self.evaluate(data, logprobs, base_loss_fn).output
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        logprobs: Logprobs,
+        base_loss_fn: LossFn,
+        *,
+        differentiate: bool = False,
+    ) -> Evaluation:
+        """The same with the loss as a tensor.
+
+        With `differentiate` also its gradient at `logprobs`. A term without one is then an error, unless its weight
+        is 0 and it is only there to be looked at.
+        """
+        protocol.check_loss_fn(base_loss_fn)
+        count = len(self._specs)
+        began = monotonic()
+        self._tell(
+            events.CustomLossStart(regularizer_count=count, track_grad_norms=self.track_grad_norms)
+        )
+        try:
+            point = Point.of(data, logprobs, track=differentiate or self.track_grad_norms)
+            evaluation = self._evaluate(point, base_loss_fn, strict=differentiate)
+        except Exception as error:
+            seconds = monotonic() - began
+            self._tell(events.CustomLossException(duration=seconds, reason=str(error)))
+            raise
+        self._tell(
+            events.CustomLossStop(
+                duration=monotonic() - began,
+                loss_total=evaluation.output.loss_total,
+                regularizer_total=evaluation.output.regularizer_total,
+                regularizer_count=count,
+            )
+        )
+        return evaluation
+
+    def _evaluate(self, point: Point, base_loss_fn: LossFn, *, strict: bool) -> Evaluation:
+        (outcome,) = self._executor.run([partial(point.term, base_loss_fn, None, strict=strict)])
+        base = self._finished(outcome, None)
+        terms, outputs = [(1.0, base)], {}
+        for term, output in self._regularized(point, strict=strict):
+            terms.append((float(output.weight), term))
+            outputs[output.name] = output
+        total = torch.stack([weight * term.loss.to(base.loss) for weight, term in terms]).sum()
+        if not torch.isfinite(total):
+            raise CustomLossError(f"with its regularizers the loss is {float(total.detach())}")
+        known = [(weight, term.gradients) for weight, term in terms if term.gradients is not None]
+        gradient = None if point.leaves is None else weighted_sum(known, point.leaves)
+        tracked = self.track_grad_norms
+        taken_apart = CustomLossOutput(
+            loss_total=float(total.detach()),
+            base_loss=BaseLossOutput(
+                base.value,
+                norm(base.gradients) if tracked and base.gradients is not None else None,
+                base.metrics,
+            ),
+            regularizers=outputs,
+            total_grad_norm=norm(gradient) if tracked and gradient and known else None,
+        )
+        return Evaluation(total, taken_apart, gradient)
+
+    def _regularized(
+        self, point: Point, *, strict: bool
+    ) -> Iterator[tuple[Term, RegularizerOutput]]:
+        outcomes = self._executor.run(
+            [
+                partial(
+                    point.term,
+                    partial(protocol.call, spec, self.timeout),
+                    spec.name,
+                    strict=strict and spec.weight > 0,
+                )
+                for spec in self._specs
+            ]
+        )
+        if self.parallel:
+            for spec in self._specs:
+                self._tell(_started(spec))
+        for spec in self._specs:
+            if not self.parallel:
+                self._tell(_started(spec))
+            outcome = next(outcomes)
+            try:
+                term = self._finished(outcome, spec.name)
+            except CustomLossError as error:
+                outcomes.close()  # those that have not begun need not
+                self._tell(
+                    events.RegularizerException(
+                        duration=outcome.seconds,
+                        regularizer_name=spec.name,
+                        weight=spec.weight,
+                        reason=str(error),
+                    )
+                )
+                raise
+            output = RegularizerOutput.of(
+                spec, term.value, term.metrics, self._tracked_norm(spec, term)
+            )
+            self._tell(
+                events.RegularizerStop(
+                    duration=outcome.seconds,
+                    value=output.value,
+                    contribution=output.contribution,
+                    grad_norm=output.grad_norm,
+                    regularizer_name=spec.name,
+                    weight=spec.weight,
+                    is_async=spec.is_async,
+                )
+            )
+            yield term, output
+
+    def _finished(self, outcome: Outcome[Term], name: str | None) -> Term:
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.result is None:
+            raise protocol.late(self.timeout, name)
+        return outcome.result
+
+    def _tracked_norm(self, spec: RegularizerSpec, term: Term) -> float | None:
+        if not self.track_grad_norms:
+            return None
+        if term.gradients is None:
+            logger.warning("The regularizer %r does not depend on the logprobs.", spec.name)
+            return 0.0
+        return norm(term.gradients)
+
+    def _tell(self, event: object) -> None:
+        if self.observe is None:
+            return
+        try:
+            self.observe(event)
+        except Exception:
+            logger.exception("An observer of the custom loss failed.")
+
+
+def _started(spec: RegularizerSpec) -> events.RegularizerStart:
+    return events.RegularizerStart(
+        regularizer_name=spec.name, weight=spec.weight, is_async=spec.is_async
+    )

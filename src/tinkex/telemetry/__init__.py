@@ -1,0 +1,57 @@
+"""Seeing what the client does: events, logs, metrics, traces, usage, progress.
+
+Nothing here takes part in the work. The client offers events, and everything in this package listens:
+
+    >>> tinkex.telemetry.attach(print, tinkex.telemetry.events.QueueStateChange)
+
+Names load when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import events as events
+    from .bus import attach as attach
+    from .bus import detach as detach
+    from .calls import metadata as metadata
+    from .exceptions import capture_exceptions as capture_exceptions
+    from .exceptions import with_telemetry as with_telemetry
+    from .logs import attach_logger as attach_logger
+    from .metrics import Metrics as Metrics
+    from .otel import OpenTelemetry as OpenTelemetry
+    from .reporter import Reporter as Reporter
+    from .usage import Prices as Prices
+    from .usage import Rates as Rates
+    from .usage import Usage as Usage
+    from .usage import estimate as estimate
+
+_NAMES = {
+    ".bus": "attach detach",
+    ".calls": "metadata",
+    ".exceptions": "capture_exceptions with_telemetry",
+    ".logs": "attach_logger",
+    ".metrics": "Metrics",
+    ".otel": "OpenTelemetry",
+    ".reporter": "Reporter",
+    ".usage": "Prices Rates Usage estimate",
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_HOME, "events"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name == "events":
+        return import_module(".events", __name__)
+    if (home := _HOME.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,221 @@
+"""What the client says of one call and of one HTTP request, to those who listen.
+
+A call travels with the task that does its work, in a context variable, so that requests, promises and retries
+far below can say whose they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from tinkex.errors import TinkerError
+
+from .bus import emit, wants
+from .events import (
+    HttpRequestException,
+    HttpRequestStart,
+    HttpRequestStop,
+    OperationException,
+    OperationStart,
+    OperationStop,
+    RetryAttemptFailed,
+    RetryAttemptRetry,
+    RetryAttemptStart,
+    RetryAttemptStop,
+)
+
+__all__ = [
+    "Call",
+    "Clock",
+    "HttpExchange",
+    "add_metadata",
+    "attempt_failed",
+    "attempt_started",
+    "attempt_succeeded",
+    "current_call",
+    "current_metadata",
+    "metadata",
+    "observed",
+]
+
+T = TypeVar("T")
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+_ids = itertools.count(1)
+
+
+class Clock(Protocol):
+    """Time, as the client has it."""
+
+    @property
+    def monotonic(self) -> Callable[[], float]: ...
+    @property
+    def wall(self) -> Callable[[], float]: ...
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a client's method, from the caller's thread to its result."""
+
+    id: int
+    operation: str
+    metadata: Mapping[str, Any]
+    started: float
+
+
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_NOTHING)
+
+
+def current_call() -> Call | None:
+    return _call.get()
+
+
+def current_metadata() -> Mapping[str, Any]:
+    call = _call.get()
+    return _NOTHING if call is None else call.metadata
+
+
+def add_metadata(**more: Any) -> None:
+    """Say more about the call whose work this is."""
+    call = _call.get()
+    if call is not None:
+        known = {**call.metadata, **more}
+        _call.set(Call(call.id, call.operation, known, call.started))
+
+
+@contextmanager
+def metadata(**values: Any) -> Iterator[None]:
+    """Put `values` into the events of all calls made inside the block, over what is there already.
+
+    >>> with metadata(phase="evaluation"):
+    ...     sampler.sample(prompt)
+    """
+    token = _given.set({**_given.get(), **values})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def observed(
+    operation: str,
+    work: Callable[[], Awaitable[T]],
+    clock: Clock,
+    facts: Mapping[str, Any],
+    report: Callable[[Call, T, float], object] | None = None,
+) -> Coroutine[Any, Any, T]:
+    """`work()` as subscribers see it: counted from now on, the caller's metadata over `facts`.
+
+    `report(call, result, seconds)` may say more about a result.
+    """
+    given = _given.get()
+    call = Call(next(_ids), operation, {**facts, **given} if given else facts, clock.monotonic())
+    return _observe(call, work, clock, clock.wall() if wants(OperationStart) else 0.0, report)
+
+
+async def _observe(
+    call: Call,
+    work: Callable[[], Awaitable[T]],
+    clock: Clock,
+    system_time: float,
+    report: Callable[[Call, T, float], object] | None,
+) -> T:
+    _call.set(call)
+    if wants(OperationStart):
+        emit(OperationStart(call.id, call.operation, system_time, metadata=call.metadata))
+    try:
+        result = await work()
+    except BaseException as error:
+        if wants(OperationException):
+            seconds = clock.monotonic() - call.started
+            emit(
+                OperationException(
+                    call.id, call.operation, seconds, error, metadata=current_metadata()
+                )
+            )
+        raise
+    seconds = clock.monotonic() - call.started
+    if report is not None:
+        report(call, result, seconds)
+    if wants(OperationStop):
+        emit(OperationStop(call.id, call.operation, seconds, metadata=current_metadata()))
+    return result
+
+
+class HttpExchange:
+    """One request on its way; say how it ended with `end`."""
+
+    __slots__ = ("_clock", "_facts", "_metadata", "_retry_count", "_started")
+
+    def __init__(
+        self,
+        clock: Clock,
+        facts: tuple[str, str, str, str],
+        retry_count: int,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        call = _call.get()
+        self._clock = clock
+        self._facts = (next(_ids), *facts)
+        self._metadata = metadata if call is None else call.metadata
+        self._retry_count = retry_count
+        self._started = clock.monotonic()
+        if wants(HttpRequestStart):
+            emit(HttpRequestStart(*self._facts, clock.wall(), metadata=self._metadata))
+
+    def end(self, status: int | None, error: BaseException | None = None) -> None:
+        """An answer with a status, or None and what happened instead."""
+        if status is not None:
+            if wants(HttpRequestStop):
+                emit(
+                    HttpRequestStop(
+                        *self._facts,
+                        self._clock.monotonic() - self._started,
+                        status,
+                        "ok" if 200 <= status < 300 else "error",
+                        self._retry_count,
+                        metadata=self._metadata,
+                    )
+                )
+        elif wants(HttpRequestException):
+            emit(
+                HttpRequestException(
+                    *self._facts,
+                    self._clock.monotonic() - self._started,
+                    type(error).__name__,
+                    str(error),
+                    "".join(traceback.format_exception(error)),
+                    metadata=self._metadata,
+                )
+            )
+
+
+def attempt_started(clock: Clock, attempt: int) -> None:
+    emit(RetryAttemptStart(*_attempt(attempt), clock.wall(), metadata=current_metadata()))
+
+
+def attempt_succeeded(attempt: int, seconds: float) -> None:
+    emit(RetryAttemptStop(*_attempt(attempt), seconds, metadata=current_metadata()))
+
+
+def attempt_failed(attempt: int, seconds: float, error: Exception, wait: float | None) -> None:
+    """An attempt failed, and the next is made after `wait` seconds or never."""
+    facts, metadata = _attempt(attempt), current_metadata()
+    if wait is not None:
+        emit(RetryAttemptRetry(*facts, seconds, wait, error, metadata=metadata))
+    elif isinstance(error, TinkerError):
+        emit(RetryAttemptFailed(*facts, seconds, "failed", error, metadata=metadata))
+    else:
+        emit(RetryAttemptFailed(*facts, seconds, "exception", error, metadata=metadata))
+
+
+def _attempt(attempt: int) -> tuple[str | None, int]:
+    call = _call.get()
+    return None if call is None else call.operation, attempt

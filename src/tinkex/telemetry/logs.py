@@ -1,0 +1,63 @@
+"""Events as lines of the log, and how much is logged at all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from . import bus
+from .events import HttpRequestException, HttpRequestStop, QueueStateChange
+
+__all__ = ["apply_log_level", "attach_logger"]
+
+_logger = logging.getLogger("tinkex")
+_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
+#: Libraries that log every request at INFO; an answer such as 429 looks alarming there and is not.
+_NOISY: Final = ("httpx", "httpcore", "pyqwest")
+
+
+def attach_logger(level: int = logging.INFO) -> int:
+    """Log requests and changes of the queue's state, failed requests as errors; `detach` by the number."""
+
+    def write(event: HttpRequestStop | HttpRequestException | QueueStateChange) -> None:
+        at = logging.ERROR if isinstance(event, HttpRequestException) else level
+        if _logger.isEnabledFor(at):
+            _logger.log(at, "%s", _line(event))
+
+    return bus.attach(write, HttpRequestStop, HttpRequestException, QueueStateChange)
+
+
+def _line(event: HttpRequestStop | HttpRequestException | QueueStateChange) -> str:
+    if isinstance(event, QueueStateChange):
+        why = f": {event.queue_state_reason}" if event.queue_state_reason else ""
+        return f"queue is {event.queue_state}{why} (request {event.request_id})"
+    request = f"{event.method} {event.path}"
+    seconds = f"{event.duration * 1000:.0f} ms"
+    if isinstance(event, HttpRequestException):
+        return f"{request}: {event.kind} after {seconds}: {event.reason}"
+    again = f", retry {event.retry_count}" if event.retry_count else ""
+    return f"{request}: {event.status} after {seconds}{again}"
+
+
+_attached: int | None = None
+
+
+def apply_log_level(level: str | None) -> None:
+    """Do what TINKER_LOG says: `debug` and `info` also show every request; unset leaves the logger alone."""
+    global _attached  # noqa: PLW0603
+    chatty = level in {"debug", "info"}
+    if level is not None:
+        _logger.setLevel(_LEVELS[level])
+        if not _logger.hasHandlers():  # else Python shows warnings only
+            _logger.addHandler(logging.StreamHandler())
+    if chatty and _attached is None:
+        _attached = attach_logger()
+    for name in _NOISY:
+        noisy = logging.getLogger(name)
+        if not chatty and noisy.level == logging.NOTSET:
+            noisy.setLevel(logging.WARNING)

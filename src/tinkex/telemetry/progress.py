@@ -1,0 +1,201 @@
+"""How far a training loop or a batch of samples is, while it runs.
+
+    with tinkex.progress(steps=100):
+        for batch in batches:
+            ...
+
+On a terminal this is one line that changes; elsewhere a plain line every few seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Self, TextIO
+
+from tinkex.errors import InvalidInputError
+
+from . import bus
+from .events import Event, QueueStateChange, SampleStop, TrainingPass, TrainingStep
+from .metrics import Rate
+
+__all__ = ["Progress", "progress"]
+
+#: Seconds between plain lines.
+_INTERVAL: Final = 5.0
+_REDRAWN_PER_SECOND: Final = 4
+
+
+def progress(
+    steps: int | None = None,
+    *,
+    samples: int | None = None,
+    title: str = "",
+    file: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress:
+    """Show steps, loss, tokens per second, the queue's state and the time left, in a `with` block.
+
+    `steps` and `samples` say how many there will be, for the bar and the time left; without them there is
+    neither. It is written to `file`, else to stderr.
+    """
+    for name, value in (("steps", steps), ("samples", samples)):
+        if value is not None and value < 1:
+            raise InvalidInputError(f"must be 1 or more, not {value}", field=name)
+    return Progress(steps, samples, title, file or sys.stderr, clock)
+
+
+class Progress(bus.Subscriber):
+    """What `progress` shows; `line` is the same as text."""
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        total_samples: int | None,
+        title: str,
+        file: TextIO,
+        clock: Callable[[], float],
+    ) -> None:
+        self.steps = self.samples = 0
+        self.loss: float | None = None
+        self._total_steps = total_steps
+        self._total_samples = total_samples
+        self._title = title
+        self._file = file
+        self._clock = clock
+        self._tokens = Rate(clock)
+        self._waiting = ""
+        self._began = self._printed = clock()
+        self._live: Any = None
+
+    # -- what happens ------------------------------------------------------------------------
+
+    def handlers(self) -> Mapping[type[Event], Callable[[Any], object]]:
+        return {
+            TrainingPass: self._passed,
+            TrainingStep: self._stepped,
+            SampleStop: self._sampled,
+            QueueStateChange: self._queued,
+        }
+
+    def _passed(self, event: TrainingPass) -> None:
+        self.loss = self.loss if event.loss is None else event.loss
+        self._moved(event.tokens, event.duration)
+
+    def _stepped(self, event: TrainingStep) -> None:
+        self.steps += 1
+        self._moved()
+
+    def _sampled(self, event: SampleStop) -> None:
+        self.samples += event.sequences
+        self._moved(event.sampled_tokens, event.duration)
+
+    def _moved(self, tokens: int = 0, seconds: float = 0.0) -> None:
+        self._waiting = ""
+        if tokens:
+            self._tokens.add(tokens, seconds)
+        if self._live is None and self._clock() - self._printed >= _INTERVAL:
+            self._print()
+
+    def _queued(self, event: QueueStateChange) -> None:
+        active = event.queue_state == "active"
+        self._waiting = "" if active else event.queue_state_reason or event.queue_state
+
+    # -- how it looks ------------------------------------------------------------------------
+
+    @property
+    def fraction(self) -> float | None:
+        """How much is done, from 0 to 1; None if nobody said how much there is."""
+        if self._total_steps is not None:
+            return min(1.0, self.steps / self._total_steps)
+        if self._total_samples is not None:
+            return min(1.0, self.samples / self._total_samples)
+        return None
+
+    @property
+    def line(self) -> str:
+        parts = [self._title] if self._title else []
+        if self.steps or self._total_steps is not None:
+            parts.append(f"step {self.steps}{_of(self._total_steps)}")
+        if self.samples or self._total_samples is not None:
+            parts.append(f"sample {self.samples}{_of(self._total_samples)}")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if speed := self._tokens.per_second():
+            parts.append(f"{_short(speed)} tok/s")
+        if self._waiting:
+            parts.append(f"waiting: {self._waiting}")
+        parts.append(self._time())
+        return " · ".join(parts)
+
+    def _time(self) -> str:
+        spent = self._clock() - self._began
+        fraction = self.fraction
+        if not fraction or fraction == 1.0:
+            return str(timedelta(seconds=round(spent)))
+        return f"{timedelta(seconds=round(spent * (1 - fraction) / fraction))} left"
+
+    def __enter__(self) -> Self:
+        self._began = self._printed = self._clock()
+        if _is_terminal(self._file):
+            self._live = self._on_terminal()
+            self._live.start()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._live is not None:
+            self._live.stop()  # which draws it a last time
+            self._live = None
+        else:
+            self._print()
+
+    def _print(self) -> None:
+        self._printed = self._clock()
+        with suppress(OSError, ValueError):  # a closed pipe must not end the work
+            print(self.line, file=self._file, flush=True)
+
+    def _on_terminal(self) -> Any:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        def draw() -> Table:
+            row = Table.grid(padding=(0, 1))
+            fraction = self.fraction
+            if fraction is None:
+                row.add_row(self.line)
+            else:
+                row.add_row(ProgressBar(1.0, fraction, width=24), self.line)
+            return row
+
+        return Live(
+            console=Console(file=self._file),
+            get_renderable=draw,
+            refresh_per_second=_REDRAWN_PER_SECOND,
+        )
+
+
+def _is_terminal(file: TextIO) -> bool:
+    try:
+        return file.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _of(total: int | None) -> str:
+    return "" if total is None else f"/{total}"
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,388 @@
+"""Ships a session's events to the service it belongs to.
+
+Events wait in a queue and go in batches: every ten seconds, or at once when a hundred have gathered. A batch
+stays in the queue until the service has taken it, so trouble there costs time and not events; what does not fit
+into a full queue is refused, and `log` says so. Closing waits for the queue to empty, but never longer than its
+limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import platform
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from itertools import islice
+from typing import Any, Final, Protocol, get_args
+from uuid import uuid4
+
+from tinkex._version import PARITY_VERSION
+from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.types.telemetry import (
+    GenericEvent,
+    SessionEndEvent,
+    SessionStartEvent,
+    Severity,
+    TelemetryEvent,
+    TelemetrySendRequest,
+    UnhandledExceptionEvent,
+)
+
+from . import bus, calls
+from .events import Event, FutureFailure, HttpEvent, OperationException, QueueStateChange
+from .exceptions import traceback_of, user_error_in
+
+__all__ = ["CAPTURED", "Limits", "Reporter"]
+
+_logger = logging.getLogger("tinkex")
+
+#: Events that are forwarded unless others are chosen. Single requests are not among them: a client that samples
+#: has thousands in a second.
+CAPTURED: Final[tuple[type[Event], ...]] = (OperationException, QueueStateChange)
+
+_SEVERITIES: Final = frozenset(get_args(Severity))
+_MAX_BACKOFF: Final = 8.0
+_MAX_DEPTH: Final = 6
+
+
+class Clock(calls.Clock, Protocol):
+    @property
+    def sleep(self) -> Callable[[float], Awaitable[None]]: ...
+    @property
+    def random(self) -> Callable[[], float]: ...
+
+
+class _Pending(Protocol):
+    def result(self) -> Any: ...
+
+
+class Ship(Protocol):
+    """Sends one batch; the same `key` for every attempt at it. Raises a TinkerError if it did not arrive."""
+
+    def __call__(
+        self, batch: TelemetrySendRequest, key: str, deadline: float | None
+    ) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in events, times in seconds."""
+
+    queue: int = 10_000
+    batch: int = 100
+    threshold: int = 100
+    interval: float = 10.0
+    retries: int = 3
+    drain: float = 30.0
+    stop: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    key: str
+    events: list[TelemetryEvent]
+
+
+class Reporter:
+    """The telemetry of one session; `spawn` runs a coroutine on the client's loop."""
+
+    def __init__(
+        self,
+        ship: Ship,
+        spawn: Callable[[Coroutine[Any, Any, Any]], _Pending],
+        clock: Clock,
+        limits: Limits | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.session_id: str | None = None
+        self._ship = ship
+        self._spawn = spawn
+        self._clock = clock
+        self._subscription: int | None = None
+        self._lock = bus.lock()
+        self._began = clock.monotonic()
+        self._stopped = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Start with an empty queue, as a forked child must: what is in the queue is its parent's to send."""
+        self._queue: deque[TelemetryEvent] = deque()
+        self._announced = False
+        self._index = 0
+        self._batch: _Batch | None = None
+        self._running = self._overflowing = False
+        self._process = uuid4().hex
+        self._sending = asyncio.Lock()
+        self._due = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    # -- what is reported --------------------------------------------------------------------
+
+    def log(
+        self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: str = "INFO"
+    ) -> bool:
+        """Report something; False if the queue is full or the session is closed."""
+        data = _plain(dict(event_data or {}))
+        return self._put(GenericEvent, severity, event_name=event_name, event_data=data)
+
+    def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
+        """Report an exception: as the user's error if one is found in its chain, else as unhandled."""
+        mistake = user_error_in(exception)
+        if mistake is not None:
+            data = {
+                "error_type": type(mistake).__name__,
+                "message": str(mistake),
+                "status_code": getattr(mistake, "status_code", None),
+                "body": getattr(mistake, "body", None),
+            }
+            return self.log("user_error", data, "WARNING")
+        return self._put(
+            UnhandledExceptionEvent,
+            severity,
+            error_type=type(exception).__name__,
+            error_message=str(exception),
+            traceback=traceback_of(exception),
+        )
+
+    def log_fatal_exception(
+        self, exception: BaseException, severity: str = "ERROR", *, timeout: float | None = None
+    ) -> bool:
+        """Report what ends the program, and wait until it is shipped or the time is up."""
+        accepted = self.log_exception(exception, severity)
+        self._end()
+        _logger.info("Session %s ends with %s.", self.session_id, type(exception).__name__)
+        return self.wait_until_drained(timeout) and accepted
+
+    def capture(self, *kinds: type[Event]) -> None:
+        """Forward these events of the session, in place of those that are forwarded now."""
+        if self._subscription is not None:
+            bus.detach(self._subscription)
+            self._subscription = None
+        if kinds:
+            self._subscription = bus.attach(self._forward, *kinds)
+
+    def _forward(self, event: Event) -> None:
+        if event.metadata.get("session_id") != self.session_id:
+            return
+        if isinstance(event, HttpEvent) and event.pool_type == "telemetry":
+            return  # else every report would be something to report
+        if isinstance(event, OperationException) and not isinstance(event.error, Exception):
+            return  # cancelled, which is nobody's trouble
+        severity = "INFO"
+        if event.name.endswith(".exception"):
+            severity = "ERROR"
+        elif isinstance(event, FutureFailure):
+            severity = "WARNING"
+        facts = {name: value for name, value in event.facts.items() if name != "session_id"}
+        self.log(event.name, {"measurements": event.measurements, "metadata": facts}, severity)
+
+    # -- the session's life ------------------------------------------------------------------
+
+    def opened(self, session_id: str, *, owner: bool) -> None:
+        """The session exists; its owner says when it began and ended."""
+        self.session_id = session_id
+        if owner and not self._announced:
+            self._announced = True
+            self._began = self._clock.monotonic()
+            self._put(SessionStartEvent, "INFO")
+        if self._subscription is None:
+            self.capture(*CAPTURED)
+
+    def _end(self) -> None:
+        if self._announced:
+            self._announced = False
+            duration = timedelta(seconds=self._clock.monotonic() - self._began)
+            self._put(SessionEndEvent, "INFO", duration=str(duration))
+
+    async def close(self, timeout: float | None = None) -> bool:
+        """End the report and ship the rest; False if something is left after the limit."""
+        self.capture()
+        self._end()
+        self._stopped = True
+        return await self.drain(self.limits.stop if timeout is None else timeout)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """`close`, from any thread but the client's own."""
+        return self._stopped or self._wait_for(self.close(timeout))
+
+    # -- shipping ----------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Events accepted and not yet taken by the service."""
+        return len(self._queue)
+
+    def flush(self, *, wait: bool = False, timeout: float | None = None) -> bool:
+        """Ship what is there without waiting for the next round; with `wait`, until it is done."""
+        if wait:
+            return self.wait_until_drained(timeout)
+        self._wake(self._due)
+        return True
+
+    def wait_until_drained(self, timeout: float | None = None) -> bool:
+        """Ship everything; False if something is left after `timeout` seconds, 30 unless said otherwise."""
+        if not self._queue:
+            return True
+        return self._wait_for(self.drain(self.limits.drain if timeout is None else timeout))
+
+    def _wait_for(self, work: Coroutine[Any, Any, bool]) -> bool:
+        try:
+            return bool(self._spawn(work).result())
+        except TinkerError:  # the client is closed
+            return not self._queue
+
+    async def drain(self, timeout: float) -> bool:
+        """Ship everything, trying for `timeout` seconds."""
+        deadline = self._clock.monotonic() + timeout
+        self._hurry.set()  # whoever is shipping now may be pausing after a failure
+        return await self._ship_all(deadline)
+
+    def _put(self, kind: Callable[..., TelemetryEvent], severity: str, **fields: Any) -> bool:
+        severity = severity.upper()
+        if severity not in _SEVERITIES:
+            raise InvalidInputError(f"must be one of {sorted(_SEVERITIES)}", field="severity")
+        with self._lock:
+            if self._stopped or self._is_full():
+                return False
+            event = kind(
+                event_id=uuid4().hex,
+                event_session_index=self._index,
+                severity=severity,
+                timestamp=datetime.fromtimestamp(self._clock.wall(), UTC),
+                **fields,
+            )
+            self._index += 1
+            self._queue.append(event)
+            idle, self._running = not self._running, True
+            many = len(self._queue) == self.limits.threshold
+        if idle:
+            try:
+                self._spawn(self._run())
+            except TinkerError:  # the client was closed just now
+                with self._lock:
+                    self._queue.remove(event)
+                return False
+        if many:
+            self._wake(self._due)
+        return True
+
+    def _is_full(self) -> bool:
+        full = len(self._queue) >= self.limits.queue
+        if full and not self._overflowing:
+            _logger.warning(
+                "Telemetry: %d events wait for the service; more are dropped.", len(self._queue)
+            )
+        self._overflowing = full
+        return full
+
+    def _wake(self, event: asyncio.Event) -> None:
+        async def wake() -> None:
+            event.set()
+
+        try:
+            self._spawn(wake())
+        except TinkerError:
+            return
+
+    async def _run(self) -> None:
+        """Ship in rounds until nothing is left."""
+        while True:
+            await self._pause(self.limits.interval, self._due)
+            self._due.clear()
+            await self._ship_all(None)
+            with self._lock:
+                if not self._queue:
+                    self._running = False
+                    return
+
+    async def _ship_all(self, deadline: float | None) -> bool:
+        """Ship batch after batch; without a deadline, a few failures in a row end the round."""
+        async with self._sending:
+            self._hurry.clear()
+            failures = 0
+            while (batch := self._next_batch()) is not None:
+                if deadline is not None and self._clock.monotonic() >= deadline:
+                    return False
+                if await self._settled(batch, deadline):
+                    self._forget(batch)
+                    failures = 0
+                    continue
+                if deadline is None and (failures == self.limits.retries or self._hurry.is_set()):
+                    return False
+                wait = self._backoff(failures, deadline)
+                if deadline is None:
+                    await self._pause(wait, self._hurry)
+                else:
+                    await self._clock.sleep(wait)
+                failures += 1
+            return True
+
+    async def _settled(self, batch: _Batch, deadline: float | None) -> bool:
+        """Whether a batch needs no further attempt: it was taken, or refused for good."""
+        request = TelemetrySendRequest(
+            events=batch.events,
+            platform=platform.system(),
+            sdk_version=PARITY_VERSION,
+            session_id=self.session_id or f"sessionless-{self._process}",
+            process_uuid=self._process,
+        )
+        try:
+            await self._ship(request, batch.key, deadline)
+        except TinkerError as error:
+            _logger.debug("Telemetry was not taken: %s", error)
+            return not error.retryable
+        except Exception:
+            _logger.debug("Telemetry could not be sent", exc_info=True)
+        return True
+
+    def _next_batch(self) -> _Batch | None:
+        with self._lock:
+            if self._batch is None and self._queue:
+                self._batch = _Batch(
+                    f"tinkex-telemetry-{uuid4().hex}", list(islice(self._queue, self.limits.batch))
+                )
+            return self._batch
+
+    def _forget(self, batch: _Batch) -> None:
+        with self._lock:
+            for _ in batch.events:
+                self._queue.popleft()
+            self._batch = None
+
+    def _backoff(self, failures: int, deadline: float | None) -> float:
+        wait = min(2.0**failures, _MAX_BACKOFF) * (1 + 0.1 * self._clock.random())
+        return wait if deadline is None else min(wait, max(0.0, deadline - self._clock.monotonic()))
+
+    async def _pause(self, seconds: float, unless: asyncio.Event) -> None:
+        waiting = [
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+            asyncio.ensure_future(unless.wait()),
+        ]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A value as JSON can carry it; what it cannot is described."""
+    if value is None or isinstance(value, bool | int | str):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Enum):
+        return _plain(value.value, depth)
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    if depth < _MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {str(name): _plain(entry, depth + 1) for name, entry in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [_plain(entry, depth + 1) for entry in value]
+    return str(value)[:2000]

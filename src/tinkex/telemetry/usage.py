@@ -1,0 +1,289 @@
+"""How many tokens were used for what, and what that costs.
+
+    prices = Prices({"meta-llama/Llama-3.1-8B": Rates(training=0.40, prefill=0.13, sampled=0.40)})
+    print(estimate("meta-llama/Llama-3.1-8B", data=data, steps=100, batch_size=32, prices=prices))
+    with Usage(prices) as usage:
+        train(client)
+    print(usage.summary())
+
+The client counts what it sends and gets back, as the service does: every pass over a training example counts the
+tokens of its input, with a custom loss twice; a prompt counts once, however many samples are drawn from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from operator import add
+from typing import TYPE_CHECKING, Any, Final
+
+from tinkex.errors import InvalidInputError
+
+from . import bus
+from .events import Event, OperationEvent, SampleStop, TrainingPass
+
+if TYPE_CHECKING:
+    from tinkex.types import BillingUsageResponse, Datum, ModelInput
+
+__all__ = ["CallUsage", "Estimate", "Prices", "Rates", "Summary", "Tokens", "Usage", "estimate"]
+
+_MILLION: Final = 1_000_000
+#: Stands for every model without a price of its own.
+ANY_MODEL: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens by kind."""
+
+    training: int = 0
+    prefill: int = 0
+    cached_prefill: int = 0
+    sampled: int = 0
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+KINDS: Final = tuple(each.name for each in fields(Tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Dollars per million tokens; what is computed from a cache costs as much as what is not, unless said."""
+
+    training: float = 0.0
+    prefill: float = 0.0
+    sampled: float = 0.0
+    cached_prefill: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            rate = getattr(self, each.name)
+            if rate is not None and not rate >= 0:
+                raise InvalidInputError(f"must be 0 or more, not {rate}", field=each.name)
+
+    def cost(self, tokens: Tokens) -> float:
+        cached = self.prefill if self.cached_prefill is None else self.cached_prefill
+        return (
+            tokens.training * self.training
+            + tokens.prefill * self.prefill
+            + tokens.cached_prefill * cached
+            + tokens.sampled * self.sampled
+        ) / _MILLION
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Rates by model; those under `"*"` are for every other model."""
+
+    rates: Mapping[str, Rates] = field(default_factory=dict)
+
+    def cost(self, model: str | None, tokens: Tokens) -> float | None:
+        """What tokens of a model cost; None if its price is not known."""
+        rates = self.rates.get(model or ANY_MODEL) or self.rates.get(ANY_MODEL)
+        return None if rates is None else rates.cost(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CallUsage:
+    """One call; a run is a training run, or a sampling session of weights from elsewhere."""
+
+    call: int
+    operation: str
+    run: str | None
+    model: str | None
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Tokens and dollars by run and model; a cost is None where a price is missing."""
+
+    rows: tuple[tuple[str | None, str | None, Tokens, float | None], ...]
+
+    @property
+    def tokens(self) -> Tokens:
+        return sum((row[2] for row in self.rows), Tokens())
+
+    @property
+    def cost(self) -> float | None:
+        return _sum_or_none(row[3] for row in self.rows)
+
+    def __str__(self) -> str:
+        heads = ("run", "model", *KINDS, "cost")
+        lines = [_cells(*row) for row in self.rows]
+        lines.append(_cells("total", "", self.tokens, self.cost))
+        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if place < 2 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in (heads, *lines)
+        )
+
+
+def _cells(
+    run: str | None, model: str | None, tokens: Tokens, cost: float | None
+) -> tuple[str, ...]:
+    counts = (f"{getattr(tokens, kind):,}" for kind in KINDS)
+    return (
+        "–" if run is None else run,
+        "–" if model is None else model,
+        *counts,
+        "unknown" if cost is None else f"${cost:,.4f}",
+    )
+
+
+def _sum_or_none(costs: Iterable[float | None]) -> float | None:
+    known = list(costs)
+    return None if any(cost is None for cost in known) else sum(filter(None, known))
+
+
+class Usage(bus.Subscriber):
+    """Counts the tokens of all calls while it listens; the latest `keep_calls` also one by one."""
+
+    def __init__(self, prices: Prices | None = None, *, keep_calls: int = 1000) -> None:
+        self.prices = prices or Prices()
+        self._lock = bus.lock()
+        self._counts: dict[tuple[str | None, str | None], list[int]] = {}
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=keep_calls)
+
+    def handlers(self) -> Mapping[type[Event], Callable[[Any], object]]:
+        return {SampleStop: self._sampled, TrainingPass: self._trained}
+
+    def _sampled(self, event: SampleStop) -> None:
+        cached = event.cached_tokens
+        self._count(event, (0, event.prompt_tokens - cached, cached, event.sampled_tokens))
+
+    def _trained(self, event: TrainingPass) -> None:
+        self._count(event, (event.tokens, 0, 0, 0))
+
+    def _count(self, event: OperationEvent, counts: tuple[int, ...]) -> None:
+        known = event.metadata
+        run, model = (
+            known.get("model_id") or known.get("sampling_session_id"),
+            known.get("base_model"),
+        )
+        self._add(run, model, counts)
+        self._calls.append((event.id, event.operation, run, model, counts))
+
+    def _add(self, run: str | None, model: str | None, counts: Iterable[int]) -> None:
+        with self._lock:
+            totals = self._counts.get((run, model)) or [0] * len(KINDS)
+            self._counts[run, model] = [*map(add, totals, counts)]
+
+    def add_from_service(self, usage: BillingUsageResponse) -> None:
+        """Count what the service says was used, by session, as with `RestClient.get_billing_usage`."""
+        places = {"training": "training", "sampling_sample": "sampled"}
+        for entry in usage.data:
+            info = entry.event_info
+            kind = places.get(info.type)
+            if info.type == "sampling_prefill":
+                kind = "cached_prefill" if info.cached else "prefill"
+            if kind is not None:
+                count = getattr(info, "token_count", 0)
+                counts = (count if each == kind else 0 for each in KINDS)
+                self._add(entry.session_id, entry.base_model, counts)
+
+    @property
+    def calls(self) -> list[CallUsage]:
+        return [
+            CallUsage(call, operation, run, model, Tokens(*counts))
+            for call, operation, run, model, counts in list(self._calls)
+        ]
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.summary().tokens
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars for all of it; None where a price is missing."""
+        return self.summary().cost
+
+    def by_model(self) -> dict[str | None, Tokens]:
+        return self._totals(1)
+
+    def by_run(self) -> dict[str | None, Tokens]:
+        return self._totals(0)
+
+    def _totals(self, place: int) -> dict[str | None, Tokens]:
+        totals: dict[str | None, Tokens] = {}
+        for row in self.summary().rows:
+            key = row[0] if place == 0 else row[1]
+            totals[key] = totals.get(key, Tokens()) + row[2]
+        return totals
+
+    def summary(self, run: str | None = None) -> Summary:
+        """What was used so far, of one run or of all."""
+        with self._lock:
+            counted = {who: Tokens(*counts) for who, counts in self._counts.items()}
+        return Summary(
+            tuple(
+                (*who, tokens, self.prices.cost(who[1], tokens))
+                for who, tokens in counted.items()
+                if run is None or who[0] == run
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a job will use; `sampled` is an upper bound, as samples may stop early."""
+
+    tokens: Tokens
+    cost: float | None
+
+    def __str__(self) -> str:
+        counts = ", ".join(
+            f"{getattr(self.tokens, kind):,} {kind.replace('_', ' ')}"
+            for kind in KINDS
+            if getattr(self.tokens, kind)
+        )
+        cost = "unknown" if self.cost is None else f"at most ${self.cost:,.4f}"
+        return f"{counts or 'no'} tokens; cost {cost}"
+
+
+def estimate(
+    base_model: str,
+    *,
+    data: Iterable[Datum] = (),
+    steps: int | None = None,
+    batch_size: int | None = None,
+    custom_loss: bool = False,
+    prompts: Iterable[ModelInput] = (),
+    num_samples: int = 1,
+    max_tokens: int = 0,
+    rounds: int = 1,
+    prices: Prices | None = None,
+) -> Estimate:
+    """Price a job before it starts; nothing is sent.
+
+    Each of `steps` trains on the next `batch_size` examples, beginning again after the last; without `steps` that
+    is once through the data, without `batch_size` on all of them at a time. Each of `rounds` draws `num_samples`
+    of up to `max_tokens` from every prompt.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size), ("num_samples", num_samples)):
+        if value is not None and value < 1:
+            raise InvalidInputError(f"must be 1 or more, not {value}", field=name)
+    lengths = [datum.model_input.length for datum in data]
+    if lengths and steps is not None:
+        epochs, rest = divmod(steps * (batch_size or len(lengths)), len(lengths))
+        trained = epochs * sum(lengths) + sum(islice(lengths, rest))
+    else:
+        trained = sum(lengths)
+    asked = [prompt.length for prompt in prompts]
+    tokens = Tokens(
+        training=trained * (2 if custom_loss else 1),
+        prefill=rounds * sum(asked),
+        sampled=rounds * len(asked) * num_samples * max_tokens,
+    )
+    return Estimate(tokens, (prices or Prices()).cost(base_model, tokens))

@@ -1,0 +1,159 @@
+"""A service of one's own: shared by all who use its data, gone with the last of them, however that went."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.testing import service
+
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(os, "pidfd_open"), reason="waiting for a process of others needs Linux"
+    ),
+    # The service outlives the call that starts it, and may outlive the client.
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+]
+
+MODEL = "tinkex/tiny"
+SECONDS = 60  # much more than anything here takes; nothing is measured
+
+
+class Watched:
+    """The process that serves a data directory, from outside."""
+
+    def __init__(self, data_dir):
+        self.pid = json.loads((data_dir / "service.json").read_text())["pid"]
+        self._handle = os.pidfd_open(self.pid)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self._handle)
+
+    @property
+    def alive(self):
+        return not select.select([self._handle], [], [], 0)[0]
+
+    def ended(self):
+        """Wait for its end."""
+        return bool(select.select([self._handle], [], [], SECONDS)[0])
+
+
+def local(data_dir, **options):
+    return tinkex.local(engine="fake", data_dir=data_dir, **options)
+
+
+def train(client, name=MODEL):
+    """One step; the loss before it."""
+    training = client.create_lora_training_client(name, rank=4)
+    datum = types.Datum(types.ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7]})
+    result = training.forward_backward([datum], "cross_entropy").result()
+    training.optim_step(types.AdamParams()).result()
+    return result.metrics["loss:sum"]
+
+
+def test_two_clients_of_one_data_directory_share_a_service_until_both_are_closed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path))
+    first = local(tmp_path)
+    with Watched(tmp_path) as process:
+        # The default data directory is the one in the environment, and what serves it is there already.
+        second = tinkex.ServiceClient(base_url="local")
+        assert train(first) > 0
+        assert train(second) > 0
+        third = tinkex.local()
+        assert third.url == first.url
+        assert json.loads((tmp_path / "service.json").read_text())["url"] == first.url
+        first.close().result(SECONDS)
+        third.close().result(SECONDS)
+        assert train(second) > 0  # it holds on
+        assert process.alive
+        second.close().result(SECONDS)
+        assert process.ended()
+    assert not (tmp_path / "service.json").exists()
+
+
+def test_the_next_one_finds_what_the_last_one_left(tmp_path):
+    with local(tmp_path) as client:
+        training = client.create_lora_training_client(MODEL, rank=4)
+        path = training.save_state("kept").result().path
+        process = Watched(tmp_path)
+    with process:
+        assert process.ended()
+    with local(tmp_path) as client, Watched(tmp_path) as another:
+        assert another.pid != process.pid
+        resumed = client.create_training_client_from_state(path)
+        assert resumed.get_info().model_data.model_name == MODEL
+
+
+SCRIPT = """
+import sys, tinkex
+client = tinkex.local(engine="fake", data_dir=sys.argv[1])
+print(client.get_server_capabilities().model_names(), flush=True)
+client.create_lora_training_client("tinkex/tiny", rank=4)
+print("ready", flush=True)
+sys.stdin.read()  # until it is told to end, or killed
+"""
+
+
+@pytest.mark.parametrize("how", ["leaves", "fails", "is interrupted", "is killed"])
+def test_a_service_ends_with_its_script_however_that_ends(tmp_path, how):
+    end = {"fails": "\nraise SystemExit(3)"}.get(how, "")
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + end, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with script:
+        assert script.stdout is not None
+        assert script.stdin is not None
+        assert MODEL in script.stdout.readline()
+        assert script.stdout.readline() == "ready\n"
+        with Watched(tmp_path) as process:
+            assert process.alive
+            if how == "is killed":
+                script.kill()
+            elif how == "is interrupted":
+                script.send_signal(signal.SIGINT)
+            else:
+                script.stdin.close()
+            script.wait(SECONDS)
+            assert process.ended()
+    # The data directory is free for the next.
+    with local(tmp_path) as client:
+        assert train(client) > 0
+
+
+def test_a_data_directory_in_use_by_a_service_of_others_is_shared_and_left_alone(tmp_path):
+    with service("fake", data_dir=tmp_path) as running:
+        for _ in range(2):
+            with tinkex.local(data_dir=tmp_path) as client:
+                assert client.url == running.url
+                assert train(client) > 0
+        with running.client() as client:  # it is still there
+            assert train(client) > 0
+
+
+@pytest.mark.xfail(raises=tinkex.APITimeoutError, reason="hold() believes the address of the dead")
+def test_a_service_that_was_killed_is_followed_by_another(tmp_path):
+    client = local(tmp_path)
+    with Watched(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.ended()
+    client.service.close()
+    assert (tmp_path / "service.json").exists()  # nobody was left to remove it
+    with local(tmp_path, timeout=5) as client:
+        assert train(client) > 0
