@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 import tinkex
+from tinkex.telemetry import bus
+from tinkex.telemetry.events import Event
 
 from .scripted import FakeClock, ScriptedServer
 
@@ -49,3 +51,18 @@ def service(
     yield make
     for client in made:
         client.close().result(10)
+
+
+@pytest.fixture
+def heard() -> Iterator[Callable[..., list[Any]]]:
+    """Listen to events of some classes, or of all; the list they arrive in."""
+    numbers: list[int] = []
+
+    def listen(*kinds: type[Event]) -> list[Any]:
+        events: list[Any] = []
+        numbers.append(bus.attach(events.append, *kinds))
+        return events
+
+    yield listen
+    for number in numbers:
+        bus.detach(number)

@@ -8,11 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import tinkex
 from tinkex import types
+from tinkex._local import _is_free
 from tinkex.testing import service
 
 pytestmark = [
@@ -100,41 +102,54 @@ def test_the_next_one_finds_what_the_last_one_left(tmp_path):
 SCRIPT = """
 import sys, tinkex
 client = tinkex.local(engine="fake", data_dir=sys.argv[1])
-print(client.get_server_capabilities().model_names(), flush=True)
-client.create_lora_training_client("tinkex/tiny", rank=4)
-print("ready", flush=True)
-sys.stdin.read()  # until it is told to end, or killed
+for _ in sys.stdin:  # whenever it is told to, until it is told no more
+    print(client.get_server_capabilities(), flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["leaves", "fails", "is interrupted", "is killed"])
-def test_a_service_ends_with_its_script_however_that_ends(tmp_path, how):
-    end = {"fails": "\nraise SystemExit(3)"}.get(how, "")
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + end, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with script:
-        assert script.stdout is not None
-        assert script.stdin is not None
-        assert MODEL in script.stdout.readline()
-        assert script.stdout.readline() == "ready\n"
-        with Watched(tmp_path) as process:
+class Script:
+    """A program of somebody else that uses the data directory."""
+
+    def __init__(self, data_dir):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(data_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def works(self):
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+        return bool(self.process.stdout.readline())
+
+    def end(self, sign):
+        self.process.send_signal(sign)
+        self.process.wait(SECONDS)
+
+
+def test_a_service_outlives_all_its_scripts_but_the_last_however_they_end(tmp_path):
+    with Script(tmp_path) as first:
+        assert first.works()
+        with Watched(tmp_path) as process, Script(tmp_path) as second:
+            assert second.works()
+            first.end(
+                signal.SIGINT
+            )  # Ctrl-C is for the script that started the service, not for that
+            assert second.works()
             assert process.alive
-            if how == "is killed":
-                script.kill()
-            elif how == "is interrupted":
-                script.send_signal(signal.SIGINT)
-            else:
-                script.stdin.close()
-            script.wait(SECONDS)
+            second.end(signal.SIGKILL)
             assert process.ended()
-    # The data directory is free for the next.
-    with local(tmp_path) as client:
-        assert train(client) > 0
 
 
 def test_a_data_directory_in_use_by_a_service_of_others_is_shared_and_left_alone(tmp_path):
@@ -145,6 +160,26 @@ def test_a_data_directory_in_use_by_a_service_of_others_is_shared_and_left_alone
                 assert train(client) > 0
         with running.client() as client:  # it is still there
             assert train(client) > 0
+
+
+def test_who_looks_whether_a_directory_is_free_keeps_no_service_out(tmp_path):
+    """Two scripts that start at one time look at the same lock."""
+    looking = threading.Event()
+    looking.set()
+
+    def look():
+        while looking.is_set():
+            _is_free(tmp_path)
+
+    others = threading.Thread(target=look)
+    others.start()
+    try:
+        for _ in range(3):
+            with service("fake", data_dir=tmp_path) as running, running.client() as client:
+                assert train(client) > 0
+    finally:
+        looking.clear()
+        others.join()
 
 
 @pytest.mark.xfail(raises=tinkex.APITimeoutError, reason="hold() believes the address of the dead")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -31,10 +30,7 @@ def engine(request, tmp_path_factory):
     spec = base_models.parse_spec(TINY)
     tiny = base_models.prepare(spec, tmp_path_factory.mktemp("models"))
     small = dataclasses.replace(tiny, context_length=CONTEXT)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # faster for a small model
-    yield request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)))
-    torch.set_num_threads(threads)
+    return request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)))
 
 
 # -- requests of many kinds of examples ---------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_training_and_sampling_in_bfloat16_are_those_in_float32_but_for_rounding
     for each in (engine, narrow):
         each.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
         losses.append(train(each, "m", 30))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05, atol=2.0)
+    np.testing.assert_allclose(losses[1][:5], losses[0][:5], rtol=0.02)
     assert losses[1][-1] < 0.5 * losses[1][0]
     narrow.save_state("m", tmp_path / "a", optimizer=True)
     narrow.open_sampler("live", base_models.TINY, model_id="m")
@@ -211,7 +212,7 @@ def reconfigured(engine, directory, **settings):
 def test_all_that_peft_writes_of_a_plain_adapter_is_read(engine, tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    base = base_models.load(tiny, device="cpu", dtype=torch.float32)
+    base: Any = base_models.load(tiny, device="cpu", dtype=torch.float32)
     for kind, changes in (
         ("plain", {}),
         ("rslora", {"use_rslora": True}),

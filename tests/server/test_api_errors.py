@@ -20,8 +20,8 @@ POINTER = {"location": "x", "format": "png", "expected_tokens": 2}
 
 @pytest.fixture(scope="module")
 def api():
-    limits = {"max_body_bytes": 1 << 20, "max_decoded_bytes": 4 << 20, "max_samples": 64}
-    with service("fake", **limits) as running, Api(running.url) as user:
+    limited = service("fake", max_body_bytes=1 << 20, max_decoded_bytes=4 << 20, max_samples=64)
+    with limited as running, Api(running.url) as user:
         yield user
 
 
@@ -44,7 +44,7 @@ def alive(model, sampler):
     assert sampler.tokens()
 
 
-def complaint(api, answer) -> str:
+def complaint(api, answer):
     """What was said: by a status, or by a result. It is the user's fault either way."""
     if answer.status_code == 200:
         result = api.retrieve(answer.json())
@@ -331,7 +331,17 @@ def test_names_that_fit(api, model):
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"nonsense", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":"\\ud800"}'],
+    [
+        b"{",
+        b"nonsense",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":"\\ud800"}',
+    ],
     ids=["cut", "words", "list", "null", "number", "text", "bytes", "deep", "surrogate"],
 )
 def test_bodies_that_are_no_json(api, body):

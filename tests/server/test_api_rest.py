@@ -8,8 +8,7 @@ import re
 import tarfile
 from datetime import UTC, datetime, timedelta
 
-import httpx
-import pyrage
+import pyrage  # type: ignore[import-untyped]
 import pytest
 
 from tinkex._wire.operations import OPERATIONS
@@ -134,6 +133,19 @@ def test_a_finished_session_does_nothing_more(api):
     # Checkpoints stay, and so do results.
     assert api.loaded(path).step() > 0
     assert done["sequences"]
+
+
+def test_a_session_of_which_nothing_is_heard_ends():
+    silent = service("fake", session_expiry=0.0, housekeeping_interval=0.01)
+    with silent as running, Api(running.url) as api:
+        session = api.session()
+        while True:  # whoever searches is not heard of
+            (found,) = api.told("sessions/search", {"session_id": session})["sessions"]
+            if found["status"]["type"] != "active":
+                break
+        assert found["status"]["type"] == "cancelled"
+        assert found["status"]["detail"]
+        assert api.post("session_heartbeat", {"session_id": session}).status_code == 410
 
 
 def test_a_session_can_be_looked_at(api):
@@ -357,7 +369,7 @@ def test_publishing_twice_is_no_conflict(api):
 # -- files ----------------------------------------------------------------------------------------------
 
 
-def archive(api, model, checkpoint="weights/a") -> httpx.Response:
+def archive(api, model, checkpoint="weights/a"):
     return api.get(f"training_runs/{model.model_id}/checkpoints/{checkpoint}/archive")
 
 
@@ -450,9 +462,7 @@ def test_a_wrong_recipient_is_refused_and_not_shown(api):
 def test_only_weights_for_elsewhere_have_such_links(api):
     model = api.model()
     model.save("a")
-    refused = api.get(
-        f"training_runs/{model.model_id}/checkpoints/weights/a/external_weights_urls"
-    )
+    refused = api.get(f"training_runs/{model.model_id}/checkpoints/weights/a/external_weights_urls")
     assert (refused.status_code, refused.json()["field"]) == (400, "checkpoint_id")
 
 
@@ -512,7 +522,7 @@ def test_a_copy_that_cannot_be_made_leaves_nothing(api):
 def test_telemetry_is_always_accepted(api):
     moment = "2026-01-02T03:04:05Z"
     common = {"event_id": "e", "event_session_index": 0, "severity": "INFO", "timestamp": moment}
-    kinds = [
+    kinds: list[dict[str, object]] = [
         {"event": "SESSION_START"},
         {"event": "SESSION_END", "duration": "0:00:01"},
         {"event": "UNHANDLED_EXCEPTION", "error_type": "E", "error_message": "m"},
@@ -523,7 +533,8 @@ def test_telemetry_is_always_accepted(api):
     for session in (api.session(), "sessionless-123"):
         for events in ([], [common | kind for kind in kinds]):
             body = {"events": events, "platform": "Linux", "sdk_version": "0.7.0"}
-            assert api.told("telemetry", body | {"session_id": session}) == {"status": "accepted"}
+            body["session_id"] = session
+            assert api.told("telemetry", body) == {"status": "accepted"}
 
 
 def test_the_audit_log_tells_what_happened_to_checkpoints(api):
@@ -533,9 +544,7 @@ def test_the_audit_log_tells_what_happened_to_checkpoints(api):
     api.ask("POST", f"{place}/publish")
     api.ask("PUT", f"{place}/ttl", {"ttl_seconds": 3600})
     api.ask("DELETE", place)
-    entries = [
-        entry for entry in api.got("audit")["entries"] if entry.get("tinker_path") == path
-    ]
+    entries = [entry for entry in api.got("audit")["entries"] if entry.get("tinker_path") == path]
     assert [entry["event"] for entry in entries] == [
         "checkpoint_created",
         "checkpoint_published",
@@ -734,7 +743,9 @@ def test_what_is_published_can_be_read_and_not_changed(two):
     sampled = model.save("open", "save_weights_for_sampler")
     model.save("closed")
     run = model.model_id
-    places = [f"training_runs/{run}/checkpoints/{kind}/open" for kind in ("weights", "sampler_weights")]
+    places = [
+        f"training_runs/{run}/checkpoints/{kind}/open" for kind in ("weights", "sampler_weights")
+    ]
     for place in places:
         assert ann.ask("POST", f"{place}/publish").status_code == 200
     assert bob.told("weights_info", {"tinker_path": public})["lora_rank"] == 8

@@ -60,10 +60,10 @@ def test_training_goes_on_to_the_same_numbers(place, tmp_path_factory):
     def steps(model, numbers):
         return [model.step([datum((n, n + 1, 9), (n + 1, 9, 3))]) for n in numbers]
 
-    with service("fake", data_dir=tmp_path_factory.mktemp("whole")) as running:
-        with Api(running.url) as api:
-            whole = api.model()
-            expected = steps(whole, range(20, 28)), whole.logprobs([datum((20, 25), (21, 26))])
+    undisturbed = service("fake", data_dir=tmp_path_factory.mktemp("whole"))
+    with undisturbed as running, Api(running.url) as api:
+        whole = api.model()
+        expected = steps(whole, range(20, 28)), whole.logprobs([datum((20, 25), (21, 26))])
     model = place.api.model()
     losses = steps(model, range(20, 24))
     passed = model.forward_backward([datum((24, 25, 9), (25, 9, 3))])  # no step follows yet
@@ -136,7 +136,6 @@ def test_samplers_draw_the_same(place):
     for sampler in after:
         sampler.next_seq = 1
     assert [sampler.tokens(num_samples=2) for sampler in after] == before
-    assert after[0].send() != samplers[0].send  # and new requests have new promises
 
 
 def test_a_sampler_made_again_is_the_one_that_was(place):
@@ -179,7 +178,8 @@ def test_a_poller_hears_of_what_was_finished_meanwhile(tmp_path):
     later = Sampler(api, sampler.sampler_id)
     later.next_seq = 2
     promises = [unheard, later.send()]
-    cursor, found = heard["cursor"], set()
+    cursor = heard["cursor"]
+    found: set[str] = set()
     while len(found - {first["request_id"]}) < 2:
         heard = api.told("retrieve_futures", {"target": target, "prev_cursor": cursor})
         assert heard["cursor"] > cursor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,16 +64,14 @@ def test_what_a_sampler_is_made_of_can_be_asked(api):
     model = api.model()
     path = model.save("s", "save_weights_for_sampler")
     named = api.sampler(model.session_id, 0, model_path=path, base_model=TINY)
-    assert api.got(f"samplers/{named.sampler_id}") == {
-        "sampler_id": named.sampler_id,
-        "base_model": TINY,
-        "model_path": path,
-    }
+    found = api.got(f"samplers/{named.sampler_id}")
+    assert found["sampler_id"] == named.sampler_id
+    assert (found["base_model"], found["model_path"]) == (TINY, path)
     base = api.sampler(model.session_id, 1)
     assert api.got(f"samplers/{base.sampler_id}").get("model_path") is None
     assert api.get("samplers/nobody:sample:0").status_code == 404
-    found = api.got(f"sessions/{model.session_id}")
-    assert found["sampler_ids"] == [named.sampler_id, base.sampler_id]
+    session = api.got(f"sessions/{model.session_id}")
+    assert session["sampler_ids"] == [named.sampler_id, base.sampler_id]
 
 
 def test_a_sampler_stays_what_it_was_when_made(api):
@@ -83,9 +82,7 @@ def test_a_sampler_stays_what_it_was_when_made(api):
     samplers = [
         Sampler(api, unnamed["sampling_session_id"]),
         api.sampler(model.session_id, 1, model_path=path),
-        api.sampler(
-            model.session_id, 2, model_path=model.save("s", "save_weights_for_sampler")
-        ),
+        api.sampler(model.session_id, 2, model_path=model.save("s", "save_weights_for_sampler")),
     ]
     before = [sampler.sample() for sampler in samplers]
     assert before[0] == before[1] == before[2]
@@ -265,6 +262,7 @@ def test_a_sample_in_protobuf_is_the_sample_in_json(api, sampler):
     promise = sampler.send(num_samples=2, fields=fields)
     decoded = decode_sample_response(api.retrieve(promise, PROTO))
     assert json_codec.parse(json_codec.encode(decoded)) == api.retrieve(promise)
+    assert decoded.prompt_logprobs_np is not None
     assert np.isnan(decoded.prompt_logprobs_np[0])
 
 
@@ -323,7 +321,7 @@ def test_copies_of_a_client_hear_of_their_own(api, sampler):
 
 
 def test_a_result_ends_the_waiting_for_any(api, sampler):
-    heard: list = []
+    heard: list[Any] = []
     listening = threading.Thread(target=lambda: heard.append(listen(api, sampler)))
     listening.start()
     promise = sampler.send()

@@ -14,6 +14,7 @@ import click
 
 from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
 
+from .checkpoint_files import export, import_adapter, push_hf
 from .connection import Connection, connected, formatted
 from .human import ago, moment, size
 from .output import Output, say
@@ -378,3 +379,7 @@ def _bar(title: str) -> Any:
     from .progress import download_bar
 
     return download_bar(title)
+
+
+for _command in (export, import_adapter, push_hf):
+    command.add_command(_command)

@@ -105,7 +105,7 @@ def read_records(path: Path) -> list[Record]:
 
 def _record(number: int, line: bytes) -> Record:
     try:
-        content = json.loads(line)
+        content = json.loads(line.rstrip())
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:

@@ -46,7 +46,7 @@ def answer_of(
     shortened = list(written)
     while shortened and tokenizer.decode(shortened[-1:]).isspace():
         shortened.pop()
-    ended = shortened and shortened[-1] in tokenizer.all_special_ids
+    ended = shortened and not tokenizer.decode(shortened[-1:], skip_special_tokens=True)
     return prompt, shortened if ended else written
 
 

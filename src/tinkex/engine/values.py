@@ -20,6 +20,7 @@ __all__ = [
     "SampleEvent",
     "SampleJob",
     "SampledResult",
+    "TracedGraph",
     "TrainingPass",
 ]
 
@@ -51,13 +52,23 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A loss that a user has traced: its inputs with their ranks, logprobs first, and its nodes as JSON has them."""
+
+    name: str
+    inputs: Sequence[tuple[str, int]]
+    nodes: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingPass:
-    """A forward pass over examples, with or without gradients."""
+    """A forward pass over examples, with or without gradients; `traced` goes with the loss `custom`."""
 
     examples: Sequence[Example]
     loss_fn: str
     config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
+    traced: TracedGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from tinkex.errors import (
 )
 from tinkex.types import CheckpointType, TelemetrySendRequest, telemetry_event
 
-from . import archives, openapi, pages
+from . import archives, imports, openapi, pages
 from .checkpoints import now_utc
 from .leases import Leases
 from .metrics import Metrics
@@ -99,6 +99,14 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "metrics")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def import_adapter(request: Request) -> Response:
+        try:
+            owner = _owner(service, request.headers)
+            taken = await imports.receive(service, owner, request)
+        except Exception as error:
+            return _error_response(error, "import")
+        return Response(orjson.dumps(taken), media_type="application/json")
+
     routes = [_route(service, row, metrics, tracing) for row in _ordered()]
     routes += [
         Route("/", front_page),
@@ -108,6 +116,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route("/archives/{run_id}/{kind}/{name}", _guarded(service, _archive)),
         Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
         Route("/traces/{session_id}", _guarded(service, _trace)),
+        Route(imports.PATH, import_adapter, methods=["POST"]),
     ]
     if leases is not None:
         routes.append(Route("/lease", leases.endpoint))

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -282,14 +283,15 @@ class _Lock:
 
     def take(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise ConfigError(
-                f"{self.path.parent} is in use by another service", field="data_dir"
-            ) from None
-        self._descriptor = descriptor
+        # Who only looks whether the directory is free has the lock for a moment.
+        for _ in range(20):
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._descriptor = descriptor
+                return
+            time.sleep(0.01)
+        os.close(descriptor)
+        raise ConfigError(f"{self.path.parent} is in use by another service", field="data_dir")
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -25,9 +25,9 @@ __all__ = [
     "capture_exceptions",
     "concerns_tinkex",
     "report_endings_to",
-    "traceback_of",
     "user_error_in",
     "with_telemetry",
+    "without_keys",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,9 +65,9 @@ def _is_users(error: BaseException) -> bool:
     return isinstance(status, int) and 400 <= status < 500 and status not in _NOT_THE_USERS
 
 
-def traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it, without keys that stood in a line of code."""
-    return _KEY.sub(REDACTED, "".join(traceback.format_exception(error)))
+def without_keys(text: str) -> str:
+    """A text without keys: one may stand in the line of code that a traceback shows."""
+    return _KEY.sub(REDACTED, text)
 
 
 def concerns_tinkex(error: BaseException) -> bool:

@@ -12,8 +12,10 @@ import asyncio
 import logging
 import math
 import platform
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -22,7 +24,7 @@ from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 
 from tinkex._version import PARITY_VERSION
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import ClientClosedError, InvalidInputError, TinkerError
 from tinkex.types.telemetry import (
     GenericEvent,
     SessionEndEvent,
@@ -35,7 +37,7 @@ from tinkex.types.telemetry import (
 
 from . import bus, calls
 from .events import Event, FutureFailure, HttpEvent, OperationException, QueueStateChange
-from .exceptions import traceback_of, user_error_in
+from .exceptions import user_error_in, without_keys
 
 __all__ = ["CAPTURED", "Limits", "Reporter"]
 
@@ -136,7 +138,7 @@ class Reporter:
         if mistake is not None:
             data = {
                 "error_type": type(mistake).__name__,
-                "message": str(mistake),
+                "message": without_keys(str(mistake)),
                 "status_code": getattr(mistake, "status_code", None),
                 "body": getattr(mistake, "body", None),
             }
@@ -145,8 +147,8 @@ class Reporter:
             UnhandledExceptionEvent,
             severity,
             error_type=type(exception).__name__,
-            error_message=str(exception),
-            traceback=traceback_of(exception),
+            error_message=without_keys(str(exception)),
+            traceback=without_keys("".join(traceback.format_exception(exception))),
         )
 
     def log_fatal_exception(
@@ -233,7 +235,7 @@ class Reporter:
     def _wait_for(self, work: Coroutine[Any, Any, bool]) -> bool:
         try:
             return bool(self._spawn(work).result())
-        except TinkerError:  # the client is closed
+        except ClientClosedError:
             return not self._queue
 
     async def drain(self, timeout: float) -> bool:
@@ -263,7 +265,7 @@ class Reporter:
         if idle:
             try:
                 self._spawn(self._run())
-            except TinkerError:  # the client was closed just now
+            except ClientClosedError:  # just now
                 with self._lock:
                     self._queue.remove(event)
                 return False
@@ -284,10 +286,8 @@ class Reporter:
         async def wake() -> None:
             event.set()
 
-        try:
+        with suppress(ClientClosedError):
             self._spawn(wake())
-        except TinkerError:
-            return
 
     async def _run(self) -> None:
         """Ship in rounds until nothing is left."""
@@ -379,7 +379,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Enum):
         return _plain(value.value, depth)
     if isinstance(value, BaseException):
-        return f"{type(value).__name__}: {value}"
+        return without_keys(f"{type(value).__name__}: {value}")
     if depth < _MAX_DEPTH:
         if isinstance(value, Mapping):
             return {str(name): _plain(entry, depth + 1) for name, entry in value.items()}

@@ -1,0 +1,218 @@
+"""Checkpoints to the Hugging Face hub: which repository, what goes there, and what its card says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex.errors import (
+    APIConnectionError,
+    ConfigError,
+    ConflictError,
+    InvalidInputError,
+    TinkerError,
+    status_error_class,
+)
+from tinkex.types import ParsedCheckpointTinkerPath
+
+__all__ = ["Destination", "Hub", "destination", "model_card", "prepare"]
+
+#: What means something to the service alone; sent only if asked for by a pattern.
+_OURS: Final = ("checkpoint_complete", "tinkex.json", "optimizer.safetensors")
+_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+#: Any one of them says that the checkpoint is whole.
+_COMPLETE: Final = ("checkpoint_complete", "tinkex.json")
+_NAMES_PATH: Final = re.compile(r"^tinker_path:\s*[\"']?(tinker://[^\s\"']+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Destination:
+    repo: str
+    revision: str
+
+
+def destination(
+    tinker_path: str, base_model: str, user: str, repo: str | None, revision: str | None
+) -> Destination:
+    """Where a checkpoint goes: by default a repository of its run, and a branch of its own in it."""
+    path = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    if repo is None:
+        short = base_model.rpartition("/")[2]
+        repo = _sanitized(f"tinker-{short}-{path.training_run_id}")
+        revision = revision or _sanitized(path.checkpoint_id)
+    if "/" not in repo:
+        repo = f"{user}/{repo}"
+    return Destination(repo, revision or "main")
+
+
+def _sanitized(text: str) -> str:
+    """A name as the hub takes it: no longer than 96, no doubled or outer dots and dashes."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", text)
+    return re.sub(r"([.-])[.-]+", r"\1", name).strip(".-")[:96].rstrip(".-")
+
+
+def prepare(folder: Path, tinker_path: str, base_model: str, *, card: bool) -> None:
+    """Make a downloaded checkpoint fit to be published; one that is not whole is refused."""
+    missing = [] if (folder / "adapter_config.json").is_file() else ["adapter_config.json"]
+    missing += [
+        " or ".join(either)
+        for either in (_WEIGHTS, _COMPLETE)
+        if not any((folder / name).is_file() for name in either)
+    ]
+    if missing:
+        raise InvalidInputError(f"the checkpoint lacks {', '.join(missing)}", field="path")
+    file = folder / "adapter_config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        known = config.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"adapter_config.json cannot be read: {error}", field="path"
+        ) from None
+    if not known:
+        file.write_text(json.dumps({**config, "base_model_name_or_path": base_model}, indent=2))
+    if card and not (folder / "README.md").exists():
+        (folder / "README.md").write_text(model_card(tinker_path, base_model, config))
+
+
+def model_card(tinker_path: str, base_model: str, config: dict[str, Any]) -> str:
+    facts = "\n".join(
+        f"- {label}: {config[name]}"
+        for name, label in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "layers"))
+        if config.get(name)
+    )
+    return f"""\
+---
+base_model: {json.dumps(base_model)}
+library_name: peft
+tags:
+- lora
+- peft
+- tinker
+- tinkex
+tinker_path: {json.dumps(tinker_path)}
+---
+
+# A LoRA adapter of {base_model}
+
+Trained through the Tinker API and saved as `{tinker_path}`.
+
+{facts}
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
+model = PeftModel.from_pretrained(model, "THIS_REPOSITORY")
+```
+"""
+
+
+class Hub:
+    """The hub, as a user of it; its errors are told as ours."""
+
+    def __init__(self, token: str | None) -> None:
+        try:
+            import huggingface_hub
+        except ImportError as error:
+            raise ConfigError("this needs huggingface-hub: pip install 'tinkex[hf]'") from error
+        token = token or huggingface_hub.get_token()
+        if not token:
+            raise ConfigError(
+                "the hub wants to know who you are: --hf-token, HF_TOKEN, or `hf auth login`",
+                field="hf_token",
+            )
+        self._api = huggingface_hub.HfApi(token=token, library_name="tinkex")
+
+    def user(self) -> str:
+        with _told("asking the hub who you are"):
+            return str(self._api.whoami()["name"])
+
+    def make(self, where: Destination, *, public: bool) -> None:
+        """Have the repository and the branch; both may be there already."""
+        with _told(f"making {where.repo}"):
+            self._api.create_repo(where.repo, private=not public, exist_ok=True)
+            if where.revision != "main" and not where.revision.startswith("refs/"):
+                self._api.create_branch(where.repo, branch=where.revision, exist_ok=True)
+
+    def check_is_of(self, where: Destination, tinker_path: str, scratch: Path) -> None:
+        """Refuse to overwrite what says that it is another checkpoint."""
+        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+        with _told(f"looking at {where.repo}"):
+            try:
+                card = self._api.hf_hub_download(
+                    where.repo, "README.md", revision=where.revision, local_dir=scratch
+                )
+            except (EntryNotFoundError, RevisionNotFoundError):
+                return
+        named = _NAMES_PATH.search(Path(card).read_text(errors="replace"))
+        if named is not None and named[1] != tinker_path:
+            raise ConflictError(
+                f"{where.repo} at {where.revision} holds {named[1]}; choose another --repo or --revision"
+            )
+
+    def upload(
+        self,
+        folder: Path,
+        where: Destination,
+        *,
+        message: str,
+        create_pr: bool,
+        allow: Sequence[str],
+        ignore: Sequence[str],
+    ) -> tuple[list[str], str]:
+        """Send the files that fit the patterns; their names, and where they can be seen."""
+        names = sorted(
+            file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+        )
+        chosen = _chosen(names, allow, [*ignore, *(() if allow else _OURS)])
+        if not chosen:
+            raise InvalidInputError(
+                "no file of the checkpoint fits the patterns", field="allow_pattern"
+            )
+        with _told(f"uploading to {where.repo}"):
+            commit = self._api.upload_folder(
+                repo_id=where.repo,
+                folder_path=folder,
+                commit_message=message,
+                revision=None if create_pr else where.revision,
+                create_pr=create_pr,
+                allow_patterns=chosen,
+            )
+        return chosen, str(commit.pr_url or commit.commit_url)
+
+
+def _chosen(names: Sequence[str], allow: Sequence[str], ignore: Sequence[str]) -> list[str]:
+    def like(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return [name for name in names if (not allow or like(name, allow)) and not like(name, ignore)]
+
+
+@contextmanager
+def _told(doing: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except TinkerError:
+        raise
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", 500)
+        why = error.server_message or f"status {status}"
+        if status == 401:
+            why = "the token is not valid"
+        raise status_error_class(status)(f"{doing} failed: {why}") from error
+    except (httpx.HTTPError, OSError) as error:
+        raise APIConnectionError(message=f"{doing} failed: {error}") from error
+    except ValueError as error:  # a name that the hub does not take
+        raise InvalidInputError(f"{doing} failed: {error}", field="repo") from error

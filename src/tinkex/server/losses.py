@@ -1,0 +1,113 @@
+"""Losses that clients have traced: kept as the graphs they came as, for as long as their session lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex._wire.operations import operation
+from tinkex.engine.values import TracedGraph
+from tinkex.errors import InvalidInputError
+from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
+
+from .engine import Supervisor
+from .futures import Promise, Promises
+from .sessions import Sessions
+from .store import Database
+
+__all__ = ["Losses"]
+
+_CREATE: Final = operation("create_custom_loss")
+
+
+class Losses:
+    """The traced losses of all sessions."""
+
+    def __init__(
+        self,
+        directory: Path,
+        database: Database,
+        sessions: Sessions,
+        promises: Promises,
+        engine: Supervisor,
+    ) -> None:
+        self._directory = directory
+        self._db = database
+        self._sessions = sessions
+        self._promises = promises
+        self._engine = engine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def create(self, owner: str, request: CreateCustomLossRequest, body: bytes) -> Promise:
+        """Accept a loss; the same number gives the same promise."""
+        await self._sessions.check_active(request.session_id, owner)
+        scope = f"{request.session_id}:loss"
+        known = self._promises.duplicate(scope, request.custom_loss_seq_id)
+        if known is None:
+            number = request.custom_loss_seq_id
+            known = self._promises.accept(_CREATE, owner, scope, number, request, body, "json")
+            self.resume(known)
+        await self._promises.flushed()
+        return known
+
+    def resume(self, promise: Promise) -> None:
+        """Do what was accepted, now or before a restart."""
+        task = asyncio.ensure_future(self._create(promise))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _create(self, promise: Promise) -> None:
+        request: CreateCustomLossRequest = self._promises.request_of(promise)
+        loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
+        graph = {
+            "name": request.name,
+            "inputs": [(item.name, item.rank) for item in request.inputs],
+            "nodes": [node.model_dump() for node in request.graph.nodes],
+        }
+        try:
+            await self._engine.persist(
+                lambda: self._engine.worker.call_now("check_traced", TracedGraph(**graph))
+            )
+            await self._db(self._write, loss_id, json.dumps(graph))
+        except Exception as error:
+            self._promises.fail(promise, error)
+        else:
+            self._promises.finish(promise, CreateCustomLossResponse(loss_id=loss_id))
+
+    async def graph(self, loss_id: Any, session_id: str) -> TracedGraph:
+        """A loss of the same session."""
+        if not isinstance(loss_id, str) or not loss_id.startswith(f"{session_id}:loss:"):
+            raise InvalidInputError(
+                f"there is no loss {loss_id!r:.100} in this session; create_custom_loss makes one",
+                field="loss_fn_config.loss_id",
+            )
+        try:
+            content = await self._db(self._place(loss_id).read_text)
+        except OSError:
+            raise InvalidInputError(
+                f"there is no loss {loss_id!r:.100}", field="loss_fn_config.loss_id"
+            ) from None
+        return TracedGraph(**json.loads(content))
+
+    def _place(self, loss_id: str) -> Path:
+        return self._directory / f"{loss_id.replace('/', '_')}.json"
+
+    def _write(self, loss_id: str, content: str) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        scratch = self._place(loss_id).with_suffix(".tmp")
+        scratch.write_text(content)
+        scratch.replace(self._place(loss_id))
+
+    async def close_session(self, session_id: str) -> None:
+        def forget() -> None:
+            for file in self._directory.glob(f"{session_id}:loss:*.json"):
+                file.unlink(missing_ok=True)
+
+        await self._db(forget)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,124 @@
+"""Who is told of what, and what happens to those who fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from tinkex.telemetry import bus
+from tinkex.telemetry.events import (
+    Event,
+    FutureFailure,
+    FutureTimeout,
+    HttpEvent,
+    HttpRequestException,
+    HttpRequestStart,
+    HttpRequestStop,
+    QueueStateChange,
+    Throttled,
+)
+
+PAUSED = QueueStateChange("r-1", "paused_capacity", "busy", metadata={"session_id": "s-1"})
+STOP = HttpRequestStop(1, "GET", "/x", "session", "http://x", 0.5, 200, "ok", 0)
+
+
+def test_a_handler_hears_the_events_it_asked_for(heard):
+    queue, requests = heard(QueueStateChange), heard(HttpRequestStop, HttpRequestException)
+    bus.emit(PAUSED)
+    bus.emit(STOP)
+    bus.emit(Throttled(1.0, "slow"))
+    assert queue == [PAUSED]
+    assert requests == [STOP]
+
+
+def test_a_common_class_stands_for_all_that_derive_from_it(heard):
+    http, failures, everything = heard(HttpEvent), heard(FutureFailure), heard()
+    timeout = FutureTimeout("r-1", "Sample", 1.0, 3, None, "unknown", "APITimeoutError")
+    for event in (PAUSED, STOP, timeout):
+        bus.emit(event)
+    assert http == [STOP]
+    assert failures == [timeout]
+    assert everything == [PAUSED, STOP, timeout]
+
+
+def test_only_what_is_listened_to_is_wanted(heard):
+    assert not bus.wants(Event)
+    heard(HttpRequestException)
+    assert bus.wants(HttpRequestException)
+    assert bus.wants(HttpEvent)  # something of that kind is
+    assert bus.wants(Event)
+    assert not bus.wants(HttpRequestStart)
+    assert not bus.wants(QueueStateChange)
+
+
+def test_a_detached_handler_hears_nothing_and_is_detached_once():
+    events: list[Event] = []
+    number = bus.attach(events.append, QueueStateChange)
+    other = bus.attach(events.append, QueueStateChange)
+    assert bus.detach(number)
+    bus.emit(PAUSED)
+    assert events == [PAUSED]
+    assert not bus.detach(number)
+    assert bus.detach(other)
+    assert not bus.wants(QueueStateChange)
+
+
+def test_a_handler_that_raises_is_logged_once_and_disturbs_nobody(heard, caplog):
+    def broken(event: Event) -> None:
+        raise RuntimeError("my own trouble")
+
+    number = bus.attach(broken)
+    after = heard()
+    bus.emit(PAUSED)
+    bus.emit(STOP)
+    bus.detach(number)
+    assert after == [PAUSED, STOP]
+    (record,) = caplog.records
+    assert "broken" in record.message
+    assert "my own trouble" in caplog.text
+
+
+def test_a_handler_may_detach_itself_while_it_is_called():
+    heard_by: list[str] = []
+
+    def once(event: Event) -> None:
+        heard_by.append("once")
+        bus.detach(numbers[0])
+
+    numbers = [bus.attach(once), bus.attach(lambda _: heard_by.append("always"))]
+    bus.emit(PAUSED)
+    bus.emit(PAUSED)
+    bus.detach(numbers[1])
+    assert heard_by == ["once", "always", "always"]
+
+
+def test_many_threads_attach_and_detach_while_events_are_emitted(heard):
+    everything = heard()
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            bus.detach(bus.attach(lambda _: None, QueueStateChange))
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(500):
+        bus.emit(PAUSED)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(everything) == 500
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_locks_are_free_in_a_forked_child():
+    held = bus.lock()
+    with held:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if held.acquire(blocking=False) else 1)
+        assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,664 @@
+"""Reports to the service: in batches, in time, without loss, and never for longer than agreed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from enum import Enum
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex import testing
+from tinkex._client.runtime import APIFuture, TaskGroup, runtime
+from tinkex.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    ClientClosedError,
+    InvalidInputError,
+    WrongThreadError,
+)
+from tinkex.telemetry.events import HttpRequestStop, OperationException, QueueStateChange
+from tinkex.telemetry.reporter import Limits, Reporter
+
+from ..client.helpers import (
+    CREATE_SAMPLER,
+    HEARTBEAT,
+    SAMPLE,
+    STEP,
+    answer_samples,
+    failed,
+    new_sampler,
+    new_trainer,
+    run_script,
+    sample,
+    sampled,
+    until,
+)
+from ..scripted import Answer, FakeClock, Hang, Raw, Reply, ScriptedServer, promise
+
+TELEMETRY = "POST /api/v1/telemetry"
+ACCEPTED = Answer({"status": "accepted"})
+
+
+class Service:
+    """Takes batches, or fails with the errors it is given, one per attempt."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self.down: Exception | None = None
+        self.attempts: list[str] = []
+        self.batches: list[Any] = []
+
+    async def ship(self, batch: Any, key: str, deadline: float | None) -> None:
+        self.attempts.append(key)
+        if self.down is not None or self.failures:
+            raise self.down or self.failures.pop(0)
+        self.batches.append(batch)
+
+    @property
+    def names(self) -> list[str]:
+        return [
+            getattr(event, "event_name", event.event)
+            for batch in self.batches
+            for event in batch.events
+        ]
+
+
+@pytest.fixture
+def taker() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def reporter(taker: Service, clock: FakeClock) -> Iterator[Callable[..., Reporter]]:
+    group, made = TaskGroup(), []
+
+    def make(**limits: Any) -> Reporter:
+        def spawn(work: Any) -> APIFuture[Any]:
+            return runtime().submit(work, APIFuture(), group)
+
+        made.append(Reporter(taker.ship, spawn, clock, Limits(**limits)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.capture()
+    runtime().post(group.close, ClientClosedError("the test is over"))
+
+
+def logged(server: ScriptedServer) -> list[dict[str, Any]]:
+    return [event for request in server.asked(TELEMETRY) for event in request.json["events"]]
+
+
+# -- batches and rounds --------------------------------------------------------------------------
+
+
+def test_events_wait_for_the_round(reporter, taker, clock):
+    made = reporter()
+    assert made.log("one", {"a": 1})
+    assert made.log("two", severity="warning")
+    until(lambda: clock.sleeping == 1)
+    assert taker.batches == []
+    clock.advance(10)
+    until(lambda: made.pending == 0)
+    (batch,) = taker.batches
+    first, second = batch.events
+    assert (first.event_name, first.event_data, first.severity) == ("one", {"a": 1}, "INFO")
+    assert (second.event_name, second.severity) == ("two", "WARNING")
+    assert [event.event_session_index for event in batch.events] == [0, 1]
+    assert first.event_id != second.event_id
+    assert first.timestamp.tzinfo is not None
+
+
+def test_nothing_runs_while_there_is_nothing_to_ship(reporter, taker, clock):
+    made = reporter()
+    assert clock.sleeping == 0
+    for round_number in range(3):
+        made.log(f"event {round_number}")
+        until(lambda: clock.sleeping == 1)
+        clock.advance(10)
+        until(lambda: made.pending == 0)
+    until(lambda: not made._running)
+    assert len(taker.batches) == 3
+
+
+def test_a_full_batch_does_not_wait_for_the_round(reporter, taker, clock):
+    made = reporter(threshold=5, batch=2)
+    for number in range(5):
+        made.log(str(number))
+    until(lambda: made.pending == 0)
+    assert [len(batch.events) for batch in taker.batches] == [2, 2, 1]
+    assert taker.names == ["0", "1", "2", "3", "4"]
+    assert clock.now == 1000.0
+
+
+def test_what_does_not_fit_is_refused_and_said_once(reporter, taker, caplog):
+    made = reporter(queue=3, threshold=100)
+    assert [made.log(str(number)) for number in range(5)] == [True, True, True, False, False]
+    assert caplog.text.count("more are dropped") == 1
+    assert made.wait_until_drained()
+    assert taker.names == ["0", "1", "2"]
+    assert made.log("there is room again")
+    assert made.wait_until_drained()
+    (*_, last) = [event for batch in taker.batches for event in batch.events]
+    assert last.event_session_index == 3  # refused ones have no number
+
+
+def test_flush_ships_at_once_and_may_wait(reporter, taker):
+    made = reporter()
+    made.log("one")
+    assert made.flush()
+    until(lambda: made.pending == 0)
+    made.log("two")
+    assert made.flush(wait=True)
+    assert taker.names == ["one", "two"]
+    assert made.flush(wait=True)  # nothing to do
+
+
+def test_values_are_made_fit_for_json(reporter, taker):
+    class Colour(Enum):
+        RED = "red"
+
+    made = reporter()
+    circle: list[Any] = []
+    circle.append(circle)
+    made.log(
+        "odd",
+        {
+            "number": float("nan"),
+            "colour": Colour.RED,
+            "error": ValueError("no"),
+            "set": {1},
+            3: (1, None, True),
+            "object": Limits(),
+            "circle": circle,
+        },
+    )
+    assert made.wait_until_drained()
+    data = taker.batches[0].events[0].event_data
+    assert data | {"circle": 0} == {
+        "number": "nan",
+        "colour": "red",
+        "error": "ValueError: no",
+        "set": [1],
+        "3": [1, None, True],
+        "object": str(Limits()),
+        "circle": 0,
+    }
+
+
+def test_a_severity_nobody_knows_is_refused(reporter):
+    with pytest.raises(InvalidInputError, match="severity"):
+        reporter().log("x", severity="loud")
+
+
+# -- trouble -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_lost_when_the_service_fails(reporter, taker, clock):
+    taker.failures = [APIConnectionError(), APITimeoutError(), tinkex.InternalServerError("oops")]
+    made = reporter(batch=2)
+    for number in range(5):
+        made.log(str(number))
+    assert made.wait_until_drained()
+    assert taker.names == ["0", "1", "2", "3", "4"]
+    assert clock.slept == [1.0, 2.0, 4.0]
+    # One key for all attempts at a batch, so that a service can tell a repetition.
+    assert len(set(taker.attempts[:4])) == 1
+    assert len(set(taker.attempts)) == 3
+
+
+def test_a_round_gives_up_after_a_few_attempts_and_the_next_goes_on(reporter, taker, clock):
+    taker.down = APIConnectionError()
+    made = reporter()
+    made.log("one")
+    for rounds in (1, 2):
+        until(lambda: clock.sleeping == 1)
+        clock.advance(10)
+        until(lambda expected=4 * rounds: len(taker.attempts) == expected)  # type: ignore[misc]
+    taker.down = None
+    made.log("two")
+    until(lambda: clock.sleeping == 1)
+    clock.advance(10)
+    until(lambda: made.pending == 0)
+    assert taker.names == ["one", "two"]
+
+
+def test_draining_gives_up_at_its_limit(reporter, taker, clock):
+    taker.down = APIConnectionError()
+    made = reporter()
+    made.log("one")
+    assert made.wait_until_drained() is False
+    assert clock.now == 1030.0
+    assert made.pending == 1
+    assert made.wait_until_drained(3.0) is False
+    assert clock.now == 1033.0
+    assert made.stop() is False
+    assert clock.now == 1038.0
+
+
+def test_draining_does_not_wait_for_a_round_that_pauses(reporter, taker):
+    clock = FakeClock(long=1.0)  # so that every pause lasts until it is interrupted
+    taker.failures = [APIConnectionError()] * 2
+    made = reporter(threshold=1)
+    made._clock = clock
+    made.log("one")
+    until(lambda: len(taker.attempts) == 1)
+    until(lambda: clock.sleeping >= 1)
+    draining = made._spawn(made.drain(30.0))
+    until(lambda: len(taker.attempts) == 2)  # the interrupted round tried once more and left
+    until(lambda: made.pending == 0)
+    assert draining.result() is True
+
+
+def test_what_the_service_refuses_for_good_is_not_sent_again(reporter, taker):
+    taker.failures = [tinkex.NotFoundError("no telemetry here")]
+    made = reporter(batch=1)
+    made.log("one")
+    made.log("two")
+    assert made.wait_until_drained()
+    assert taker.names == ["two"]
+
+
+def test_jitter_is_at_most_a_tenth(reporter, taker):
+    clock = FakeClock(chance=1.0)
+    taker.failures = [APIConnectionError()] * 2
+    made = reporter()
+    made._clock = clock
+    made.log("one")
+    assert made.wait_until_drained()
+    assert clock.slept == pytest.approx([1.1, 2.2])
+
+
+def test_waiting_on_the_clients_own_thread_is_refused(reporter):
+    made = reporter()
+    made.log("one")
+
+    async def wait() -> bool:
+        return bool(made.wait_until_drained())
+
+    with pytest.raises(WrongThreadError):
+        made._spawn(wait()).result()
+
+
+# -- exceptions ----------------------------------------------------------------------------------
+
+
+def test_an_exception_is_reported_with_its_traceback_and_without_keys(reporter, taker):
+    made = reporter()
+    try:
+        raise RuntimeError("broken with tml-secret-key")
+    except RuntimeError as error:
+        assert made.log_exception(error)
+    assert made.wait_until_drained()
+    (event,) = taker.batches[0].events
+    assert (event.event, event.severity) == ("UNHANDLED_EXCEPTION", "ERROR")
+    assert (event.error_type, event.error_message) == (
+        "RuntimeError",
+        "broken with [REDACTED]",
+    )
+    assert "test_reporter.py" in event.traceback
+    assert "tml-secret" not in event.traceback
+
+
+def test_a_users_error_is_a_remark(reporter, taker):
+    made = reporter()
+    try:
+        raise RuntimeError("my loop failed") from tinkex.BadRequestError(
+            "bad loss", body={"detail": "bad loss"}
+        )
+    except RuntimeError as error:
+        made.log_exception(error)
+    assert made.wait_until_drained()
+    (event,) = taker.batches[0].events
+    assert (event.event_name, event.severity) == ("user_error", "WARNING")
+    assert event.event_data["error_type"] == "BadRequestError"
+    assert event.event_data["status_code"] == 400
+    assert event.event_data["body"] == {"detail": "bad loss"}
+
+
+def test_a_fatal_exception_ends_the_report_and_is_shipped_first(reporter, taker, clock, caplog):
+    caplog.set_level(logging.INFO)
+    made = reporter()
+    made.opened("s-1", owner=True)
+    clock.now += 3725.5
+    assert made.log_fatal_exception(RuntimeError("broken"))
+    assert taker.names == ["SESSION_START", "UNHANDLED_EXCEPTION", "SESSION_END"]
+    assert taker.batches[-1].events[-1].duration == "1:02:05.500000"
+    assert "s-1" in caplog.text
+    assert made.stop()
+    assert taker.names.count("SESSION_END") == 1
+
+
+def test_a_fatal_exception_waits_no_longer_than_the_limit(reporter, taker, clock):
+    taker.down = APIConnectionError()
+    made = reporter()
+    made.opened("s-1", owner=True)
+    assert made.log_fatal_exception(RuntimeError("broken"), timeout=7.0) is False
+    assert clock.now == 1007.0
+
+
+# -- as part of a client -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reporting(
+    server: ScriptedServer, service: Callable[..., tinkex.ServiceClient]
+) -> tinkex.ServiceClient:
+    server.on(TELEMETRY, ACCEPTED)
+    return service(telemetry_enabled=True)
+
+
+def test_telemetry_can_be_switched_off(service, monkeypatch):
+    client = service()  # as all tests do
+    assert client.get_telemetry() is None
+    assert new_sampler(client).get_telemetry() is None
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    assert tinkex.ServiceClient(api_key="tml-x").get_telemetry() is None
+
+
+def test_all_clients_of_a_session_share_its_reporter(reporting):
+    reporter = reporting.get_telemetry()
+    assert isinstance(reporter, Reporter)
+    assert new_sampler(reporting).get_telemetry() is reporter
+    assert new_trainer(reporting).get_telemetry() is reporter
+    assert reporting.create_rest_client().get_telemetry() is reporter
+
+
+def test_a_session_reports_its_life(server, reporting):
+    new_sampler(reporting)
+    reporting.close().result()
+    (request,) = server.asked(TELEMETRY)
+    assert request.json["session_id"] == "s-1"
+    assert request.json["platform"]
+    assert len(request.json["process_uuid"]) == 32
+    start, end = request.json["events"]
+    assert (start["event"], end["event"]) == ("SESSION_START", "SESSION_END")
+    assert end["duration"] == "0:00:00"
+    assert datetime.fromisoformat(start["timestamp"]).tzinfo is not None
+    assert reporting.get_telemetry().log("too late") is False
+
+
+def test_a_client_that_opened_no_session_reports_nothing(server, reporting):
+    server.on("GET /api/v1/get_server_capabilities", Answer({"supported_models": []}))
+    reporting.get_server_capabilities()
+    reporting.close().result()
+    assert server.asked(TELEMETRY) == []
+
+
+def test_what_a_user_logs_without_a_session_is_shipped_all_the_same(server, reporting):
+    assert reporting.get_telemetry().log("hello")
+    reporting.close().result()
+    (request,) = server.asked(TELEMETRY)
+    assert request.json["session_id"].startswith("sessionless-")
+    assert [event["event_name"] for event in request.json["events"]] == ["hello"]
+
+
+def test_trouble_of_the_session_is_reported_and_no_other(server, reporting, service):
+    paused = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "busy"}
+    server.on(STEP, promise("r-1"))
+    server.on_future("r-1", Answer(paused), failed("no", "user"))
+    answer_samples(server)
+    other = service()
+    other.holder.session_id = "s-2"
+    trainer, stranger = new_trainer(reporting), new_trainer(other)
+    new_sampler(reporting).sample(tinkex.ModelInput.from_ints([1])).result()
+    for each in (trainer, stranger):
+        with pytest.raises(tinkex.RequestFailedError):
+            each.optim_step().result()
+    reporting.close().result()
+    start, queue, failure, end = logged(server)
+    assert (start["event"], end["event"]) == ("SESSION_START", "SESSION_END")
+    assert (queue["event_name"], queue["severity"]) == ("tinkex.queue.state_change", "INFO")
+    metadata = queue["event_data"]["metadata"]
+    assert (metadata["queue_state"], metadata["queue_state_reason"]) == ("paused_capacity", "busy")
+    assert "session_id" not in metadata
+    assert (failure["event_name"], failure["severity"]) == ("tinkex.operation.exception", "ERROR")
+    assert failure["event_data"]["metadata"]["error"] == "RequestFailedError: no"
+    assert "duration" in failure["event_data"]["measurements"]
+
+
+def test_a_cancelled_operation_is_no_trouble(server, reporting):
+    server.on(SAMPLE, Hang())
+    future = sample(new_sampler(reporting))
+    server.wait_for(SAMPLE)
+    future.cancel()
+    reporting.close().result()
+    assert [event["event"] for event in logged(server)] == ["SESSION_START", "SESSION_END"]
+
+
+def test_other_events_can_be_chosen_and_reports_are_not_reported(server, reporting):
+    answer_samples(server)
+    sampler = new_sampler(reporting)
+    reporter = reporting.get_telemetry()
+    reporter.capture(HttpRequestStop)
+    sample(sampler).result()
+    assert reporter.wait_until_drained()
+    assert reporter.wait_until_drained()
+    reporting.close().result()
+    forwarded = [event for event in logged(server) if event["event"] == "GENERIC_EVENT"]
+    paths = {event["event_data"]["metadata"]["path"] for event in forwarded}
+    assert "/api/v1/asample" in paths
+    assert "/api/v1/telemetry" not in paths
+
+
+def test_the_default_choice_leaves_single_requests_alone():
+    from tinkex.telemetry.reporter import CAPTURED
+
+    assert CAPTURED == (OperationException, QueueStateChange)
+
+
+def test_a_service_without_telemetry_does_not_mind(server, service):
+    client = service(telemetry_enabled=True)  # nothing is scripted: 404
+    new_sampler(client)
+    client.close().result()
+    assert len(server.asked(TELEMETRY)) == 1
+
+
+FAULTS: dict[str, list[Reply]] = {
+    "5xx": [Answer({}, 500), Answer({}, 503)],
+    "a broken connection": [Raw(), Raw(b"HTTP/1.1 200 OK\r\n")],
+    "too many requests": [Answer({}, 429)],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_accepted_is_lost_through(fault, server, reporting):
+    server.on(TELEMETRY, *FAULTS[fault], ACCEPTED)
+    new_sampler(reporting)
+    reporter = reporting.get_telemetry()
+    accepted = sum(reporter.log(f"event {number}") for number in range(250))
+    assert reporter.wait_until_drained()
+    reporting.close().result()
+    good = server.asked(TELEMETRY)[len(FAULTS[fault]) :]
+    events = [event for request in good for event in request.json["events"]]
+    assert [event["event_session_index"] for event in events] == list(range(accepted + 2))
+    assert max(len(request.json["events"]) for request in good) == 100
+
+
+def test_a_service_that_is_gone_delays_closing_no_longer_than_agreed(server, reporting, clock):
+    new_sampler(reporting)
+    server.on(TELEMETRY, Raw())
+    server.on("POST /api/v1/sessions/s-1/finish", Raw())
+    began = clock.now
+    reporting.close().result()
+    assert clock.now - began <= 2 * 5.0  # both limits run on one clock that only sleeping moves
+
+
+def test_an_exception_that_leaves_the_with_block_is_reported(server, service):
+    server.on(TELEMETRY, ACCEPTED)
+    server.on(SAMPLE, Answer({"detail": "bad prompt"}, 422))
+
+    def script(error: Exception | None) -> None:
+        with service(telemetry_enabled=True) as client:
+            sampler = new_sampler(client)
+            if error is not None:
+                raise error
+            sample(sampler).result()
+
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        script(None)
+    events = logged(server)
+    assert [event.get("event_name", event["event"]) for event in events] == [
+        "SESSION_START",
+        "tinkex.operation.exception",
+        "user_error",
+        "SESSION_END",
+    ]
+    with pytest.raises(ZeroDivisionError):
+        script(ZeroDivisionError())  # which is none of our business
+    assert [event["event"] for event in logged(server)[4:]] == ["SESSION_START", "SESSION_END"]
+
+
+def test_a_heartbeat_is_not_part_of_the_report(server, reporting, clock):
+    new_sampler(reporting)
+    until(lambda: clock.sleeping == 3)  # heartbeat, configuration, report
+    clock.advance(10)
+    server.wait_for(HEARTBEAT)
+    server.wait_for(TELEMETRY)
+    assert [event["event"] for event in logged(server)] == ["SESSION_START"]
+
+
+SCRIPT = """
+import sys, tinkex
+client = tinkex.ServiceClient(base_url={url!r}, api_key="tml-test")
+sampler = client.create_sampling_client(base_model="some/model")
+client.get_telemetry().log("here")
+"""
+
+
+def test_a_script_that_forgets_to_close_still_reports(server):
+    server.on(TELEMETRY, ACCEPTED)
+    run_script(SCRIPT.format(url=server.url))
+    names = [event.get("event_name", event["event"]) for event in logged(server)]
+    assert names == ["SESSION_START", "here", "SESSION_END"]
+
+
+def test_an_exception_nobody_catches_is_reported_when_it_came_through_tinkex(server):
+    server.on(TELEMETRY, ACCEPTED)
+    crash = """
+import threading
+sys.stderr = open("/dev/null", "w")
+def thread():
+    sampler.sample("no prompt")
+worker = threading.Thread(target=thread)
+worker.start()
+worker.join()
+sys.exitfunc = None
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    try:
+        sampler.sample("no prompt")
+    except tinkex.InvalidInputError as again:
+        sys.excepthook(type(again), again, again.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+"""
+    run_script(SCRIPT.format(url=server.url) + crash)
+    events = logged(server)
+    assert [event.get("event_name", event["event"]) for event in events] == [
+        "SESSION_START",
+        "here",
+        *["user_error"] * 2,
+        "SESSION_END",
+    ]
+    assert events[2]["event_data"]["error_type"] == "InvalidInputError"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_reports_for_itself(server):
+    server.on(TELEMETRY, ACCEPTED)
+    fork = """
+import os, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+child = os.fork()
+if child == 0:
+    client.get_telemetry().log("child")
+    client.get_telemetry().wait_until_drained()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+client.close().result()
+"""
+    run_script(SCRIPT.format(url=server.url) + fork)
+    by_process: dict[str, list[str]] = {}
+    for request in server.asked(TELEMETRY):
+        assert request.json["session_id"] == "s-1"
+        names = [event.get("event_name", event["event"]) for event in request.json["events"]]
+        by_process.setdefault(request.json["process_uuid"], []).extend(names)
+    assert sorted(by_process.values()) == [["SESSION_START", "here", "SESSION_END"], ["child"]]
+
+
+def test_the_local_service_keeps_what_is_reported(tmp_path):
+    pytest.importorskip("sqlalchemy")
+    from tinkex.server.store import Store
+
+    with testing.service("fake", data_dir=tmp_path) as running:
+        client = running.client(telemetry_enabled=True)
+        trainer = client.create_lora_training_client(running.base_model, rank=4)
+        client.get_telemetry().log("checkpoint reached", {"step": 3})
+        assert trainer.get_telemetry().wait_until_drained()
+        session_id = client.holder.session_id
+        client.close().result()
+        rows = Store(f"sqlite:///{tmp_path / 'tinkex.db'}").telemetry(owner(tmp_path), session_id)
+    names = [row.event.get("event_name", row.event["event"]) for row in rows]
+    assert names == ["SESSION_START", "checkpoint reached", "SESSION_END"]
+
+
+def owner(path: Any) -> str:
+    import sqlalchemy as sa
+
+    with sa.create_engine(f"sqlite:///{path / 'tinkex.db'}").connect() as connection:
+        return str(connection.execute(sa.text("select owner from telemetry")).scalar())
+
+
+def test_events_survive_a_restart_of_the_service(tmp_path):
+    """The same data at another address: what was not taken before goes there."""
+    pytest.importorskip("sqlalchemy")
+    with testing.service("fake", data_dir=tmp_path) as running:
+        client = tinkex.ServiceClient(base_url=running.url, api_key=running.api_key)
+        client.create_sampling_client(base_model=running.base_model)
+        reporter = client.get_telemetry()
+        assert reporter.wait_until_drained()
+    accepted = [reporter.log(f"while it is gone {number}") for number in range(3)]
+    assert accepted == [True] * 3
+    assert reporter.wait_until_drained(0.0) is False
+    with testing.service("fake", data_dir=tmp_path) as running:
+        client.holder.transport._base_url = running.url
+        assert reporter.wait_until_drained()
+        client.close().result()
+    import sqlalchemy as sa
+
+    with sa.create_engine(f"sqlite:///{tmp_path / 'tinkex.db'}").connect() as connection:
+        rows = connection.execute(sa.text("select event from telemetry order by id")).scalars()
+        import json
+
+        events = [json.loads(row) for row in rows]
+    assert [event["event_session_index"] for event in events] == list(range(5))
+
+
+def test_limits_are_as_documented():
+    assert dataclasses.asdict(Limits()) == {
+        "queue": 10_000,
+        "batch": 100,
+        "threshold": 100,
+        "interval": 10.0,
+        "retries": 3,
+        "drain": 30.0,
+        "stop": 5.0,
+    }
+
+
+def test_a_sampler_may_be_made_while_telemetry_hangs(server, service):
+    server.on(TELEMETRY, Hang())
+    server.on(SAMPLE, sampled(7))
+    client = service(telemetry_enabled=True)
+    client.get_telemetry().limits = Limits(threshold=1)
+    sampler = new_sampler(client)
+    server.wait_for(TELEMETRY)
+    assert sample(sampler).result().sequences[0].tokens == [7]
+    assert len(server.asked(CREATE_SAMPLER)) == 1
+    server.on(TELEMETRY, ACCEPTED)
