@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .retry import RetryConfig
     from .runtime import APIFuture
     from .sampling import SamplingClient
+    from .traced_loss import LossHandle
     from .training import TrainingClient
 
 '''

@@ -182,7 +182,6 @@ def test_who_looks_whether_a_directory_is_free_keeps_no_service_out(tmp_path):
         others.join()
 
 
-@pytest.mark.xfail(raises=tinkex.APITimeoutError, reason="hold() believes the address of the dead")
 def test_a_service_that_was_killed_is_followed_by_another(tmp_path):
     client = local(tmp_path)
     with Watched(tmp_path) as process:

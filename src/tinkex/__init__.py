@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ._client.runtime import APIFuture as APIFuture
     from ._client.sampling import SamplingClient as SamplingClient
     from ._client.service import ServiceClient as ServiceClient
+    from ._client.traced_loss import LossHandle as LossHandle
+    from ._client.traced_loss import PerDatumLossFn as PerDatumLossFn
     from ._client.training import TrainingClient as TrainingClient
     from ._local import LocalServiceClient as LocalServiceClient
     from ._local import local as local
@@ -111,6 +113,7 @@ _NAMES = {
     "._client.runtime": "APIFuture",
     "._client.sampling": "SamplingClient",
     "._client.service": "ServiceClient",
+    "._client.traced_loss": "LossHandle PerDatumLossFn",
     "._client.training": "TrainingClient",
     "._local": "LocalServiceClient local",
     "._wire.transform": "NOT_GIVEN OMIT NotGiven Omit",

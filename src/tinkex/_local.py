@@ -19,6 +19,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,11 +113,12 @@ def hold(
     directory.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout
     while True:
-        url = _running(directory)
-        if url is None and _is_free(directory):
+        if _is_free(directory):  # an address that lies there is a dead one's
             arguments = [f"--device={device}", f"--dtype={dtype}", f"--engine={engine}"]
             arguments += [f"--base-model={name}" for name in base_models]
             url = _start(directory, arguments, deadline)
+        else:
+            url = _running(directory)
         lease = None if url is None else _lease(url)
         if url is not None and lease is not None:
             return Holding(url, lease, directory)
@@ -165,6 +167,8 @@ def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | 
     )
     line = _first_line(process, deadline)
     if line:
+        # Nobody waits for its end, but somebody has to take note of it.
+        threading.Thread(target=process.wait, name="tinkex-service-end", daemon=True).start()
         return line.rpartition(" ")[2]
     process.wait()
     if not _is_free(directory):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
 
 import pytest
 
-from .commands import run
+from .commands import PROGRAM, environment, run
 
 TINY = "tinkex/tiny"
 
@@ -72,3 +75,40 @@ def test_mistakes_are_told(tinkex_fake):
     long = chat(tinkex_fake, "--base-model", TINY, input="x" * 5000 + "\n")
     assert long.code == 1
     assert "context" in long.err
+
+
+def test_at_a_terminal_two_models_answer_side_by_side(tinkex_fake, checkpoint):
+    command = [*PROGRAM, "chat", "--model-path", checkpoint, "--compare", "base"]
+    options = ["--base-url", tinkex_fake.url, "--max-tokens", "6", "--seed", "1"]
+    terminal, end = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [*command, *options],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment(TERM="xterm", COLUMNS="200"),
+        ) as chatting:
+            os.close(end)
+            os.write(terminal, b"Hello\n/what\n/reset\n/quit\n")
+            shown = _read_to_the_end(terminal)
+    finally:
+        os.close(terminal)
+    assert chatting.returncode == 0, shown
+    assert "/quit ends it" in shown
+    assert "The conversation is forgotten." in shown
+    heads = [line for line in shown.splitlines() if checkpoint in line and TINY in line]
+    assert heads
+
+
+def _read_to_the_end(terminal: int) -> str:
+    parts = []
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # how a terminal ends on Linux
+            break
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts).decode(errors="replace")

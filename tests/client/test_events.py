@@ -16,6 +16,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry import bus
 from tinkex.telemetry.events import (
+    CustomLossEvent,
     Event,
     FutureCancelled,
     FutureCompleted,
@@ -34,6 +35,7 @@ from tinkex.telemetry.events import (
     OperationStart,
     OperationStop,
     QueueStateChange,
+    RegularizerEvent,
     RetryAttemptFailed,
     RetryAttemptRetry,
     RetryAttemptStart,
@@ -418,6 +420,30 @@ def test_a_custom_loss_counts_both_passes(server, service, heard):
     assert [(event.operation, event.tokens) for event in events] == [
         ("forward_backward_custom", 6)
     ]
+
+
+def test_a_custom_loss_tells_of_its_parts(server, service, heard):
+    torch = pytest.importorskip("torch")
+    answer_training(server)
+    trainer = new_trainer(service())
+    events = heard(CustomLossEvent, RegularizerEvent)
+
+    def loss(data, logprobs):
+        return -torch.cat(logprobs).sum(), {}
+
+    square = {"fn": lambda data, logprobs: (torch.cat(logprobs) ** 2).sum(), "name": "square"}
+    trainer.forward_backward_custom(
+        [datum(1, 2, 3)], loss, regularizers=[{**square, "weight": 0.5}]
+    ).result()
+    assert [event.name.removeprefix("tinkex.") for event in events] == [
+        "custom_loss.start",
+        "regularizer.compute.start",
+        "regularizer.compute.stop",
+        "custom_loss.stop",
+    ]
+    assert (events[2].regularizer_name, events[2].contribution) == ("square", 1.5)
+    assert (events[3].loss_total, events[3].regularizer_total) == (4.5, 1.5)
+    assert {event.metadata["model_id"] for event in events} == {"s-1:train:0"}
 
 
 def test_a_failed_operation_tells_its_error(server, service, heard):

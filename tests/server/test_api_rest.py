@@ -70,12 +70,14 @@ def test_who_one_is_without_a_key(api):
     assert api.told("auth/token")["jwt"].startswith("eyJ")
 
 
-def test_losses_traced_by_clients_are_not_offered(api):
+def test_the_fake_engine_refuses_traced_losses(api):
     graph = {"nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]}
     inputs = [{"name": "logprobs", "rank": 1}]
     body = {"session_id": api.session(), "custom_loss_seq_id": 0, "name": "l"}
     refused = api.post("create_custom_loss", body | {"inputs": inputs, "graph": graph})
-    assert refused.status_code == 400
+    failed = api.retrieve(refused.json()["request_id"])
+    assert failed["category"] == "user"
+    assert "graph" in failed["error"]
 
 
 # -- sessions ---------------------------------------------------------------------------------------

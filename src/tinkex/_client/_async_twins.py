@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .retry import RetryConfig
     from .runtime import APIFuture
     from .sampling import SamplingClient
+    from .traced_loss import LossHandle
     from .training import TrainingClient
 
 
@@ -131,7 +132,7 @@ class TrainingClientAsync:
     async def forward_backward_custom_async(
         self: Any,
         data: list[Datum],
-        loss_fn: CustomLossFn,
+        loss_fn: CustomLossFn | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = (),

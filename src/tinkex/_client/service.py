@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
@@ -17,7 +19,9 @@ from tinkex.telemetry.exceptions import concerns_tinkex
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamOptimizerConfig,
+    CreateCustomLossRequest,
     CreateModelRequest,
+    CustomLossInputRank,
     GetServerCapabilitiesResponse,
     HealthResponse,
     LoadWeightsRequest,
@@ -38,6 +42,7 @@ from .retry import Clock, RetryConfig
 from .runtime import APIFuture
 from .sampling import SamplingClient
 from .session import FinishReason, Session, refusing_bad_values
+from .traced_loss import LossHandle, PerDatumLossFn, encoded, traced
 from .training import TrainingClient
 
 __all__ = ["ServiceClient"]
@@ -93,6 +98,7 @@ class ServiceClient(ServiceClientAsync):
             display_name=display_name,
             clock=clock,
         )
+        self._loss_seq = itertools.count()
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._session.config.base_url!r})"
@@ -322,6 +328,37 @@ class ServiceClient(ServiceClientAsync):
         load = client.load_state_with_optimizer if load_optimizer else client.load_state
         await load(path, token)
         return client
+
+    def create_custom_loss(
+        self,
+        fn: PerDatumLossFn,
+        input_ranks: Mapping[str, CustomLossInputRank],
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[LossHandle]:
+        """Trace a loss of one datum, for `forward_backward_custom`.
+
+        `fn(logprobs, *inputs)` is called once with stand-ins to see what it does; `input_ranks` says how many
+        dimensions each input has. Where the service offers it, the loss runs there in a single pass.
+        """
+        handle = traced(fn, input_ranks, "")
+        return self._session.submit(self._create_custom_loss(handle, timeout), timeout=timeout)
+
+    async def _create_custom_loss(self, handle: LossHandle, timeout: float | None) -> LossHandle:
+        session = self._session
+        handle = replace(handle, session_id=await session.opened())
+        if not session.flags.custom_loss_server_side:
+            return handle
+        request = CreateCustomLossRequest(
+            session_id=handle.session_id,
+            custom_loss_seq_id=next(self._loss_seq),
+            name=handle.name,
+            inputs=list(handle.inputs),
+            graph=encoded(handle),
+        )
+        deadline = session.deadline(timeout)
+        created = await session.run("create_custom_loss", request, deadline=deadline)
+        return replace(handle, loss_id=created.loss_id)
 
     # -- sampling and the rest ---------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -16,8 +17,15 @@ from tinkex.errors import (
     InvalidInputError,
 )
 from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.calls import Call, add_metadata
-from tinkex.telemetry.events import Event, TrainingPass, TrainingStep
+from tinkex.telemetry.calls import Call, add_metadata, current_metadata
+from tinkex.telemetry.events import (
+    CustomLossEvent,
+    Event,
+    RegularizerEvent,
+    TrainingPass,
+    TrainingStep,
+    concrete,
+)
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,
@@ -48,7 +56,7 @@ from tinkex.types import (
 )
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
-from . import chunking, custom_loss
+from . import chunking, custom_loss, traced_loss
 from ._async_twins import TrainingClientAsync
 from .budget import Lease
 from .checks import check_data, check_loss, check_name
@@ -57,6 +65,7 @@ from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
 from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
+from .traced_loss import LossHandle
 from .transport import encode_training
 from .turns import Turn, Turns
 
@@ -139,7 +148,7 @@ class TrainingClient(TrainingClientAsync):
     def forward_backward_custom(
         self,
         data: list[Datum],
-        loss_fn: CustomLossFn,
+        loss_fn: CustomLossFn | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = (),
@@ -156,12 +165,19 @@ class TrainingClient(TrainingClientAsync):
         The loss and each regularizer may take `loss_timeout` seconds. If one of them fails, its
         `CustomLossError` is raised and the model is as if nothing had been called.
 
-        The call takes two passes at the service. They keep their turn: what is called later runs after both.
+        A `LossHandle` of `create_custom_loss` may stand for `loss_fn`; where the service runs it, one pass is enough.
+        Otherwise the call takes two passes at the service. They keep their turn: what is called later runs after both.
         """
         if loss_type_input not in {None, "logprobs"}:
             raise InvalidInputError(
                 f"must be 'logprobs', not {loss_type_input!r}", field="loss_type_input"
             )
+        if isinstance(loss_fn, LossHandle):
+            traced_loss.check_inputs(loss_fn, data)
+            if loss_fn.loss_id is not None and not regularizers:
+                config = {"loss_id": loss_fn.loss_id}
+                return self.forward_backward(data, "custom", config, timeout=timeout)
+            loss_fn = traced_loss.local_loss(loss_fn)
         from tinkex.regularizers.pipeline import Pipeline
         from tinkex.regularizers.protocol import check_loss_fn
 
@@ -171,6 +187,7 @@ class TrainingClient(TrainingClientAsync):
             track_grad_norms=track_grad_norms,
             timeout=loss_timeout,
             max_concurrency=max_concurrency,
+            observe=_tell if wants(CustomLossEvent) or wants(RegularizerEvent) else None,
         )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
@@ -685,6 +702,19 @@ def _report_pass(
         tokens = passes * sum(datum.model_input.length for datum in data)
         facts = (call.id, call.operation, seconds, len(data), tokens, result.loss)
         emit(TrainingPass(*facts, metadata=call.metadata))
+
+
+_LOSS_EVENTS = {
+    kind.name: kind for kind in concrete() if issubclass(kind, CustomLossEvent | RegularizerEvent)
+}
+
+
+def _tell(event: Any) -> None:
+    """Pass on what a pipeline tells of a custom loss, as what the call it belongs to tells."""
+    kind = _LOSS_EVENTS[f"tinkex.{event.event}"]
+    if wants(kind):
+        facts = {each.name: getattr(event, each.name) for each in fields(event)}
+        emit(kind(**facts, metadata=current_metadata()))
 
 
 def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:

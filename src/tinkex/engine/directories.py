@@ -43,7 +43,8 @@ def write(
     What was at `directory` before is replaced.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
+    # Without the directory's name, which may be as long as names get.
+    scratch = directory.with_name(f".{secrets.token_hex(8)}")
     scratch.mkdir()
     try:
         fill(scratch)
@@ -127,7 +128,7 @@ def _replace(scratch: Path, directory: Path) -> None:
     if not directory.exists():
         scratch.replace(directory)
         return
-    older = directory.with_name(f".{directory.name}.old.{secrets.token_hex(4)}")
+    older = directory.with_name(f".{secrets.token_hex(8)}")
     directory.replace(older)
     try:
         scratch.replace(directory)

@@ -20,8 +20,17 @@ from .base_models import BaseModel
 from .checks import check_base, check_same_base
 from .lora import Adapter, LoraLinear
 from .sampler import Sampler
+from .traced import TracedLoss
 from .trainer import LanguageModel, TrainedModel, run_pass
-from .values import AdamStep, LoraSpec, PassResult, SampleEvent, SampleJob, TrainingPass
+from .values import (
+    AdamStep,
+    LoraSpec,
+    PassResult,
+    SampleEvent,
+    SampleJob,
+    TracedGraph,
+    TrainingPass,
+)
 
 __all__ = ["TorchEngine"]
 
@@ -89,6 +98,10 @@ class TorchEngine:
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
         """A forward or forward-backward pass, in pieces."""
         return run_pass(self._model(model_id), request, self._token_budget)
+
+    def check_traced(self, graph: TracedGraph) -> None:
+        """Refuse a traced loss that does what a loss may not."""
+        TracedLoss(graph)
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         return self._model(model_id).optimizer.step(options)

@@ -33,6 +33,7 @@ from .values import (
     SampledResult,
     SampleEvent,
     SampleJob,
+    TracedGraph,
     TrainingPass,
 )
 
@@ -426,6 +427,9 @@ class FakeEngine:
 
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
         return _run_pass(self._model(model_id), request)
+
+    def check_traced(self, graph: TracedGraph) -> None:
+        raise InvalidInputError("the fake engine runs no traced losses", field="graph")
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         return self._model(model_id).step(options)

@@ -49,7 +49,8 @@ class Projection:
         # The layers become views of the fused weight, so that the model is in memory once.
         for part, weight in zip(parts, torch.split(self.weight, self.sizes), strict=True):
             part.base.weight.data = weight
-        self._frozen: dict[int, tuple[Adapter, Tensor, Tensor] | None] = {}
+        # By id, which belongs to the adapter only as long as it is kept here too.
+        self._frozen: dict[int, tuple[Adapter, tuple[Tensor, Tensor] | None]] = {}
 
     def train(self, x_ND: Tensor, adapter: Adapter) -> Tensor:
         """The output for one adapter, with gradients for its tensors."""
@@ -90,10 +91,9 @@ class Projection:
             if any(tensors):
                 a, b = fuse(tensors, self.sizes, torch.float32)
                 dtype = self.weight.dtype
-                fused = (adapter, a.to(dtype), (b * adapter.scale).to(dtype))
-            self._frozen[id(adapter)] = fused
-        known = self._frozen[id(adapter)]
-        return None if known is None else known[1:]
+                fused = (a.to(dtype), (b * adapter.scale).to(dtype))
+            self._frozen[id(adapter)] = (adapter, fused)
+        return self._frozen[id(adapter)][1]
 
     def forget(self, adapter: Adapter) -> None:
         self._frozen.pop(id(adapter), None)

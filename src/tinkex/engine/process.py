@@ -30,7 +30,15 @@ from tinkex.errors import TinkerError
 
 from . import base_models
 from .base_models import BaseModel
-from .values import AdamStep, LoraSpec, PassResult, SampleEvent, SampleJob, TrainingPass
+from .values import (
+    AdamStep,
+    LoraSpec,
+    PassResult,
+    SampleEvent,
+    SampleJob,
+    TracedGraph,
+    TrainingPass,
+)
 
 __all__ = ["Call", "Engine", "Ready", "Reply", "Setup", "Token", "encode_frame", "main", "serve"]
 
@@ -107,6 +115,7 @@ class Engine(Protocol):
     def run_pass(
         self, model_id: str, request: TrainingPass
     ) -> Generator[None, None, PassResult]: ...
+    def check_traced(self, graph: TracedGraph) -> None: ...
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]: ...
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int: ...
     def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]: ...

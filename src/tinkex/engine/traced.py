@@ -20,9 +20,13 @@ from torch import Tensor
 
 from tinkex.errors import InvalidInputError
 
-from .values import Array, TracedGraph
+from .checks import Loss
+from .values import Array, Example, TracedGraph
 
-__all__ = ["TracedLoss"]
+__all__ = ["CUSTOM", "TracedLoss", "TracedSum"]
+
+#: What the loss `custom` needs of an example beside what its graph reads.
+CUSTOM: Final = Loss("custom", soft_targets=True, whole_sequences=True)
 
 _MAX_NODES: Final = 2000
 _MAX_ELEMENTS: Final = 1 << 26
@@ -108,7 +112,7 @@ class TracedLoss:
                 raise self._refused(
                     f"names a metric {name!r:.80}; write custom/<name>:sum or :mean"
                 )
-            numbers[str(name)] = float(number)
+            numbers[str(name)] = float(number.detach() if isinstance(number, Tensor) else number)
         return loss, numbers
 
     def _refused(self, complaint: str) -> InvalidInputError:
@@ -204,15 +208,28 @@ _DTYPES: Final = {
 }
 
 
-def summed(
-    loss: TracedLoss, logprobs: Sequence[Tensor], examples: Sequence[Mapping[str, Array]]
-) -> tuple[Tensor, list[dict[str, float]]]:
-    """The loss of all examples, and the metrics of each."""
-    total: Tensor | None = None
-    metrics = []
-    for logp, inputs in zip(logprobs, examples, strict=True):
-        value, numbers = loss(logp, inputs)
-        total = value if total is None else total + value
-        metrics.append(numbers)
-    assert total is not None
-    return total, metrics
+class TracedSum:
+    """A traced loss over all examples of a pass, one micro-batch after another."""
+
+    def __init__(self, graph: TracedGraph) -> None:
+        self._loss = TracedLoss(graph)
+        self._metrics: dict[str, list[float]] = {}
+
+    def sum(self, logp_N: Tensor, examples: Sequence[Example]) -> Tensor:
+        """The loss of a micro-batch, whose positions stand one after another."""
+        losses = []
+        pieces = torch.split(logp_N, [example.length for example in examples])
+        for logp, example in zip(pieces, examples, strict=True):
+            value, metrics = self._loss(logp, example.inputs)
+            losses.append(value)
+            for name, number in metrics.items():
+                self._metrics.setdefault(name, []).append(number)
+        return torch.stack(losses).sum()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Sums, or means over the examples, as their names say."""
+        return {
+            name: math.fsum(numbers) / (len(numbers) if name.endswith(":mean") else 1)
+            for name, numbers in self._metrics.items()
+        }

@@ -6,7 +6,7 @@ another, D hidden size, V vocabulary, K targets per position.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
 from .optim import AdamW
+from .traced import CUSTOM, TracedSum
 from .values import Array, Example, PassResult, TrainingPass
 
 __all__ = ["LanguageModel", "TrainedModel", "run_pass"]
@@ -83,7 +84,8 @@ def run_pass(
 
     Gradients are added to what has accumulated only when the whole pass succeeded.
     """
-    loss, settings = check_loss(request.loss_fn, request.config)
+    traced = None if request.traced is None else TracedSum(request.traced)
+    loss, settings = (CUSTOM, {}) if traced else check_loss(request.loss_fn, request.config)
     check_examples(
         request.examples,
         loss,
@@ -98,7 +100,7 @@ def run_pass(
         for group in _groups(request.examples, token_budget):
             examples = [request.examples[index] for index in group]
             batch_loss, batch_logprobs = _run_batch(
-                model, examples, loss, settings, request.backward
+                model, examples, loss, settings, request.backward, traced
             )
             total += batch_loss
             for index, values in zip(group, batch_logprobs, strict=True):
@@ -109,7 +111,8 @@ def run_pass(
         raise
     _restore(model.optimizer.parameters, accumulated, keep_new=request.backward)
     tokens = sum(example.length for example in request.examples)
-    return PassResult(logprobs, {"loss:sum": total, "tokens:sum": float(tokens)})
+    metrics = {"loss:sum": total, "tokens:sum": float(tokens)}
+    return PassResult(logprobs, metrics | (traced.metrics if traced else {}))
 
 
 def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int]]:
@@ -138,6 +141,7 @@ def _run_batch(
     loss: Loss,
     settings: Mapping[str, float],
     backward: bool,
+    traced: TracedSum | None,
 ) -> tuple[float, list[Array]]:
     base = model.base
     tokens_BT, real_BT = _padded([example.tokens_T for example in examples], base.device)
@@ -145,7 +149,14 @@ def _run_batch(
     with torch.set_grad_enabled(backward), model.adapter.switched_on(base.layers):
         hidden_ND = base.hidden(tokens_BT, model.adapter)[real_BT]
         leaf_ND = hidden_ND.detach().requires_grad_(backward)
-        total, logp = _unembed(base, leaf_ND, inputs, loss, settings, backward)
+
+        def value(logp: Tensor, here: Mapping[str, Tensor]) -> Tensor:
+            if traced is None:
+                return loss_sum(loss, logp, here, settings)
+            return traced.sum(logp, examples)
+
+        rows = len(leaf_ND) if loss.whole_sequences else _LOGIT_ROWS
+        total, logp = _unembed(base, leaf_ND, inputs, rows, value, backward)
         if hidden_ND.requires_grad:  # not where the unembedding alone is trained
             hidden_ND.backward(leaf_ND.grad)  # type: ignore[no-untyped-call]
     pieces = torch.split(logp, [example.length for example in examples])
@@ -156,12 +167,11 @@ def _unembed(
     base: LanguageModel,
     hidden_ND: Tensor,
     inputs: dict[str, Tensor],
-    loss: Loss,
-    settings: Mapping[str, float],
+    rows: int,
+    loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
     backward: bool,
 ) -> tuple[float, Tensor]:
-    """Loss and logprobs a few rows at a time; the gradient of the hidden states lands in their leaf."""
-    rows = len(hidden_ND) if loss.whole_sequences else _LOGIT_ROWS
+    """Loss and logprobs some rows at a time; the gradient of the hidden states lands in their leaf."""
     total, logprobs = 0.0, []
     for start in range(0, len(hidden_ND), rows):
         part = slice(start, start + rows)
@@ -171,7 +181,7 @@ def _unembed(
         chosen = logits_NV.gather(-1, targets if targets.dim() == 2 else targets[:, None])
         logp = chosen - logits_NV.logsumexp(-1, keepdim=True)
         logp = logp if targets.dim() == 2 else logp.squeeze(-1)
-        value = loss_sum(loss, logp, here, settings)
+        value = loss(logp, here)
         if backward:
             value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())

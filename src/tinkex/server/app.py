@@ -19,6 +19,7 @@ from typing import Any, Final
 import orjson
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -130,12 +131,22 @@ def _document() -> dict[str, Any]:
 
 def _ordered() -> list[Operation[Any]]:
     busy = [OPERATIONS[name] for name in _BUSY]
-    # A checkpoint's id has a slash in it, so its bare path would swallow those with a suffix.
-    rest = sorted(
-        (row for row in OPERATIONS.values() if row.name not in _BUSY),
-        key=lambda row: row.path.endswith("{checkpoint_id}"),
-    )
-    return [*busy, *rest]
+    return [*busy, *(row for row in OPERATIONS.values() if row.name not in _BUSY)]
+
+
+class _CheckpointId(Convertor[str]):
+    """`<kind>/<name>`: two segments, or one, of which it can be said what is missing."""
+
+    regex = "[^/]+(?:/[^/]+)?"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("checkpoint_id", _CheckpointId())
 
 
 def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tracing) -> Route:
@@ -179,7 +190,7 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
             return result
         return Response(json_codec.encode(result), media_type="application/json")
 
-    path = row.path.replace("{checkpoint_id}", "{checkpoint_id:path}")
+    path = row.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint_id}")
     return Route(path, endpoint, methods=[row.method], name=row.name)
 
 

@@ -79,11 +79,19 @@ class Checkpoints:
     # -- writing -----------------------------------------------------------------------------
 
     async def check_free(
-        self, run_id: str, kind: CheckpointType, name: str, *, overwrite: bool = False
+        self,
+        run_id: str,
+        kind: CheckpointType,
+        name: str,
+        *,
+        overwrite: bool = False,
+        request_id: str | None = None,
     ) -> Path:
-        """The place of a new checkpoint, unless its name is taken."""
+        """The place of a new checkpoint, unless another request has taken its name."""
         archives.validate_name(name)
-        if not overwrite and await self._db(self._store.checkpoint, run_id, kind, name) is not None:
+        there = await self._db(self._store.checkpoint, run_id, kind, name)
+        again = there is not None and request_id is not None and there.request_id == request_id
+        if there is not None and not (overwrite or again):
             hint = "; overwrite=True replaces it" if kind == "training" else ""
             raise InvalidInputError(
                 f"this run has a {kind} checkpoint called {name!r:.200} already{hint}", field="path"
@@ -100,6 +108,7 @@ class Checkpoints:
         *,
         ttl_seconds: int | None,
         user_metadata: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> CheckpointRow:
         """List a checkpoint that has been written."""
         now = self._now()
@@ -112,6 +121,7 @@ class Checkpoints:
             size_bytes,
             expires_at=_expiry(now, ttl_seconds),
             user_metadata=user_metadata,
+            request_id=request_id,
         )
         await self._db(self._store.put_checkpoint, row)
         await self._note(row, "checkpoint_created", {"size_bytes": size_bytes})

@@ -61,7 +61,7 @@ class Losses:
     async def _create(self, promise: Promise) -> None:
         request: CreateCustomLossRequest = self._promises.request_of(promise)
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        graph = {
+        graph: dict[str, Any] = {
             "name": request.name,
             "inputs": [(item.name, item.rank) for item in request.inputs],
             "nodes": [node.model_dump() for node in request.graph.nodes],

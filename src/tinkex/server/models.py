@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +55,7 @@ from .checkpoints import Checkpoints, now_utc, tinker_path
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
+from .losses import Losses
 from .samplers import Samplers
 from .scheduling import Candidate, Sequencer, choose
 from .sessions import Sessions
@@ -110,6 +111,7 @@ class Models:
         promises: Promises,
         engine: Supervisor,
         usage: Usage,
+        losses: Losses,
         *,
         snapshots: Snapshots,
         snapshot_every: float,
@@ -125,6 +127,7 @@ class Models:
         self._promises = promises
         self._engine = engine
         self._usage = usage
+        self._losses = losses
         self._max_pending = max_pending
         self._clock = clock
         self._models: dict[str, Model] = {}
@@ -457,8 +460,14 @@ class Models:
                     f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
                     field="path",
                 )
+            loaded = lora_of(run.lora)
+            if model.lora is not None and loaded.rank != model.lora.rank:
+                raise InvalidInputError(
+                    f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
+                    field="path",
+                )
             await self._db(_copy, directory, kept)
-            model.lora = lora_of(run.lora)
+            model.lora = loaded
         await self._engine.model(model.base_model, "path")
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
@@ -476,6 +485,10 @@ class Models:
             else request.forward_input
         )
         asked = training_pass(inputs, backward=backward)
+        if asked.loss_fn == "custom":
+            config = dict(asked.config)
+            traced = await self._losses.graph(config.pop("loss_id", None), model.session_id)
+            asked = replace(asked, config=config, traced=traced)
         result = await self._call("run_pass", model.model_id, asked)
         tokens = sum(example.length for example in asked.examples)
         if not promise.done:  # else it is being run again
@@ -500,7 +513,11 @@ class Models:
         check_ttl(request.ttl_seconds)
         name = request.path or f"{promise.seq_id or 0:06d}"
         place = await self._checkpoints.check_free(
-            model.model_id, "training", name, overwrite=request.overwrite
+            model.model_id,
+            "training",
+            name,
+            overwrite=request.overwrite,
+            request_id=promise.request_id,
         )
         size = await self._call("save_state", model.model_id, place, optimizer=True)
         row = await self._checkpoints.add(
@@ -511,6 +528,7 @@ class Models:
             size,
             ttl_seconds=request.ttl_seconds,
             user_metadata=request.user_metadata,
+            request_id=promise.request_id,
         )
         self._count_checkpoint(model)
         return SaveWeightsResponse(path=tinker_path(row))
@@ -521,7 +539,9 @@ class Models:
         check_ttl(request.ttl_seconds)
         if request.path is None:
             return await self._unnamed_sampler(model, request.sampling_session_seq_id, promise)
-        place = await self._checkpoints.check_free(model.model_id, "sampler", request.path)
+        place = await self._checkpoints.check_free(
+            model.model_id, "sampler", request.path, request_id=promise.request_id
+        )
         size = await self._call("save_state", model.model_id, place, optimizer=False)
         row = await self._checkpoints.add(
             model.model_id,
@@ -531,6 +551,7 @@ class Models:
             size,
             ttl_seconds=request.ttl_seconds,
             user_metadata=request.user_metadata,
+            request_id=promise.request_id,
         )
         self._count_checkpoint(model)
         return SaveWeightsForSamplerResponseInternal(path=tinker_path(row))
@@ -562,7 +583,9 @@ class Models:
         self, model: Model, request: SaveWeightsExternalRequest, promise: Promise
     ) -> SaveWeightsExternalResponseInternal:
         check_ttl(request.ttl_seconds)
-        place = await self._checkpoints.check_free(model.model_id, "external", request.path)
+        place = await self._checkpoints.check_free(
+            model.model_id, "external", request.path, request_id=promise.request_id
+        )
         scratch = place.with_name(f".{promise.request_id}")
         try:
             await self._call("save_state", model.model_id, scratch, optimizer=False)
@@ -577,6 +600,7 @@ class Models:
             model.owner,
             size,
             ttl_seconds=request.ttl_seconds,
+            request_id=promise.request_id,
         )
         self._count_checkpoint(model)
         return SaveWeightsExternalResponseInternal(path=tinker_path(row), size_bytes=size)

@@ -109,6 +109,7 @@ async def client_config(call: Call) -> types.ClientConfigResponse:
         proto_write_fwdbwd=True,
         create_model_via_load_weights=True,
         sample_join_sampling_session=True,
+        custom_loss_server_side=call.service.settings.engine == "torch",
         sample_use_retrieve_futures=call.service.settings.use_retrieve_futures,
     )
 
@@ -289,12 +290,9 @@ async def load_weights(call: Call) -> types.UntypedAPIFuture:
 
 
 @_handles
-async def create_custom_loss(_: Call) -> None:
-    raise InvalidInputError(
-        "losses traced for the service are not offered; forward_backward_custom runs them in the "
-        "client",
-        field="loss",
-    )
+async def create_custom_loss(call: Call) -> types.UntypedAPIFuture:
+    promise = await call.service.losses.create(call.owner, call.request, call.body)
+    return types.UntypedAPIFuture(request_id=promise.request_id)
 
 
 # -- weights -----------------------------------------------------------------------------------------

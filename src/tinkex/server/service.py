@@ -25,6 +25,7 @@ from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import check_ttl
 from .journal import Journal, Kind, Record
+from .losses import Losses
 from .models import Models
 from .samplers import Samplers
 from .sessions import Sessions
@@ -125,6 +126,9 @@ class Service:
             max_samples=settings.max_samples,
             max_pending=settings.max_pending,
         )
+        self.losses = Losses(
+            data / "losses", self.database, self.sessions, self.promises, self.engine
+        )
         self.snapshots = Snapshots(data / "snapshots")
         self.models = Models(
             self.database,
@@ -134,6 +138,7 @@ class Service:
             self.promises,
             self.engine,
             self.usage,
+            self.losses,
             snapshots=self.snapshots,
             snapshot_every=settings.snapshot_every,
             max_pending=settings.max_pending,
@@ -174,6 +179,7 @@ class Service:
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         await self.models.stop()
         await self.samplers.stop()
+        await self.losses.stop()
         await self.engine.stop()
         if self.database.store.is_open:
             await self.models.write_times()
@@ -192,6 +198,7 @@ class Service:
     async def _close_session(self, session_id: str) -> None:
         await self.models.close_session(session_id)
         await self.samplers.close_session(session_id)
+        await self.losses.close_session(session_id)
 
     async def copy_weights(
         self, owner: str, request: CopyWeightsRequest, idempotency_key: str | None
@@ -222,15 +229,18 @@ class Service:
 
     async def _restore(self, records: list[Record]) -> None:
         training: list[Promise] = []
-        samples: list[Promise] = []
+        others: list[Promise] = []
         for record in records:
             promise = self.promises.restore(record)
             if promise is not None and record.kind is Kind.REQUEST:
-                (samples if promise.operation.name == "asample" else training).append(promise)
+                alone = promise.operation.name in {"asample", "create_custom_loss"}
+                (others if alone else training).append(promise)
         await self.models.restore(training)
-        for promise in samples:
-            if not promise.done:
+        for promise in others:
+            if not promise.done and promise.operation.name == "asample":
                 await self.samplers.resume(promise)
+            elif not promise.done:
+                self.losses.resume(promise)
 
     # -- housekeeping ----------------------------------------------------------------------------
 

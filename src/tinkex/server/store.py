@@ -96,6 +96,7 @@ _checkpoints = sa.Table(
     sa.Column("public", sa.Boolean, nullable=False, default=False),
     sa.Column("expires_at", _UTC, index=True),
     sa.Column("user_metadata", sa.JSON),
+    sa.Column("request_id", sa.String),
 )
 _samplers = sa.Table(
     "samplers",
@@ -187,6 +188,7 @@ class CheckpointRow:
     public: bool = False
     expires_at: datetime | None = None
     user_metadata: Mapping[str, str] | None = None
+    request_id: str | None = None  # which request wrote it
 
 
 @dataclass(frozen=True)

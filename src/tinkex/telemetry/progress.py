@@ -70,6 +70,7 @@ class Progress(bus.Subscriber):
         self._tokens = Rate(clock)
         self._waiting = ""
         self._began = self._printed = clock()
+        self._last_line = ""
         self._live: Any = None
 
     # -- what happens ------------------------------------------------------------------------
@@ -158,8 +159,11 @@ class Progress(bus.Subscriber):
 
     def _print(self) -> None:
         self._printed = self._clock()
-        with suppress(OSError, ValueError):  # a closed pipe must not end the work
-            print(self.line, file=self._file, flush=True)
+        line = self.line
+        if line != self._last_line:
+            self._last_line = line
+            with suppress(OSError, ValueError):  # a closed pipe must not end the work
+                print(line, file=self._file, flush=True)
 
     def _on_terminal(self) -> Any:
         from rich.console import Console

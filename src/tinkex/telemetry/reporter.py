@@ -204,6 +204,7 @@ class Reporter:
     async def close(self, timeout: float | None = None) -> bool:
         """End the report and ship the rest; False if something is left after the limit."""
         self.capture()
+        self._running = True  # from here on nobody else ships
         self._end()
         self._stopped = True
         return await self.drain(self.limits.stop if timeout is None else timeout)

@@ -1,0 +1,168 @@
+"""Whose fault an exception is, and catching it on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex.errors import RequestErrorCategory
+from tinkex.telemetry import capture_exceptions, with_telemetry
+from tinkex.telemetry.exceptions import concerns_tinkex, user_error_in, without_keys
+
+
+class Recorder:
+    """Stands where a reporter would and remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, BaseException, str]] = []
+
+    def log_exception(self, error: BaseException, severity: str) -> bool:
+        self.told.append(("exception", error, severity))
+        return True
+
+    def log_fatal_exception(self, error: BaseException, severity: str) -> bool:
+        self.told.append(("fatal", error, severity))
+        return True
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+class Foreign(Exception):
+    """Another library's error, with whatever attributes a test gives it."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__("foreign")
+        self.__dict__.update(facts)
+
+
+# -- whose fault ---------------------------------------------------------------------------------
+
+USERS = [
+    tinkex.BadRequestError("bad"),
+    tinkex.NotFoundError("none"),
+    tinkex.InvalidInputError("bad", field="prompt"),
+    tinkex.RequestFailedError("no", category=RequestErrorCategory.User),
+    Foreign(status_code=422),
+    Foreign(category="User"),
+]
+OTHERS = [
+    tinkex.RateLimitError("later"),
+    tinkex.InternalServerError("oops"),
+    tinkex.APITimeoutError(),
+    tinkex.RequestFailedError("no", category=RequestErrorCategory.Server),
+    Foreign(status_code=408),
+    Foreign(status_code=429),
+    Foreign(status_code="400"),
+    Foreign(category="server"),
+    ZeroDivisionError(),
+]
+
+
+@pytest.mark.parametrize("error", USERS, ids=lambda error: type(error).__name__)
+def test_the_user_was_wrong(error):
+    assert user_error_in(error) is error
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
+def test_the_user_was_not_wrong(error):
+    assert user_error_in(error) is None
+
+
+def test_the_chain_is_searched_causes_first():
+    mistake = tinkex.BadRequestError("bad")
+    assert user_error_in(raised(RuntimeError(), mistake)) is mistake
+    assert user_error_in(raised(RuntimeError(), raised(KeyError(), mistake))) is mistake
+    assert user_error_in(Foreign(reason=mistake)) is mistake
+    try:
+        try:
+            raise mistake
+        except tinkex.BadRequestError:
+            raise RuntimeError("while handling it")  # noqa: B904
+    except RuntimeError as error:
+        assert user_error_in(error) is mistake
+        error.__cause__ = nearer = tinkex.ConflictError("nearer")
+        assert user_error_in(error) is nearer
+
+
+def test_a_chain_that_bites_its_tail_ends():
+    first, second = RuntimeError(), KeyError()
+    first.__cause__, second.__context__ = second, first
+    assert user_error_in(first) is None
+
+
+def test_what_came_through_tinkex_is_known_by_its_frames():
+    with pytest.raises(tinkex.InvalidInputError) as ours:
+        tinkex.ModelInput.from_text(3, None)  # type: ignore[arg-type]
+    assert concerns_tinkex(ours.value)
+    assert concerns_tinkex(raised(RuntimeError(), ours.value))
+    assert not concerns_tinkex(raised(ZeroDivisionError()))
+
+
+def test_keys_are_taken_out_of_texts():
+    assert without_keys("api_key='tml-abc_1.2', html-x") == "api_key='[REDACTED]', html-x"
+    assert without_keys("token eyJhbGciOi.JIUzI") == "token [REDACTED]"
+
+
+# -- catching ------------------------------------------------------------------------------------
+
+
+def test_a_block_reports_and_raises():
+    recorder = Recorder()
+    error = RuntimeError("broken")
+    with pytest.raises(RuntimeError), capture_exceptions(recorder):  # type: ignore[arg-type]
+        raise error
+    assert recorder.told == [("exception", error, "ERROR")]
+
+
+def test_a_decorated_function_reports_and_raises():
+    recorder = Recorder()
+
+    @with_telemetry(recorder, fatal=True, severity="CRITICAL")  # type: ignore[arg-type]
+    def work(number: int, *, by: int = 0) -> float:
+        """Divide."""
+        return number / by
+
+    assert work(4, by=2) == 2
+    assert work.__doc__ == "Divide."
+    with pytest.raises(ZeroDivisionError):
+        work(4)
+    assert [(kind, severity) for kind, _, severity in recorder.told] == [("fatal", "CRITICAL")]
+
+
+def test_a_decorated_coroutine_reports_and_raises():
+    recorder = Recorder()
+
+    @capture_exceptions(recorder)  # type: ignore[arg-type]
+    async def work(number: int) -> int:
+        await asyncio.sleep(0)
+        if number < 0:
+            raise RuntimeError("broken")
+        return number
+
+    assert asyncio.run(work(3)) == 3
+    with pytest.raises(RuntimeError):
+        asyncio.run(work(-1))
+    assert [kind for kind, _, _ in recorder.told] == ["exception"]
+
+
+def test_nothing_is_done_without_a_reporter_or_an_error():
+    with capture_exceptions(None):
+        pass
+    with pytest.raises(RuntimeError), capture_exceptions(None, fatal=True):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
+def test_what_merely_ends_something_is_no_exception(error):
+    recorder = Recorder()
+    with pytest.raises(type(error)), capture_exceptions(recorder):  # type: ignore[arg-type]
+        raise error
+    assert recorder.told == []
