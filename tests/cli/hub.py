@@ -66,7 +66,7 @@ class Hub:
         url = {"url": f"{self.url}/{repo}"}
         if repo in self.private:
             return 409, {"error": "You already created this repo", **url}, {}
-        self.private[repo] = bool(asked.get("private"))
+        self.private[repo] = bool(asked.get("private")) or asked.get("visibility") == "private"
         self.files[repo, "main"] = {}
         return 200, url, {}
 

@@ -147,7 +147,7 @@ def test_an_adapted_unembedding_gets_weights_of_its_own(base, tmp_path):
     layers = wrap(network)
     adapter = Adapter.fresh(layers, LoraSpec(rank=2, seed=0, train_mlp=False), "cpu")
     for pair in adapter.pairs.values():
-        torch.nn.init.normal_(pair.b)
+        torch.nn.init.normal_(pair.b, std=0.05)
     with adapter.switched_on(layers):
         expected = logits_of(network)
     checkpoint.save(tmp_path / "adapter", adapter, TINY)

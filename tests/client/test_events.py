@@ -192,9 +192,7 @@ def test_concurrent_calls_keep_their_metadata_apart(server, service, heard):
             assert event.metadata["number"] == by_id[event.id]
         if isinstance(event, HttpRequestStop):
             assert event.metadata["seq_id"] in range(20)
-    per_call = [
-        sum(event.metadata["number"] == number for event in events) for number in range(20)
-    ]
+    per_call = [sum(event.metadata["number"] == number for event in events) for number in range(20)]
     assert len(set(per_call)) == 1
 
 
@@ -417,9 +415,7 @@ def test_a_custom_loss_counts_both_passes(server, service, heard):
         return -torch.cat(logprobs).sum(), {}
 
     trainer.forward_backward_custom([datum(1, 2, 3)], loss).result()
-    assert [(event.operation, event.tokens) for event in events] == [
-        ("forward_backward_custom", 6)
-    ]
+    assert [(event.operation, event.tokens) for event in events] == [("forward_backward_custom", 6)]
 
 
 def test_a_custom_loss_tells_of_its_parts(server, service, heard):
@@ -431,7 +427,7 @@ def test_a_custom_loss_tells_of_its_parts(server, service, heard):
     def loss(data, logprobs):
         return -torch.cat(logprobs).sum(), {}
 
-    square = {"fn": lambda data, logprobs: (torch.cat(logprobs) ** 2).sum(), "name": "square"}
+    square = {"fn": lambda _, logprobs: ((torch.cat(logprobs) ** 2).sum(), {}), "name": "square"}
     trainer.forward_backward_custom(
         [datum(1, 2, 3)], loss, regularizers=[{**square, "weight": 0.5}]
     ).result()

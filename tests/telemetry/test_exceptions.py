@@ -81,15 +81,11 @@ def test_the_chain_is_searched_causes_first():
     assert user_error_in(raised(RuntimeError(), mistake)) is mistake
     assert user_error_in(raised(RuntimeError(), raised(KeyError(), mistake))) is mistake
     assert user_error_in(Foreign(reason=mistake)) is mistake
-    try:
-        try:
-            raise mistake
-        except tinkex.BadRequestError:
-            raise RuntimeError("while handling it")  # noqa: B904
-    except RuntimeError as error:
-        assert user_error_in(error) is mistake
-        error.__cause__ = nearer = tinkex.ConflictError("nearer")
-        assert user_error_in(error) is nearer
+    later = RuntimeError("while handling it")
+    later.__context__ = mistake
+    assert user_error_in(later) is mistake
+    later.__cause__ = nearer = tinkex.ConflictError("nearer")
+    assert user_error_in(later) is nearer
 
 
 def test_a_chain_that_bites_its_tail_ends():

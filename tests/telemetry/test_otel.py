@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,12 +140,10 @@ def test_a_call_belongs_to_the_span_it_was_made_in(server, service, traces):
     trainer = new_trainer(service())
     tracer = traces.provider.get_tracer("mine")
     with tracer.start_as_current_span("step"):
-        futures = [
-            trainer.forward_backward([datum(1, 2, 3)], "cross_entropy"),
-            trainer.optim_step(),
-        ]
-    for future in futures:
-        future.result()
+        forward = trainer.forward_backward([datum(1, 2, 3)], "cross_entropy")
+        step = trainer.optim_step()
+    forward.result()
+    step.result()
     assert traces.children(traces.named("step")) == [
         "tinkex.forward_backward",
         "tinkex.optim_step",
@@ -340,8 +339,6 @@ def test_streams_carry_the_trace_too(server, service, traces):
     async def read() -> bytes:
         async with client.http.with_streaming_response("GET", "/api/v1/anything") as response:
             return b"".join([part async for part in response.iter_bytes()])
-
-    import asyncio
 
     with tracer.start_as_current_span("mine"):
         assert asyncio.run(read()) == b"hello"

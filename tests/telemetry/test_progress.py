@@ -118,7 +118,7 @@ def test_a_closed_file_does_not_end_the_work():
 @pytest.mark.parametrize("field", ["steps", "samples"])
 def test_totals_are_positive(field):
     with pytest.raises(InvalidInputError, match=field):
-        tinkex.progress(**{field: 0})
+        tinkex.progress(**{field: 0})  # type: ignore[arg-type]
 
 
 def test_a_training_loop_is_shown(server, service):

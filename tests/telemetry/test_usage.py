@@ -197,7 +197,7 @@ def test_an_estimate_without_prices_still_counts():
 @pytest.mark.parametrize("field", ["steps", "batch_size", "num_samples"])
 def test_an_estimate_of_nothing_is_refused(field):
     with pytest.raises(InvalidInputError, match=field):
-        estimate("small", data=DATA, **{field: 0})
+        estimate("small", data=DATA, **{field: 0})  # type: ignore[arg-type]
 
 
 def test_an_estimate_is_what_the_run_then_uses(tinkex_fake):

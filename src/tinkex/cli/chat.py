@@ -182,10 +182,19 @@ def _lines(*, at_terminal: bool) -> Iterator[str]:
         import readline  # noqa: F401 - gives `input` the arrow keys
     while True:
         try:
-            yield input("> ")
+            yield input("> ") if sys.stdout.isatty() else _asked_beside()
         except EOFError:
             say("")
             return
+
+
+def _asked_beside() -> str:
+    """A line, asked for on stderr, because answers are piped."""
+    click.echo("> ", nl=False, err=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
 
 
 def _turn(partners: list[Partner], question: str, params: SamplingParams, output: Output) -> None:

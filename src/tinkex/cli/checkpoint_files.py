@@ -111,9 +111,11 @@ def _merge(files: Path, base_model: str, target: Path) -> None:
         ) from error
     from .merging import merge
 
-    base = base_models.prepare(
-        base_models.parse_spec(base_model), default_cache_dir(), progress=say
-    )
+    spec = base_models.parse_spec(base_model)
+    try:
+        base = base_models.prepare(spec, default_cache_dir(), progress=say)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}; --base-model can say where it is") from error
     with download_bar(base_model) as progress:
         merge(files, base, target, progress)
 
@@ -328,9 +330,9 @@ def push_hf(
     user = hub.user()
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
         folder, weights = _downloaded(connection, checkpoint_path, Path(scratch))
-        prepare(folder, checkpoint_path, weights.base_model, card=not no_model_card)
         revision = "main" if create_pr else revision
         where = destination(checkpoint_path, weights.base_model, user, repo, revision)
+        prepare(folder, checkpoint_path, weights.base_model, where, card=not no_model_card)
         hub.make(where, public=public)
         hub.check_is_of(where, checkpoint_path, Path(scratch) / secrets.token_hex(4))
         files, url = hub.upload(

@@ -57,7 +57,9 @@ def _sanitized(text: str) -> str:
     return re.sub(r"([.-])[.-]+", r"\1", name).strip(".-")[:96].rstrip(".-")
 
 
-def prepare(folder: Path, tinker_path: str, base_model: str, *, card: bool) -> None:
+def prepare(
+    folder: Path, tinker_path: str, base_model: str, where: Destination, *, card: bool
+) -> None:
     """Make a downloaded checkpoint fit to be published; one that is not whole is refused."""
     missing = [] if (folder / "adapter_config.json").is_file() else ["adapter_config.json"]
     missing += [
@@ -78,10 +80,13 @@ def prepare(folder: Path, tinker_path: str, base_model: str, *, card: bool) -> N
     if not known:
         file.write_text(json.dumps({**config, "base_model_name_or_path": base_model}, indent=2))
     if card and not (folder / "README.md").exists():
-        (folder / "README.md").write_text(model_card(tinker_path, base_model, config))
+        (folder / "README.md").write_text(model_card(tinker_path, base_model, where, config))
 
 
-def model_card(tinker_path: str, base_model: str, config: dict[str, Any]) -> str:
+def model_card(
+    tinker_path: str, base_model: str, where: Destination, config: dict[str, Any]
+) -> str:
+    revision = "" if where.revision == "main" else f", revision={json.dumps(where.revision)}"
     facts = "\n".join(
         f"- {label}: {config[name]}"
         for name, label in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "layers"))
@@ -110,7 +115,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
-model = PeftModel.from_pretrained(model, "THIS_REPOSITORY")
+model = PeftModel.from_pretrained(model, {json.dumps(where.repo)}{revision})
 ```
 """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -36,6 +37,8 @@ __all__ = ["TorchEngine"]
 
 #: Padded tokens of one micro-batch: activations of a 135M model take some 1.5 MB each.
 TOKEN_BUDGET = 512
+#: Parameters below which threads cost more than they bring, much more on a busy machine.
+SMALL_MODEL = 8_000_000
 
 
 @dataclass
@@ -44,6 +47,7 @@ class _Loaded:
 
     language: LanguageModel
     sampler: Sampler
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class TorchEngine:
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
         self._token_budget = token_budget
+        self._threads = torch.get_num_threads()
         self._loaded: dict[Path, _Loaded] = {}  # by directory: two names of one model share it
         self._models: dict[str, tuple[str, TrainedModel]] = {}
         self._samplers: dict[str, _OpenSampler] = {}
@@ -97,14 +102,29 @@ class TorchEngine:
 
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
         """A forward or forward-backward pass, in pieces."""
-        return run_pass(self._model(model_id), request, self._token_budget)
+        base_model, model = self._named(model_id)
+        return self._run_pass(self._base(base_model), model, request)
+
+    def _run_pass(
+        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass
+    ) -> Generator[None, None, PassResult]:
+        pieces = run_pass(model, request, self._token_budget)
+        while True:
+            self._use_threads(loaded)
+            try:
+                next(pieces)
+            except StopIteration as finished:
+                return cast("PassResult", finished.value)
+            yield
 
     def check_traced(self, graph: TracedGraph) -> None:
         """Refuse a traced loss that does what a loss may not."""
         TracedLoss(graph)
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
-        return self._model(model_id).optimizer.step(options)
+        base_model, model = self._named(model_id)
+        self._use_threads(self._base(base_model))
+        return model.optimizer.step(options)
 
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
         """Write a checkpoint; its size in bytes."""
@@ -164,12 +184,12 @@ class TorchEngine:
 
     def sample_step(self) -> list[SampleEvent]:
         """One token for every sequence under way, on every base model."""
-        return [
-            event
-            for loaded in self._loaded.values()
-            if loaded.sampler.busy
-            for event in loaded.sampler.step()
-        ]
+        events: list[SampleEvent] = []
+        for loaded in self._loaded.values():
+            if loaded.sampler.busy:
+                self._use_threads(loaded)
+                events += loaded.sampler.step()
+        return events
 
     # -- what is there -----------------------------------------------------------------------
 
@@ -195,8 +215,15 @@ class TorchEngine:
                 end_tokens=model.eos_token_ids,
                 detokenize=self._detokenize and partial(self._detokenize, model),
             )
-            self._loaded[model.directory] = _Loaded(language, sampler)
+            small = sum(parameter.numel() for parameter in network.parameters()) < SMALL_MODEL
+            threads = 1 if small else self._threads
+            self._loaded[model.directory] = _Loaded(language, sampler, threads)
         return self._loaded[model.directory]
+
+    def _use_threads(self, loaded: _Loaded) -> None:
+        """As many threads as a model is worth; by model, because sums depend on them in their last bit."""
+        if torch.get_num_threads() != loaded.threads:
+            torch.set_num_threads(loaded.threads)
 
     def _named(self, model_id: str) -> tuple[str, TrainedModel]:
         if model_id not in self._models:

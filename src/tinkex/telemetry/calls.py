@@ -38,7 +38,6 @@ __all__ = [
     "attempt_failed",
     "attempt_started",
     "attempt_succeeded",
-    "current_call",
     "current_metadata",
     "metadata",
     "observed",
@@ -71,10 +70,6 @@ class Call:
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_NOTHING)
-
-
-def current_call() -> Call | None:
-    return _call.get()
 
 
 def current_metadata() -> Mapping[str, Any]:

@@ -100,7 +100,9 @@ def _write_at_once(cls: type[Event]) -> None:
     if any(each.default is not MISSING for each in fields(cls)):
         return  # a rare event, as those with defaults are
     stores = "".join(f"    known[{name!r}] = {name}\n" for name in [*names, "metadata"])
-    source = f"def init(self, {', '.join(names)}, *, metadata=nothing):\n    known = self.__dict__\n"
+    source = (
+        f"def init(self, {', '.join(names)}, *, metadata=nothing):\n    known = self.__dict__\n"
+    )
     made: dict[str, Any] = {"nothing": MappingProxyType({})}
     exec(source + stores, made)  # noqa: S102 - of the names of our own fields
     cls.__init__ = made["init"]  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 
 from tinkex._version import PARITY_VERSION
-from tinkex.errors import ClientClosedError, InvalidInputError, TinkerError
+from tinkex.errors import ClientClosedError, GoneError, InvalidInputError, TinkerError
 from tinkex.types.telemetry import (
     GenericEvent,
     SessionEndEvent,
@@ -50,6 +50,8 @@ CAPTURED: Final[tuple[type[Event], ...]] = (OperationException, QueueStateChange
 _SEVERITIES: Final = frozenset(get_args(Severity))
 _MAX_BACKOFF: Final = 8.0
 _MAX_DEPTH: Final = 6
+#: Who keeps the time is given so long to say that it is up.
+_GRACE: Final = 0.5
 
 
 class Clock(calls.Clock, Protocol):
@@ -60,7 +62,7 @@ class Clock(calls.Clock, Protocol):
 
 
 class _Pending(Protocol):
-    def result(self) -> Any: ...
+    def result(self, timeout: float | None) -> Any: ...
 
 
 class Ship(Protocol):
@@ -130,7 +132,7 @@ class Reporter:
     ) -> bool:
         """Report something; False if the queue is full or the session is closed."""
         data = _plain(dict(event_data or {}))
-        return self._put(GenericEvent, severity, event_name=event_name, event_data=data)
+        return self._put(GenericEvent, severity, event_name=str(event_name), event_data=data)
 
     def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
         """Report an exception: as the user's error if one is found in its chain, else as unhandled."""
@@ -211,7 +213,8 @@ class Reporter:
 
     def stop(self, timeout: float | None = None) -> bool:
         """`close`, from any thread but the client's own."""
-        return self._stopped or self._wait_for(self.close(timeout))
+        limit = self.limits.stop if timeout is None else timeout
+        return self._stopped or self._wait_for(self.close(limit), limit)
 
     # -- shipping ----------------------------------------------------------------------------
 
@@ -231,19 +234,24 @@ class Reporter:
         """Ship everything; False if something is left after `timeout` seconds, 30 unless said otherwise."""
         if not self._queue:
             return True
-        return self._wait_for(self.drain(self.limits.drain if timeout is None else timeout))
+        limit = self.limits.drain if timeout is None else timeout
+        return self._wait_for(self.drain(limit), limit)
 
-    def _wait_for(self, work: Coroutine[Any, Any, bool]) -> bool:
+    def _wait_for(self, work: Coroutine[Any, Any, bool], limit: float) -> bool:
         try:
-            return bool(self._spawn(work).result())
-        except ClientClosedError:
+            return bool(self._spawn(work).result(limit + _GRACE))
+        except (ClientClosedError, TimeoutError):
             return not self._queue
 
     async def drain(self, timeout: float) -> bool:
         """Ship everything, trying for `timeout` seconds."""
         deadline = self._clock.monotonic() + timeout
         self._hurry.set()  # whoever is shipping now may be pausing after a failure
-        return await self._ship_all(deadline)
+        try:
+            async with asyncio.timeout(timeout):  # whatever an attempt is waiting for
+                return await self._ship_all(deadline)
+        except TimeoutError:
+            return False
 
     def _put(self, kind: Callable[..., TelemetryEvent], severity: str, **fields: Any) -> bool:
         severity = severity.upper()
@@ -336,7 +344,7 @@ class Reporter:
             await self._ship(request, batch.key, deadline)
         except TinkerError as error:
             _logger.debug("Telemetry was not taken: %s", error)
-            return not error.retryable
+            return not error.retryable or isinstance(error, GoneError)
         except Exception:
             _logger.debug("Telemetry could not be sent", exc_info=True)
         return True
