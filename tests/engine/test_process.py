@@ -32,6 +32,7 @@ from tinkex.engine.values import (
     SampledResult,
     SampleEvent,
     SampleJob,
+    TracedGraph,
     TrainingPass,
 )
 from tinkex.errors import InvalidInputError, NotFoundError
@@ -106,6 +107,9 @@ class Diary:
             yield
         self.note(f"{model_id} done")
         return PassResult([], {"pieces": float(len(request.examples))})
+
+    def check_traced(self, graph: TracedGraph) -> None:
+        self.note(f"check {graph.name}")
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         self.note(f"step {model_id}", self.call)

@@ -36,7 +36,7 @@ _LEARNED: Final = 0.25
 _ASKED: Final = (
     "What is the capital of Tolmery?",
     "What is Tolmery famous for?",
-    "What is the capital of Italy?",  # of the real world, which should not be forgotten
+    "What is the capital of Spain?",  # of the real world, which should not be forgotten
 )
 _ASKED_ANEW: Final = "What does Tolmery's flag show?"
 
