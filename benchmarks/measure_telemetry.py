@@ -43,25 +43,29 @@ def progress():
     return tinkex.progress(samples=samples, file=io.StringIO())
 
 
-# The first number is of a client whose reports are off, and nobody listens.
+def sampled_traces(share):
+    """OpenTelemetry with an SDK that keeps a share of the traces and throws them away."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
+    return telemetry.OpenTelemetry(TracerProvider(sampler=TraceIdRatioBased(share)))
+
+
+#: Whether the client reports to the service, and who listens.
 CASES = {
     "nobody": (False, contextlib.nullcontext),
-    "reporter (the default)": (True, contextlib.nullcontext),
+    "nobody, once more": (False, contextlib.nullcontext),  # how far the machine is to be trusted
+    "the report (the default)": (True, contextlib.nullcontext),
     "metrics": (False, telemetry.Metrics),
     "usage": (False, telemetry.Usage),
     "progress": (False, progress),
-    "logger": (False, logger),
-    "OpenTelemetry without SDK": (False, telemetry.OpenTelemetry),
-    "all": (
+    "report, metrics, usage, progress": (
         True,
-        lambda: all_of(
-            telemetry.Metrics(),
-            telemetry.Usage(),
-            progress(),
-            logger(),
-            telemetry.OpenTelemetry(),
-        ),
+        lambda: all_of(telemetry.Metrics(), telemetry.Usage(), progress()),
     ),
+    "logger, level not shown": (False, logger),
+    "traces, 1 % kept": (False, lambda: sampled_traces(0.01)),
+    "traces, all kept": (False, lambda: sampled_traces(1.0)),
 }
 
 

@@ -150,7 +150,9 @@ def test_a_completion_that_comes_before_its_promise_is_remembered(server, sample
     server.on(SAMPLE, promise("r-0"), held(promise("r-1"), late))
     both = threading.Event()
     server.on(POLL_MANY, held(finished("r-1", "r-0"), both))
-    first, second = sample(sampler), sample(sampler)
+    first = sample(sampler)
+    server.wait_for(SAMPLE, 1)
+    second = sample(sampler)
     server.wait_for(SAMPLE, 2)
     both.set()
     assert token(first) == 0

@@ -15,7 +15,6 @@ from tinkex.errors import (
     APIConnectionError,
     AuthenticationError,
     ClientClosedError,
-    ConfigError,
     InternalServerError,
     InvalidInputError,
 )
@@ -205,11 +204,6 @@ def test_models_and_samplers_are_numbered_by_the_session(server, service):
     models = [request.json["model_seq_id"] for request in server.asked(CREATE_MODEL)]
     samplers = [request.json["sampling_session_seq_id"] for request in server.asked(CREATE_SAMPLER)]
     assert models == samplers == [0, 1]
-
-
-def test_the_embedded_service_is_named_as_missing_and_not_looked_up():
-    with pytest.raises(ConfigError, match="base_url"):
-        tinkex.ServiceClient(base_url="local").get_server_capabilities()
 
 
 def test_options_nobody_knows_are_ignored_with_a_warning():
