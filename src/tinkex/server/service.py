@@ -26,6 +26,7 @@ from .futures import Promise, Promises
 from .inputs import check_ttl
 from .journal import Journal, Kind, Record
 from .losses import Losses
+from .model_work import ModelWork
 from .models import Models
 from .samplers import Samplers
 from .sessions import Sessions
@@ -130,15 +131,22 @@ class Service:
             data / "losses", self.database, self.sessions, self.promises, self.engine
         )
         self.snapshots = Snapshots(data / "snapshots")
-        self.models = Models(
+        work = ModelWork(
             self.database,
-            self.sessions,
             self.checkpoints,
             self.samplers,
             self.promises,
             self.engine,
             self.usage,
             self.losses,
+            self.snapshots,
+        )
+        self.models = Models(
+            self.database,
+            self.sessions,
+            self.promises,
+            self.engine,
+            work,
             snapshots=self.snapshots,
             snapshot_every=settings.snapshot_every,
             max_pending=settings.max_pending,

@@ -1,0 +1,430 @@
+"""What the requests of a model do: values to the engine, values back, and bringing a model back when it is lost.
+
+A model's state is what its requests made of it. When the engine forgets the model — it died, or the service was
+restarted — its last snapshot is loaded and the requests that changed it since are run again from the journal. A pass
+depends on its request alone, so what comes out is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tinkex.engine.values import LoraSpec
+from tinkex.errors import InvalidInputError
+from tinkex.types import (
+    CreateModelRequest,
+    CreateModelResponse,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    OptimStepRequest,
+    OptimStepResponse,
+    ParsedCheckpointTinkerPath,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    TensorData,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+
+from . import archives
+from .checkpoints import Checkpoints, now_utc, tinker_path
+from .engine import Supervisor
+from .futures import Promise, Promises
+from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
+from .losses import Losses
+from .samplers import Samplers
+from .scheduling import Sequencer
+from .snapshots import Snapshot, Snapshots
+from .store import Database, RunRow
+from .usage import Usage
+
+__all__ = ["Model", "ModelWork", "change_of", "changes_model"]
+
+logger = logging.getLogger("tinkex.server")
+
+#: Operations that change a model; running them again brings it back.
+_CHANGING: Final = {"create_model", "load_weights", "forward_backward", "optim_step"}
+
+
+@dataclass(eq=False)
+class Model:
+    """One model and the line of its requests."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora: LoraSpec | None = None
+    line: Sequencer[Promise] = field(default_factory=lambda: Sequencer(next_seq=0))
+    history: list[Promise] = field(default_factory=list)  # what changed it since its snapshot
+    changes: int = 0
+    snapshot: Snapshot | None = None
+    unsaved_seconds: float = 0.0  # of work that a crash would cost
+    saving: bool = False
+    life: int = -1  # the life of the engine that knows this model
+    running: bool = False
+    waiting_since: float = 0.0
+    failure: str | None = None
+    made: asyncio.Event = field(default_factory=asyncio.Event)
+    last_request_at: Any = None
+
+
+class ModelWork:
+    """Does what is asked of models, one request at a time for each."""
+
+    def __init__(
+        self,
+        database: Database,
+        checkpoints: Checkpoints,
+        samplers: Samplers,
+        promises: Promises,
+        engine: Supervisor,
+        usage: Usage,
+        losses: Losses,
+        snapshots: Snapshots,
+    ) -> None:
+        self._db, self._store = database, database.store
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._promises = promises
+        self._engine = engine
+        self._usage = usage
+        self._losses = losses
+        self._snapshots = snapshots
+        self._began = time.time()
+        self._operations: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
+            "create_model": self._create_model,
+            "load_weights": self._load_weights,
+            "forward": self._forward,
+            "forward_backward": self._forward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "save_weights_external": self._save_weights_external,
+            "unload_model": self._unload_model,
+        }
+
+    async def do(self, model: Model, promise: Promise) -> Any:
+        """Do what a promise is about; again, if the engine dies meanwhile."""
+
+        async def work() -> Any:
+            await self._bring_back(model)
+            return await self._once(model, promise)
+
+        return await self._engine.persist(work)
+
+    async def _once(self, model: Model, promise: Promise) -> Any:
+        request = self._promises.request_of(promise)
+        return await self._operations[promise.operation.name](model, request, promise)
+
+    async def base_model(self, owner: str, request: CreateModelRequest | LoadWeightsRequest) -> str:
+        """The base model of a new model; a request that cannot work is refused here."""
+        check_optimizer(request.optimizer_config)
+        if isinstance(request, CreateModelRequest):
+            self._engine.check_model(request.base_model, "base_model")
+            lora_spec(request.lora_config, 0)
+            return request.base_model
+        checkpoint, _ = await self._trainable(owner, request.path)
+        run = await self._db(self._store.run, checkpoint.run_id)
+        assert run is not None
+        if request.base_model is not None and request.base_model != run.base_model:
+            raise InvalidInputError(
+                f"the checkpoint is of {run.base_model}, not of {request.base_model!r:.200}",
+                field="base_model",
+            )
+        self._engine.check_model(run.base_model, "path")
+        return run.base_model
+
+    async def _trainable(self, owner: str, path: str) -> Any:
+        if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "training":
+            raise InvalidInputError(
+                f"{path!r:.300} is no training checkpoint (…/weights/…)", field="path"
+            )
+        return await self._checkpoints.readable(owner, path)
+
+    # -- losing and bringing back ---------------------------------------------------------------
+
+    async def take_snapshot(self, model: Model, changes: int, next_seq: int) -> None:
+        """Have a snapshot written beside the work that goes on, then let it count."""
+        place = self._snapshots.place(model.model_id, changes)
+        try:
+            await self._call("snapshot", model.model_id, place)
+            if model.failure is not None:
+                return
+            snapshot = Snapshot(place, changes, next_seq)
+            await self._db(self._snapshots.commit, model.model_id, snapshot)
+        except Exception as error:  # the journal still has everything
+            if model.failure is None:  # else the model is gone, and its directory with it
+                logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
+            return
+        finally:
+            model.saving = False
+        model.snapshot = snapshot
+        covered = [promise for promise in model.history if change_of(promise) <= changes]
+        model.history = [promise for promise in model.history if change_of(promise) > changes]
+        await self._drop_loaded(model, covered)
+
+    async def _bring_back(self, model: Model) -> None:
+        """Make the engine know a model that it has forgotten."""
+        life = self._engine.life
+        if model.life == life:
+            return
+        if model.snapshot is not None:
+            await self._engine.model(model.base_model, "base_model")
+            await self._call(
+                "restore_model",
+                model.model_id,
+                model.base_model,
+                model.snapshot.directory,
+                optimizer=True,
+            )
+        for promise in model.history:
+            await self._once(model, promise)
+        model.life = life
+
+    async def forget(self, model: Model) -> None:
+        """Let go of what is kept on disk to bring a model back."""
+        await self._drop_loaded(model, model.history)
+        await self._db(self._snapshots.forget, model.model_id)
+        model.history.clear()
+
+    def _loaded(self, model: Model, promise: Promise) -> Path:
+        """What a request loaded, for as long as it may have to be run again."""
+        return self._snapshots.place(model.model_id, 0).with_name(f"loaded-{promise.request_id}")
+
+    async def _drop_loaded(self, model: Model, promises: Sequence[Promise]) -> None:
+        for promise in promises:
+            if promise.operation.name == "load_weights":
+                kept = self._loaded(model, promise)
+                await self._db(shutil.rmtree, kept, ignore_errors=True)
+
+    # -- what requests do ----------------------------------------------------------------------
+
+    async def _create_model(
+        self, model: Model, request: CreateModelRequest, promise: Promise
+    ) -> CreateModelResponse:
+        model.lora = lora_spec(request.lora_config, promise.extra["seed"])
+        await self._engine.model(model.base_model, "base_model")
+        await self._call("create_model", model.model_id, model.base_model, model.lora)
+        await self._add_run(model, request.user_metadata)
+        return CreateModelResponse(model_id=model.model_id)
+
+    async def _load_weights(
+        self, model: Model, request: LoadWeightsRequest, promise: Promise
+    ) -> LoadWeightsResponse:
+        # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
+        kept = self._loaded(model, promise)
+        if not kept.is_dir():
+            checkpoint, directory = await self._trainable(model.owner, request.path)
+            run = await self._db(self._store.run, checkpoint.run_id)
+            assert run is not None
+            if run.base_model != model.base_model:
+                raise InvalidInputError(
+                    f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
+                    field="path",
+                )
+            loaded = lora_of(run.lora)
+            if model.lora is not None and loaded.rank != model.lora.rank:
+                raise InvalidInputError(
+                    f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
+                    field="path",
+                )
+            await self._db(_copy, directory, kept)
+            model.lora = loaded
+        await self._engine.model(model.base_model, "path")
+        await self._call(
+            "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
+        )
+        await self._add_run(model, request.user_metadata)
+        return LoadWeightsResponse(path=request.path, model_id=model.model_id)
+
+    async def _forward(
+        self, model: Model, request: ForwardBackwardRequest | ForwardRequest, promise: Promise
+    ) -> ForwardBackwardOutput:
+        backward = isinstance(request, ForwardBackwardRequest)
+        inputs = (
+            request.forward_backward_input
+            if isinstance(request, ForwardBackwardRequest)
+            else request.forward_input
+        )
+        asked = training_pass(inputs, backward=backward)
+        if asked.loss_fn == "custom":
+            config = dict(asked.config)
+            traced = await self._losses.graph(config.pop("loss_id", None), model.session_id)
+            asked = replace(asked, config=config, traced=traced)
+        result = await self._call("run_pass", model.model_id, asked)
+        tokens = sum(example.length for example in asked.examples)
+        if not promise.done:  # else it is being run again
+            self._usage.add(model.owner, model.session_id, model.base_model, "training", tokens)
+        return ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord",
+            loss_fn_outputs=[
+                {"logprobs": TensorData.from_numpy(values)} for values in result.logprobs
+            ],
+            metrics=result.metrics,
+        )
+
+    async def _optim_step(
+        self, model: Model, request: OptimStepRequest, _: Promise
+    ) -> OptimStepResponse:
+        step = adam_step(request.optim_params)
+        return OptimStepResponse(metrics=await self._call("optim_step", model.model_id, step))
+
+    async def _save_weights(
+        self, model: Model, request: SaveWeightsRequest, promise: Promise
+    ) -> SaveWeightsResponse:
+        check_ttl(request.ttl_seconds)
+        name = request.path or f"{promise.seq_id or 0:06d}"
+        place = await self._checkpoints.check_free(
+            model.model_id,
+            "training",
+            name,
+            overwrite=request.overwrite,
+            request_id=promise.request_id,
+        )
+        size = await self._call("save_state", model.model_id, place, optimizer=True)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "training",
+            name,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            request_id=promise.request_id,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsResponse(path=tinker_path(row))
+
+    async def _save_weights_for_sampler(
+        self, model: Model, request: SaveWeightsForSamplerRequest, promise: Promise
+    ) -> SaveWeightsForSamplerResponseInternal:
+        check_ttl(request.ttl_seconds)
+        if request.path is None:
+            return await self._unnamed_sampler(model, request.sampling_session_seq_id, promise)
+        place = await self._checkpoints.check_free(
+            model.model_id, "sampler", request.path, request_id=promise.request_id
+        )
+        size = await self._call("save_state", model.model_id, place, optimizer=False)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "sampler",
+            request.path,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            request_id=promise.request_id,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsForSamplerResponseInternal(path=tinker_path(row))
+
+    async def _unnamed_sampler(
+        self, model: Model, number: int | None, promise: Promise
+    ) -> SaveWeightsForSamplerResponseInternal:
+        """A sampler of the weights as they are now; it is not listed as a checkpoint."""
+        if number is None:
+            raise InvalidInputError("give a name, or a sampling_session_seq_id", field="path")
+        sampler_id = f"{model.session_id}:sample:{number}"
+        known = await self._db(self._store.sampler, sampler_id)
+        if known is not None and not self._made_by(promise, known.created_at):
+            raise InvalidInputError(
+                f"this session has a sampler {number} already", field="sampling_session_seq_id"
+            )
+        place = self._samplers.place(sampler_id)
+        await self._call("save_state", model.model_id, place, optimizer=False)
+        await self._call("open_sampler", sampler_id, model.base_model, model_id=model.model_id)
+        await self._samplers.add(model.owner, model.session_id, sampler_id, model.base_model, None)
+        self._samplers.opened(sampler_id)
+        return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
+
+    def _made_by(self, promise: Promise, moment: datetime) -> bool:
+        """Whether something can be the work of a request that a restart has interrupted."""
+        return promise.accepted_at <= moment.timestamp() < self._began
+
+    async def _save_weights_external(
+        self, model: Model, request: SaveWeightsExternalRequest, promise: Promise
+    ) -> SaveWeightsExternalResponseInternal:
+        check_ttl(request.ttl_seconds)
+        place = await self._checkpoints.check_free(
+            model.model_id, "external", request.path, request_id=promise.request_id
+        )
+        scratch = place.with_name(f".{promise.request_id}")
+        try:
+            await self._call("save_state", model.model_id, scratch, optimizer=False)
+            recipients = request.age_encryption_recipients or ()
+            size = await self._db(archives.export, scratch, place, recipients)
+        finally:
+            await self._db(shutil.rmtree, scratch, ignore_errors=True)
+        row = await self._checkpoints.add(
+            model.model_id,
+            "external",
+            request.path,
+            model.owner,
+            size,
+            ttl_seconds=request.ttl_seconds,
+            request_id=promise.request_id,
+        )
+        self._count_checkpoint(model)
+        return SaveWeightsExternalResponseInternal(path=tinker_path(row), size_bytes=size)
+
+    async def _unload_model(
+        self, model: Model, _: UnloadModelRequest, __: Promise
+    ) -> UnloadModelResponse:
+        await self._call("unload_model", model.model_id)
+        return UnloadModelResponse(model_id=model.model_id)
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        return await self._engine.worker.call(method, *args, **options)
+
+    def _count_checkpoint(self, model: Model) -> None:
+        self._usage.add(model.owner, model.session_id, model.base_model, "checkpoint", 1)
+
+    async def _add_run(self, model: Model, user_metadata: dict[str, Any] | None) -> None:
+        assert model.lora is not None
+        now = now_utc()
+        await self._db(
+            self._store.add_run,
+            RunRow(
+                model.model_id,
+                model.session_id,
+                model.owner,
+                model.base_model,
+                asdict(model.lora),
+                user_metadata,
+                now,
+                now,
+            ),
+        )
+
+
+def change_of(promise: Promise) -> int:
+    assert promise.result is not None
+    return promise.result.change or 0
+
+
+def changes_model(promise: Promise) -> bool:
+    return promise.operation.name in _CHANGING and not promise.extra.get("forward")
+
+
+def _copy(source: Any, target: Any) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    scratch.replace(target)
