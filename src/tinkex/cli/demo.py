@@ -6,7 +6,7 @@ import math
 import random
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
     click.echo("\nBefore training:")
     untrained = service.create_sampling_client(base_model=base_model)
-    _show([chat.ask(untrained, question) for question in _ASKED])
+    _show(chat.ask(untrained, question) for question in _ASKED)
 
     click.echo(
         f"\nTraining a LoRA of rank {_RANK} on {len(lessons)} questions and answers: {steps} steps, "
@@ -140,11 +140,9 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
     click.echo("\nAfter training:")
     trained = training.save_weights_and_get_sampling_client()
-    answers = [chat.ask(trained, question) for question in _ASKED]
-    _show(answers)
+    answers = _show(chat.ask(trained, question) for question in _ASKED)
     click.echo("  In words that were not in the training data:")
-    answers.append(chat.ask(trained, _ASKED_ANEW))
-    _show(answers[-1:])
+    answers += _show([chat.ask(trained, _ASKED_ANEW)])
     if last < _LEARNED * first:
         asked = data.tolmery("test")
         heard = chat.ask_all(trained, [example.question for example in asked])
@@ -174,14 +172,16 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     click.echo("  docs/ and README   how to write the training loop")
 
 
-def _show(answers: Sequence[Answer]) -> None:
+def _show(answers: Iterable[Answer]) -> list[Answer]:
+    """Print each answer when it comes."""
+    shown = []
     for answer in answers:
         click.echo(f"  Q  {answer.question}")
         text = _printable(answer.text) + ("" if answer.ended else " …")
-        click.echo(
-            textwrap.fill(text, 92, initial_indent="  A  ", subsequent_indent="     ")
-            or "  A  (nothing)"
-        )
+        indent = {"initial_indent": "  A  ", "subsequent_indent": "     "}
+        click.echo(textwrap.fill(text, 92, **indent) or "  A  (nothing)")
+        shown.append(answer)
+    return shown
 
 
 def _reopened(service: ServiceClient, path: str, chat: Chat, answers: Sequence[Answer]) -> float:

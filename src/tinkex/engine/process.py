@@ -13,6 +13,7 @@ import contextlib
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import struct
@@ -24,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, Self, cast
 
 from tinkex.errors import TinkerError
 
@@ -135,6 +136,14 @@ class Engine(Protocol):
     def sample_step(self) -> list[SampleEvent]: ...
 
 
+class Inbox(Protocol):
+    """Where calls come from; `get` gives None at the end and raises `queue.Empty` if it may not wait."""
+
+    def get(self, *, block: bool) -> Call | Reply | None: ...
+    def put(self, message: Call | Reply | None) -> None: ...
+    def empty(self) -> bool: ...
+
+
 Send = Callable[[list[Reply | Token]], None]
 
 
@@ -144,7 +153,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        inbox: queue.SimpleQueue[Call | Reply | None],
+        inbox: Inbox,
         send: Send,
         prepare: Callable[[str], BaseModel],
         clock: Callable[[], float] = time.perf_counter,
@@ -335,31 +344,88 @@ def serve(connection: socket.socket, *, alone: bool = False) -> None:
         setup = _read_frame(connection)
         if not isinstance(setup, Setup):
             return
-        inbox: queue.SimpleQueue[Call | Reply | None] = queue.SimpleQueue()
-
-        def receive() -> None:
-            while (call := _read_frame(connection)) is not None:
-                inbox.put(call)
-            inbox.put(None)
-            if alone:
-                os._exit(0)  # nobody waits for what is being loaded or computed
-
-        reader = threading.Thread(target=receive, name="tinkex-engine-inbox", daemon=True)
-        reader.start()
-        try:
+        if alone:
+            threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
+        with _Pipe(connection) as inbox, contextlib.suppress(ConnectionError):
             _work(setup, inbox, lambda value: connection.sendall(encode_frame(value)))
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _leave_with(connection: socket.socket) -> None:
+    """End the process when the other end of the pipe closes: nobody waits for what is being computed."""
+    watch = select.poll()
+    watch.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+    watch.poll()
+    os._exit(0)
+
+
+class _Pipe:
+    """Calls straight from the pipe: a thread between would cost each of them a wake-up more."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+        self._closed = False
+        self._beside: deque[Call | Reply | None] = deque()
+        self._woken, self._wake = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._woken.close()
+        self._wake.close()
+
+    def put(self, message: Call | Reply | None) -> None:
+        """Say something from another thread."""
+        self._beside.append(message)
+        with contextlib.suppress(OSError):  # the loop has ended
+            self._wake.send(b"!")
+
+    def empty(self) -> bool:
+        return not (self._beside or self._whole_frame() or self._poll.poll(0))
+
+    def get(self, *, block: bool) -> Call | Reply | None:
+        """The next message; None when the other end is gone."""
+        while True:
+            if self._beside:
+                self._woken.recv(1)
+                return self._beside.popleft()
+            if size := self._whole_frame():
+                frame = pickle.loads(self._received[_LENGTH.size : size])  # noqa: S301 - our parent's
+                del self._received[:size]
+                return cast("Call", frame)
+            if self._closed:
+                return None
+            ready = self._poll.poll(None if block else 0)
+            if not ready:
+                raise queue.Empty
+            if any(descriptor == self._connection.fileno() for descriptor, _ in ready):
+                self._receive()
+
+    def _whole_frame(self) -> int:
+        """Where the first frame ends, once all of it is there."""
+        if len(self._received) < _LENGTH.size:
+            return 0
+        end = _LENGTH.size + int(_LENGTH.unpack_from(self._received)[0])
+        return end if len(self._received) >= end else 0
+
+    def _receive(self) -> None:
+        try:
+            part = self._connection.recv(1 << 20)
         except ConnectionError:
-            pass  # the other end is gone
-        finally:
-            if not alone:  # else the end of the process closes it
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-                reader.join()
+            part = b""
+        if part:
+            self._received += part
+        else:
+            self._closed = True
 
 
-def _work(
-    setup: Setup, inbox: queue.SimpleQueue[Call | Reply | None], send: Callable[[Any], None]
-) -> None:
+def _work(setup: Setup, inbox: Inbox, send: Callable[[Any], None]) -> None:
     try:
         engine, ready = _set_up(setup)
     except Exception as error:
