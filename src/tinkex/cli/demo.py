@@ -130,7 +130,7 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     seconds = time.monotonic() - started
     first, last = losses[0], _mean(losses[-max(1, steps // 20) :])
     click.echo(
-        f"Loss {first:.2f} at first, {last:.2f} at the end; {_clock(seconds)} min, "
+        f"Loss {first:.3f} at first, {last:.3f} at the end; {_clock(seconds)} min, "
         f"{sum(tokens) / seconds:,.0f} tokens a second."
     )
     curve = output / "loss.svg"
@@ -153,7 +153,9 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
             f"  Of {len(asked)} questions in new words, {right} are answered word for word right."
         )
     else:
-        click.echo("  This was a short run: the answers are not expected to be right.")
+        click.echo(
+            "  The loss is still high, as in a short run: the answers are not expected to be right."
+        )
 
     click.echo("\nSaving, and reopening in a new session:")
     state, sampler = training.save_state("demo"), training.save_weights_for_sampler("demo")
@@ -178,8 +180,8 @@ def _show(answers: Iterable[Answer]) -> list[Answer]:
     for answer in answers:
         click.echo(f"  Q  {answer.question}")
         text = _printable(answer.text) + ("" if answer.ended else " …")
-        indent = {"initial_indent": "  A  ", "subsequent_indent": "     "}
-        click.echo(textwrap.fill(text, 92, **indent) or "  A  (nothing)")
+        told = textwrap.fill(text, 92, initial_indent="  A  ", subsequent_indent="     ")
+        click.echo(told or "  A  (nothing)")
         shown.append(answer)
     return shown
 
