@@ -25,6 +25,23 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
+def quiet_bus() -> Iterator[None]:
+    """Nobody listens but who attaches in this test, and nobody is left over; clients of other tests do not count."""
+    from tinkex.telemetry import bus
+
+    subscriptions, listening = dict(bus._subscriptions), dict(bus._listening)
+    bus._subscriptions.clear()
+    bus._listening.clear()
+    yield
+    left = dict(bus._subscriptions), dict(bus._listening)
+    bus._subscriptions.clear()
+    bus._subscriptions.update(subscriptions)
+    bus._listening.clear()
+    bus._listening.update(listening)
+    assert left == ({}, {})
+
+
+@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 

@@ -71,6 +71,8 @@ from .helpers import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("quiet_bus")
+
 PAUSED = {"type": "try_again", "queue_state": "paused_rate_limit", "queue_state_reason": "full"}
 
 

@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-
-from tinkex.telemetry import bus
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_afterwards() -> Iterator[None]:
-    yield
-    assert bus._subscriptions == {}
-    assert bus._listening == {}
+def _bus_of_its_own(quiet_bus: None) -> None:
+    """What is listened to here is what a test attaches."""

@@ -20,7 +20,7 @@ from tinkex.telemetry.events import (
     TrainingPass,
     TrainingStep,
 )
-from tinkex.telemetry.metrics import HistogramSnapshot, Rate
+from tinkex.telemetry.metrics import HistogramSnapshot
 
 from ..client.helpers import SAMPLE, answer_training, datum, new_sampler, new_trainer, sample
 from ..client.helpers import sampled as drawn
@@ -111,21 +111,6 @@ def test_threads_lose_no_counts():
     assert metrics.snapshot().counters == {"a": 4000}
 
 
-def test_a_rate_forgets_what_is_long_ago():
-    now = [100.0]
-    rate = Rate(lambda: now[0], window=10)
-    assert rate.per_second() == 0
-    rate.add(20, duration=2)
-    assert rate.per_second() == 10
-    now[0] += 3
-    rate.add(30)
-    assert rate.per_second() == 10
-    now[0] += 8  # the first is forgotten
-    assert rate.per_second() == 3
-    now[0] += 100
-    assert rate.per_second() == 0
-
-
 # -- by listening --------------------------------------------------------------------------------
 
 
@@ -187,6 +172,27 @@ def test_everything_else_is_counted():
         "tinkex_training_pass_duration_ms": 2000,
         "tinkex_training_step_duration_ms": 250,
     }
+
+
+def test_tokens_per_second_are_since_the_snapshot_before():
+    now = [100.0]
+    with Metrics(clock=lambda: now[0]) as metrics:
+        bus.emit(SampleStop(1, "sample", 2.0, 10, 0, 50, 1))
+        now[0] += 5
+        assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 10}
+        assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 10}
+        bus.emit(SampleStop(1, "sample", 2.0, 10, 0, 8, 1))
+        now[0] += 2
+    now[0] += 1000  # after the end nothing is measured any more
+    assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 4}
+
+
+def test_many_events_are_counted_before_anybody_asks():
+    with Metrics() as metrics:
+        for _ in range(2500):
+            bus.emit(request(10))
+        assert metrics._counters["tinkex_requests_total"] == 2000
+    assert metrics.snapshot().counters["tinkex_requests_total"] == 2500
 
 
 def test_disabled_metrics_listen_to_nothing_and_count_by_hand():

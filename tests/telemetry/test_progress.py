@@ -40,7 +40,7 @@ def test_a_line_says_how_far_it_is():
         time.now = 4.0
         trained()
         trained(loss=None)
-        assert shown.line == "tuning · step 2/10 · loss 2.5 · 2.0k tok/s · 0:00:16 left"
+        assert shown.line == "tuning · step 2/10 · loss 2.5 · 500 tok/s · 0:00:16 left"
         assert shown.fraction == 0.2
 
 

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -95,72 +95,65 @@ class Poll(Generic[R]):
     size: int | None = None  # of the result in bytes, if the service has told already
     poll_backoff: Any = None
 
-    def result(self) -> Coroutine[Any, Any, R]:
+    async def result(self) -> R:
         """Poll until the result is there; gives up at the deadline with the last error seen."""
-        state = _Progress(self.transport.clock.monotonic())
-        return self._observed(state) if wants(FutureEvent) else self._result(state)
-
-    async def _result(self, state: _Progress) -> R:
-        with Lease() as lease:
-            if self.size is not None:
-                state.reserved = True
-                await lease.take(self.room, self.size)
-            while True:
-                self._check_deadline(state)
-                try:
-                    response = await self._ask(state)
-                except APIConnectionError as error:
-                    await self._after_silence(state, error)
-                    continue
-                state.heard(self.transport.clock.monotonic(), response.status)
-                if wants(FuturePolled):
-                    emit(
-                        FuturePolled(
-                            *self._facts,
-                            state.iteration - 1,
-                            response.status,
-                            metadata=current_metadata(),
-                        )
-                    )
-                if response.status == 200:
-                    if _is_proto(response):
-                        return self._read_binary(response)
-                    body = self._parse(response)
-                    if not self._is_pending(body):
-                        if body.get("status") == "complete_metadata":
-                            await self._reserve(body, lease, state, response)
-                            continue
-                        return self._read(body, response)
-                    await self._after_pending(body)
-                else:
-                    await self._after_error(state, response)
-
-    async def _observed(self, state: _Progress) -> R:
-        """The result, and its story for those who listen."""
-        facts, metadata = self._facts, current_metadata()
-        started = state.last_heard
+        now = self.transport.clock.monotonic()
+        state = _Progress(now, now)
         if wants(FutureSubmitted):
-            emit(FutureSubmitted(*facts, self.promise_seconds, metadata=metadata))
+            self._tell(FutureSubmitted, self.promise_seconds)
         try:
-            result = await self._result(state)
+            with Lease() as lease:
+                if self.size is not None:
+                    state.reserved = True
+                    await lease.take(self.room, self.size)
+                while True:
+                    self._check_deadline(state)
+                    try:
+                        response = await self._ask(state)
+                    except APIConnectionError as error:
+                        await self._after_silence(state, error)
+                        continue
+                    state.heard(self.transport.clock.monotonic(), response.status)
+                    if wants(FuturePolled):
+                        self._tell(FuturePolled, state.iteration - 1, response.status)
+                    if response.status == 200:
+                        if _is_proto(response):
+                            result = self._read_binary(response)
+                            break
+                        body = self._parse(response)
+                        if not self._is_pending(body):
+                            if body.get("status") == "complete_metadata":
+                                await self._reserve(body, lease, state, response)
+                                continue
+                            result = self._read(body, response)
+                            break
+                        await self._after_pending(body)
+                    else:
+                        await self._after_error(state, response)
         except BaseException as error:
-            elapsed = self.transport.clock.monotonic() - started
-            ended = (*facts, elapsed, state.iteration)
-            if isinstance(error, TinkerError):
-                category, name = error.category.value, type(error).__name__
-                failure = _failure(error)
-                emit(failure(*ended, error.status_code, category, name, metadata=metadata))
-            else:
-                emit(FutureCancelled(*ended, metadata=metadata))
+            if wants(FutureEvent):
+                self._tell_failed(error, state)
             raise
         if wants(FutureCompleted):
-            elapsed = self.transport.clock.monotonic() - started
-            emit(FutureCompleted(*facts, elapsed, state.iteration, metadata=metadata))
+            self._tell(FutureCompleted, self._elapsed(state), state.iteration)
         return result
 
-    @property
-    def _facts(self) -> tuple[str, str]:
-        return self.promise.request_id, self.operation.request_type or self.operation.name
+    # -- telling -----------------------------------------------------------------------------
+
+    def _tell(self, kind: Callable[..., FutureEvent], *facts: Any) -> None:
+        about = self.promise.request_id, self.operation.request_type or self.operation.name
+        emit(kind(*about, *facts, metadata=current_metadata()))
+
+    def _tell_failed(self, error: BaseException, state: _Progress) -> None:
+        ended = self._elapsed(state), state.iteration
+        if isinstance(error, TinkerError):
+            why = error.status_code, error.category.value, type(error).__name__
+            self._tell(_failure(error), *ended, *why)
+        else:
+            self._tell(FutureCancelled, *ended)
+
+    def _elapsed(self, state: _Progress) -> float:
+        return self.transport.clock.monotonic() - state.started
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -324,6 +317,7 @@ class Poll(Generic[R]):
 class _Progress:
     """What one poll has seen so far."""
 
+    started: float
     last_heard: float
     iteration: int = 0
     silences: int = 0

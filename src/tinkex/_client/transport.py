@@ -9,11 +9,12 @@ import platform
 import re
 import secrets
 import sys
+import traceback
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Literal, Protocol, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from tinkex._version import PARITY_VERSION, __version__
@@ -35,9 +36,14 @@ from tinkex.errors import (
     InvalidInputError,
     TinkerError,
 )
-from tinkex.telemetry.bus import wants
-from tinkex.telemetry.calls import HttpExchange
-from tinkex.telemetry.events import HttpEvent
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import current_metadata, next_id
+from tinkex.telemetry.events import (
+    HttpEvent,
+    HttpRequestException,
+    HttpRequestStart,
+    HttpRequestStop,
+)
 
 from .auth import Auth
 from .budget import Budget, slots
@@ -219,7 +225,7 @@ class Transport:
         try:
             self._check_open()  # it may have been closed during the wait
             if wants(HttpEvent):
-                watched = self._watch(pool, operation.method, operation.path, attempt)
+                watched = _Watched(self, pool, operation.method, operation.path)
             if self._add_trace_context is not None:
                 self._add_trace_context(sent)
             async with asyncio.timeout(timeout):
@@ -228,7 +234,7 @@ class Transport:
             raise _connection_error(error, operation.method, url, timeout) from error
         else:
             if watched is not None:
-                watched.end(response.status)
+                watched.answered(response.status, attempt)
                 watched = None
             if note := response.headers.get("x-deprecation-note"):
                 self.notices.deprecated(note, response.headers.get("x-deprecation-level"))
@@ -238,11 +244,7 @@ class Transport:
             if flight is not None:
                 self.notices.end(flight)
             if watched is not None:
-                watched.end(None, sys.exception())
-
-    def _watch(self, pool: Pool, method: str, path: str, attempt: int = 0) -> HttpExchange:
-        facts = (method, path, pool.value, self._base_url)
-        return HttpExchange(self.clock, facts, attempt, self.metadata)
+                watched.failed(sys.exception())
 
     async def _perform(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
@@ -307,23 +309,24 @@ class Transport:
             client = self._pyqwest_client()
         open_stream = _method_of(client, "stream")
         flight = None if name is None else self.notices.begin(name, timeout)
-        watched = self._watch(pool, method, urlsplit(url).path) if wants(HttpEvent) else None
+        watched = _Watched(self, pool, method, urlsplit(url).path) if wants(HttpEvent) else None
         if self._add_trace_context is not None:
             self._add_trace_context(headers := dict(headers))
         opened = open_stream(method, url, headers=headers, content=body)
-        status = None
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(timeout):
                     response = await stack.enter_async_context(opened)
-                status = response.status
+                if watched is not None:
+                    watched.answered(response.status, 0)
+                    watched = None
             except _foreign_errors() as error:
                 raise _connection_error(error, method, url, timeout) from error
             finally:
                 if flight is not None:
                     self.notices.end(flight)
                 if watched is not None:
-                    watched.end(status, sys.exception())
+                    watched.failed(sys.exception())
             yield _Streamed(response, method, url)
 
     @staticmethod
@@ -428,6 +431,42 @@ class Transport:
                 await closing()
         self._clients.clear()
         self._limits.clear()
+
+
+class _Watched:
+    """A request that somebody listens to."""
+
+    __slots__ = ("_began", "_clock", "_facts", "_metadata")
+
+    def __init__(self, transport: Transport, pool: Pool, method: str, path: str) -> None:
+        # Not `pool.value`, which takes longer than all the rest.
+        self._facts = (next_id(), method, path, pool._value_, transport._base_url)
+        self._metadata = current_metadata() or transport.metadata
+        self._clock = transport.clock
+        self._began = self._clock.monotonic()
+        if wants(HttpRequestStart):
+            emit(HttpRequestStart(*self._facts, self._clock.wall(), metadata=self._metadata))
+
+    def answered(self, status: int, attempt: int) -> None:
+        if wants(HttpRequestStop):
+            seconds = self._clock.monotonic() - self._began
+            result: Literal["ok", "error"] = "ok" if 200 <= status < 300 else "error"
+            emit(
+                HttpRequestStop(
+                    *self._facts, seconds, status, result, attempt, metadata=self._metadata
+                )
+            )
+
+    def failed(self, error: BaseException | None) -> None:
+        if wants(HttpRequestException):
+            seconds = self._clock.monotonic() - self._began
+            trace = "".join(traceback.format_exception(error))
+            kind, reason = type(error).__name__, str(error)
+            emit(
+                HttpRequestException(
+                    *self._facts, seconds, kind, reason, trace, metadata=self._metadata
+                )
+            )
 
 
 class _Streamed:

@@ -1,4 +1,4 @@
-"""What the client says of one call and of one HTTP request, to those who listen.
+"""What the client says of one call and of its attempts, to those who listen.
 
 A call travels with the task that does its work, in a context variable, so that requests, promises and retries
 far below can say whose they are.
@@ -7,7 +7,6 @@ far below can say whose they are.
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,9 +17,6 @@ from tinkex.errors import TinkerError
 
 from .bus import emit, wants
 from .events import (
-    HttpRequestException,
-    HttpRequestStart,
-    HttpRequestStop,
     OperationException,
     OperationStart,
     OperationStop,
@@ -33,20 +29,21 @@ from .events import (
 __all__ = [
     "Call",
     "Clock",
-    "HttpExchange",
     "add_metadata",
     "attempt_failed",
     "attempt_started",
     "attempt_succeeded",
     "current_metadata",
     "metadata",
+    "next_id",
     "observed",
 ]
 
 T = TypeVar("T")
 
 _NOTHING: Final[Mapping[str, Any]] = {}
-_ids = itertools.count(1)
+#: A number for the events of one thing.
+next_id: Final = itertools.count(1).__next__
 
 
 class Clock(Protocol):
@@ -78,7 +75,7 @@ def current_metadata() -> Mapping[str, Any]:
 
 
 def add_metadata(**more: Any) -> None:
-    """Say more about the call whose work this is."""
+    """Say more about the call whose work this is; other tasks of the same call are not told."""
     call = _call.get()
     if call is not None:
         known = {**call.metadata, **more}
@@ -111,7 +108,7 @@ def observed(
     `report(call, result, seconds)` may say more about a result.
     """
     given = _given.get()
-    call = Call(next(_ids), operation, {**facts, **given} if given else facts, clock.monotonic())
+    call = Call(next_id(), operation, {**facts, **given} if given else facts, clock.monotonic())
     return _observe(call, work, clock, clock.wall() if wants(OperationStart) else 0.0, report)
 
 
@@ -142,54 +139,6 @@ async def _observe(
     if wants(OperationStop):
         emit(OperationStop(call.id, call.operation, seconds, metadata=current_metadata()))
     return result
-
-
-class HttpExchange:
-    """One request on its way; say how it ended with `end`."""
-
-    __slots__ = ("_clock", "_facts", "_metadata", "_retry_count", "_started")
-
-    def __init__(
-        self,
-        clock: Clock,
-        facts: tuple[str, str, str, str],
-        retry_count: int,
-        metadata: Mapping[str, Any],
-    ) -> None:
-        call = _call.get()
-        self._clock = clock
-        self._facts = (next(_ids), *facts)
-        self._metadata = metadata if call is None else call.metadata
-        self._retry_count = retry_count
-        self._started = clock.monotonic()
-        if wants(HttpRequestStart):
-            emit(HttpRequestStart(*self._facts, clock.wall(), metadata=self._metadata))
-
-    def end(self, status: int | None, error: BaseException | None = None) -> None:
-        """An answer with a status, or None and what happened instead."""
-        if status is not None:
-            if wants(HttpRequestStop):
-                emit(
-                    HttpRequestStop(
-                        *self._facts,
-                        self._clock.monotonic() - self._started,
-                        status,
-                        "ok" if 200 <= status < 300 else "error",
-                        self._retry_count,
-                        metadata=self._metadata,
-                    )
-                )
-        elif wants(HttpRequestException):
-            emit(
-                HttpRequestException(
-                    *self._facts,
-                    self._clock.monotonic() - self._started,
-                    type(error).__name__,
-                    str(error),
-                    "".join(traceback.format_exception(error)),
-                    metadata=self._metadata,
-                )
-            )
 
 
 def attempt_started(clock: Clock, attempt: int) -> None:

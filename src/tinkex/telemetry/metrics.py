@@ -10,9 +10,9 @@ Names end in what they count; durations are milliseconds, as their names say.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
@@ -35,12 +35,10 @@ from .events import (
     TrainingStep,
 )
 
-__all__ = ["LATENCY_BUCKETS", "HistogramSnapshot", "Metrics", "Rate", "Snapshot"]
+__all__ = ["LATENCY_BUCKETS", "HistogramSnapshot", "Metrics", "Snapshot"]
 
 #: Upper ends in milliseconds; longer ones are counted beyond the last.
 LATENCY_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-#: Seconds over which tokens per second are averaged.
-_RATE_WINDOW: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +73,18 @@ class _Histogram:
         self.count, self.total = 0, 0.0
         self.min, self.max = float("inf"), float("-inf")
 
-    def record(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.latest.append(value)
-        self.counts[bisect_left(self.bounds, value)] += 1
-        if value < self.min:  # noqa: PLR1730 - min() costs more than all the rest
-            self.min = value
-        if value > self.max:  # noqa: PLR1730
-            self.max = value
+    def record(self, values: Sequence[float]) -> None:
+        ordered = sorted(values)
+        self.count += len(ordered)
+        self.total += sum(ordered)
+        self.latest.extend(values)
+        self.min, self.max = min(self.min, ordered[0]), max(self.max, ordered[-1])
+        before = 0
+        for place, bound in enumerate(self.bounds):
+            below = bisect_right(ordered, bound)
+            self.counts[place] += below - before
+            before = below
+        self.counts[-1] += len(ordered) - before
 
     def snapshot(self) -> HistogramSnapshot:
         buckets = dict(zip((*self.bounds, float("inf")), self.counts, strict=True))
@@ -111,47 +112,11 @@ def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
     return ordered[ceil(len(ordered) * percent / 100) - 1]
 
 
-class Rate:
-    """How much comes in per second, lately."""
+class Metrics(bus.Collector):
+    """Counters, gauges and histograms by name; inside a `with` block, also those of the client.
 
-    __slots__ = ("_clock", "_seen", "_since", "_total", "_window")
-
-    def __init__(self, clock: Callable[[], float], window: float = _RATE_WINDOW) -> None:
-        self._clock = clock
-        self._window = window
-        self._seen: deque[list[float]] = (
-            deque()
-        )  # [when, amount], one a tenth of the window at most
-        self._total = 0.0
-        self._since: float | None = None
-
-    def add(self, amount: float, duration: float = 0.0) -> None:
-        """Count what took `duration` seconds until now."""
-        now = self._clock()
-        if self._since is None:
-            self._since = now - duration
-        self._total += amount
-        if self._seen and now - self._seen[-1][0] < self._window / 10:
-            self._seen[-1][1] += amount
-        else:
-            self._seen.append([now, amount])
-        self._forget(now)
-
-    def per_second(self) -> float:
-        now = self._clock()
-        self._forget(now)
-        if self._since is None:
-            return 0.0
-        seconds = min(now - self._since, self._window)
-        return self._total / seconds if seconds > 0 else 0.0
-
-    def _forget(self, now: float) -> None:
-        while self._seen and now - self._seen[0][0] >= self._window:
-            self._total -= self._seen.popleft()[1]
-
-
-class Metrics(bus.Subscriber):
-    """Counters, gauges and histograms by name; inside a `with` block, also those of the client."""
+    Tokens per second are averages since the snapshot before, or since the beginning.
+    """
 
     def __init__(
         self,
@@ -161,6 +126,7 @@ class Metrics(bus.Subscriber):
         histogram_max_samples: int = 1000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         if not latency_buckets or any(low >= high for low, high in pairwise(latency_buckets)):
             raise InvalidInputError("must be one or more rising numbers", field="latency_buckets")
         if histogram_max_samples < 1:
@@ -169,7 +135,8 @@ class Metrics(bus.Subscriber):
         self._bounds = tuple(latency_buckets)
         self._max_samples = histogram_max_samples
         self._clock = clock
-        self._lock = bus.lock()
+        self._measured = 0.0  # when tokens per second were, and when listening ended
+        self._ended: float | None = None
         self.reset()
 
     # -- keeping -----------------------------------------------------------------------------
@@ -184,107 +151,134 @@ class Metrics(bus.Subscriber):
 
     def record_histogram(self, name: str, value_ms: float) -> None:
         with self._lock:
-            self._record(name, value_ms)
+            self._record(name, [value_ms])
 
-    def _record(self, name: str, value: float) -> None:
+    def _record(self, name: str, values: Sequence[float]) -> None:
         histogram = self._histograms.get(name)
         if histogram is None:
             histogram = self._histograms[name] = _Histogram(self._bounds, self._max_samples)
-        histogram.record(value)
+        histogram.record(values)
 
     def snapshot(self) -> Snapshot:
+        self.flush()
         with self._lock:
-            rates = {name: rate.per_second() for name, rate in self._rates.items()}
+            self._measure_flows()
             return Snapshot(
                 dict(sorted(self._counters.items())),
-                dict(sorted((self._gauges | rates).items())),
+                dict(sorted(self._gauges.items())),
                 {name: each.snapshot() for name, each in sorted(self._histograms.items())},
             )
 
+    def _measure_flows(self) -> None:
+        now = self._clock() if self._ended is None else self._ended
+        seconds = now - self._measured
+        if seconds <= 0:
+            return
+        for name in _FLOWS:
+            if name in self._counters:
+                gone = self._counters[name] - self._flowed.get(name, 0)
+                self._flowed[name] = self._counters[name]
+                self._gauges[f"{name}_per_second"] = gone / seconds
+        self._measured = now
+
     def reset(self) -> None:
         """Forget everything and go on."""
+        self.flush()
         with self._lock:
             self._counters: defaultdict[str, float] = defaultdict(int)
             self._gauges: dict[str, float] = {}
             self._histograms: dict[str, _Histogram] = {}
-            self._rates: dict[str, Rate] = {}
-
-    def flush(self) -> None:
-        """Return when what was emitted before is counted; events are counted as they occur."""
-        with self._lock:
-            return
+            self._flowed: dict[str, float] = {}
+            self._measured = self._clock()
 
     # -- listening ---------------------------------------------------------------------------
 
     def attach(self) -> Self:
         """Keep the client's numbers too, unless made with `enabled=False`."""
+        self._ended = None
         return super().attach() if self._enabled else self
 
-    def handlers(self) -> Mapping[type[Event], Callable[[Any], object]]:
-        return {
-            HttpRequestStop: self._request,
-            HttpRequestException: self._request_failed,
-            FutureCompleted: self._future,
-            FutureFailure: lambda _: self.increment("tinkex_futures_failed"),
-            QueueStateChange: lambda event: self.increment(f"tinkex_queue_{event.queue_state}"),
-            RetryAttemptRetry: lambda _: self.increment("tinkex_retries_total"),
-            Throttled: self._throttled,
-            TrainingPass: self._training_pass,
-            TrainingStep: self._training_step,
-            SampleStop: self._sample,
-        }
+    def detach(self) -> None:
+        super().detach()
+        self._ended = self._clock()
 
-    # One acquired lock and plain additions each: a client that samples passes here thousands of times a second.
+    def kinds(self) -> Iterable[type[Event]]:
+        return _COUNTED
 
-    def _request(self, event: HttpRequestStop) -> None:
-        with self._lock:
-            counters = self._counters
-            counters["tinkex_requests_total"] += 1
-            counters[_RESULTS[event.result]] += 1
-            self._record("tinkex_request_duration_ms", event.duration * 1000)
+    def count(self, events: list[Any]) -> None:
+        of_kind: dict[type[Event], list[Any]] = {}
+        for event in events:
+            of_kind.setdefault(type(event), []).append(event)
+        for kind, group in of_kind.items():
+            count = _COUNTED.get(kind) or _COUNTED[FutureFailure]  # the only one that is a family
+            count(self, group)
 
-    def _request_failed(self, event: HttpRequestException) -> None:
-        with self._lock:
-            self._counters["tinkex_requests_total"] += 1
-            self._counters["tinkex_requests_failure"] += 1
-            self._record("tinkex_request_duration_ms", event.duration * 1000)
+    def _add(self, name: str, amount: float) -> None:
+        self._counters[name] += amount
 
-    def _future(self, event: FutureCompleted) -> None:
-        with self._lock:
-            self._counters["tinkex_futures_completed"] += 1
-            self._record("tinkex_future_duration_ms", event.elapsed_time * 1000)
+    def _durations(self, name: str, events: Iterable[Any]) -> None:
+        self._record(name, [event.duration * 1000 for event in events])
 
-    def _throttled(self, event: Throttled) -> None:
-        self.increment("tinkex_throttled_total")
-        self.increment("tinkex_throttled_seconds", event.delay)
+    def _requests(self, events: list[HttpRequestStop]) -> None:
+        succeeded = sum(event.result == "ok" for event in events)
+        self._add("tinkex_requests_total", len(events))
+        if succeeded:
+            self._add("tinkex_requests_success", succeeded)
+        if succeeded < len(events):
+            self._add("tinkex_requests_failure", len(events) - succeeded)
+        self._durations("tinkex_request_duration_ms", events)
 
-    def _training_pass(self, event: TrainingPass) -> None:
-        with self._lock:
-            self._counters["tinkex_training_passes"] += 1
-            self._counters["tinkex_training_tokens"] += event.tokens
-            self._record("tinkex_training_pass_duration_ms", event.duration * 1000)
-            self._flow("tinkex_training_tokens_per_second", event.tokens, event.duration)
+    def _failed_requests(self, events: list[HttpRequestException]) -> None:
+        self._add("tinkex_requests_total", len(events))
+        self._add("tinkex_requests_failure", len(events))
+        self._durations("tinkex_request_duration_ms", events)
 
-    def _training_step(self, event: TrainingStep) -> None:
-        with self._lock:
-            self._counters["tinkex_training_steps"] += 1
-            self._record("tinkex_training_step_duration_ms", event.duration * 1000)
+    def _futures(self, events: list[FutureCompleted]) -> None:
+        self._add("tinkex_futures_completed", len(events))
+        self._record("tinkex_future_duration_ms", [event.elapsed_time * 1000 for event in events])
 
-    def _sample(self, event: SampleStop) -> None:
-        with self._lock:
-            counters = self._counters
-            counters["tinkex_samples"] += event.sequences
-            counters["tinkex_prompt_tokens"] += event.prompt_tokens
-            counters["tinkex_cached_tokens"] += event.cached_tokens
-            counters["tinkex_sampled_tokens"] += event.sampled_tokens
-            self._record("tinkex_sample_duration_ms", event.duration * 1000)
-            self._flow("tinkex_sampled_tokens_per_second", event.sampled_tokens, event.duration)
+    def _failed_futures(self, events: list[FutureFailure]) -> None:
+        self._add("tinkex_futures_failed", len(events))
 
-    def _flow(self, name: str, amount: float, seconds: float) -> None:
-        rate = self._rates.get(name)
-        if rate is None:
-            rate = self._rates[name] = Rate(self._clock)
-        rate.add(amount, seconds)
+    def _retries(self, events: list[RetryAttemptRetry]) -> None:
+        self._add("tinkex_retries_total", len(events))
+
+    def _queue_states(self, events: list[QueueStateChange]) -> None:
+        for event in events:
+            self._add(f"tinkex_queue_{event.queue_state}", 1)
+
+    def _pauses(self, events: list[Throttled]) -> None:
+        self._add("tinkex_throttled_total", len(events))
+        self._add("tinkex_throttled_seconds", sum(event.delay for event in events))
+
+    def _training_passes(self, events: list[TrainingPass]) -> None:
+        self._add("tinkex_training_passes", len(events))
+        self._add("tinkex_training_tokens", sum(event.tokens for event in events))
+        self._durations("tinkex_training_pass_duration_ms", events)
+
+    def _training_steps(self, events: list[TrainingStep]) -> None:
+        self._add("tinkex_training_steps", len(events))
+        self._durations("tinkex_training_step_duration_ms", events)
+
+    def _samples(self, events: list[SampleStop]) -> None:
+        self._add("tinkex_samples", sum(event.sequences for event in events))
+        self._add("tinkex_prompt_tokens", sum(event.prompt_tokens for event in events))
+        self._add("tinkex_cached_tokens", sum(event.cached_tokens for event in events))
+        self._add("tinkex_sampled_tokens", sum(event.sampled_tokens for event in events))
+        self._durations("tinkex_sample_duration_ms", events)
 
 
-_RESULTS: Final = {"ok": "tinkex_requests_success", "error": "tinkex_requests_failure"}
+_COUNTED: Final[Mapping[type[Event], Callable[[Metrics, list[Any]], object]]] = {
+    HttpRequestStop: Metrics._requests,
+    HttpRequestException: Metrics._failed_requests,
+    FutureCompleted: Metrics._futures,
+    FutureFailure: Metrics._failed_futures,
+    QueueStateChange: Metrics._queue_states,
+    RetryAttemptRetry: Metrics._retries,
+    Throttled: Metrics._pauses,
+    TrainingPass: Metrics._training_passes,
+    TrainingStep: Metrics._training_steps,
+    SampleStop: Metrics._samples,
+}
+#: Counters that are also shown per second.
+_FLOWS: Final = ("tinkex_training_tokens", "tinkex_sampled_tokens")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -21,12 +22,13 @@ from tinkex.errors import InvalidInputError
 
 from . import bus
 from .events import Event, QueueStateChange, SampleStop, TrainingPass, TrainingStep
-from .metrics import Rate
 
 __all__ = ["Progress", "progress"]
 
 #: Seconds between plain lines.
 _INTERVAL: Final = 5.0
+#: Seconds over which tokens per second are averaged.
+_LATELY: Final = 10.0
 _REDRAWN_PER_SECOND: Final = 4
 
 
@@ -67,9 +69,10 @@ class Progress(bus.Subscriber):
         self._title = title
         self._file = file
         self._clock = clock
-        self._tokens = Rate(clock)
+        self._tokens = 0
         self._waiting = ""
         self._began = self._printed = clock()
+        self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])  # when, how many tokens
         self._last_line = ""
         self._live: Any = None
 
@@ -85,7 +88,8 @@ class Progress(bus.Subscriber):
 
     def _passed(self, event: TrainingPass) -> None:
         self.loss = self.loss if event.loss is None else event.loss
-        self._moved(event.tokens, event.duration)
+        self._tokens += event.tokens
+        self._moved()
 
     def _stepped(self, event: TrainingStep) -> None:
         self.steps += 1
@@ -93,12 +97,11 @@ class Progress(bus.Subscriber):
 
     def _sampled(self, event: SampleStop) -> None:
         self.samples += event.sequences
-        self._moved(event.sampled_tokens, event.duration)
+        self._tokens += event.sampled_tokens
+        self._moved()
 
-    def _moved(self, tokens: int = 0, seconds: float = 0.0) -> None:
+    def _moved(self) -> None:
         self._waiting = ""
-        if tokens:
-            self._tokens.add(tokens, seconds)
         if self._live is None and self._clock() - self._printed >= _INTERVAL:
             self._print()
 
@@ -126,12 +129,21 @@ class Progress(bus.Subscriber):
             parts.append(f"sample {self.samples}{_of(self._total_samples)}")
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
-        if speed := self._tokens.per_second():
+        if speed := self._speed():
             parts.append(f"{_short(speed)} tok/s")
         if self._waiting:
             parts.append(f"waiting: {self._waiting}")
         parts.append(self._time())
         return " · ".join(parts)
+
+    def _speed(self) -> float:
+        """Tokens per second since it was drawn some seconds ago."""
+        now = self._clock()
+        while len(self._seen) > 1 and now - self._seen[0][0] > _LATELY:
+            self._seen.popleft()
+        self._seen.append((now, self._tokens))
+        since, before = self._seen[0]
+        return (self._tokens - before) / (now - since) if now > since else 0.0
 
     def _time(self) -> str:
         spent = self._clock() - self._began
@@ -142,6 +154,7 @@ class Progress(bus.Subscriber):
 
     def __enter__(self) -> Self:
         self._began = self._printed = self._clock()
+        self._seen = deque([(self._began, self._tokens)])
         if _is_terminal(self._file):
             self._live = self._on_terminal()
             self._live.start()

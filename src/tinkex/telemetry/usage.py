@@ -13,16 +13,16 @@ tokens of its input, with a custom loss twice; a prompt counts once, however man
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import add
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tinkex.errors import InvalidInputError
 
 from . import bus
-from .events import Event, OperationEvent, SampleStop, TrainingPass
+from .events import Event, SampleStop, TrainingPass
 
 if TYPE_CHECKING:
     from tinkex.types import BillingUsageResponse, Datum, ModelInput
@@ -147,38 +147,26 @@ def _sum_or_none(costs: Iterable[float | None]) -> float | None:
     return None if any(cost is None for cost in known) else sum(filter(None, known))
 
 
-class Usage(bus.Subscriber):
+class Usage(bus.Collector):
     """Counts the tokens of all calls while it listens; the latest `keep_calls` also one by one."""
 
     def __init__(self, prices: Prices | None = None, *, keep_calls: int = 1000) -> None:
+        super().__init__()
         self.prices = prices or Prices()
-        self._lock = bus.lock()
         self._counts: dict[tuple[str | None, str | None], list[int]] = {}
-        self._calls: deque[tuple[Any, ...]] = deque(maxlen=keep_calls)
+        self._latest: deque[SampleStop | TrainingPass] = deque(maxlen=keep_calls)
 
-    def handlers(self) -> Mapping[type[Event], Callable[[Any], object]]:
-        return {SampleStop: self._sampled, TrainingPass: self._trained}
+    def kinds(self) -> Iterable[type[Event]]:
+        return SampleStop, TrainingPass
 
-    def _sampled(self, event: SampleStop) -> None:
-        cached = event.cached_tokens
-        self._count(event, (0, event.prompt_tokens - cached, cached, event.sampled_tokens))
-
-    def _trained(self, event: TrainingPass) -> None:
-        self._count(event, (event.tokens, 0, 0, 0))
-
-    def _count(self, event: OperationEvent, counts: tuple[int, ...]) -> None:
-        known = event.metadata
-        run, model = (
-            known.get("model_id") or known.get("sampling_session_id"),
-            known.get("base_model"),
-        )
-        self._add(run, model, counts)
-        self._calls.append((event.id, event.operation, run, model, counts))
+    def count(self, events: list[SampleStop | TrainingPass]) -> None:
+        self._latest.extend(events)
+        for event in events:
+            self._add(*_counted(event))
 
     def _add(self, run: str | None, model: str | None, counts: Iterable[int]) -> None:
-        with self._lock:
-            totals = self._counts.get((run, model)) or [0] * len(KINDS)
-            self._counts[run, model] = [*map(add, totals, counts)]
+        totals = self._counts.get((run, model)) or [0] * len(KINDS)
+        self._counts[run, model] = [*map(add, totals, counts)]
 
     def add_from_service(self, usage: BillingUsageResponse) -> None:
         """Count what the service says was used, by session, as with `RestClient.get_billing_usage`."""
@@ -191,14 +179,13 @@ class Usage(bus.Subscriber):
             if kind is not None:
                 count = getattr(info, "token_count", 0)
                 counts = (count if each == kind else 0 for each in KINDS)
-                self._add(entry.session_id, entry.base_model, counts)
+                with self._lock:
+                    self._add(entry.session_id, entry.base_model, counts)
 
     @property
     def calls(self) -> list[CallUsage]:
-        return [
-            CallUsage(call, operation, run, model, Tokens(*counts))
-            for call, operation, run, model, counts in list(self._calls)
-        ]
+        self.flush()
+        return [_call_usage(event) for event in list(self._latest)]
 
     @property
     def tokens(self) -> Tokens:
@@ -224,6 +211,7 @@ class Usage(bus.Subscriber):
 
     def summary(self, run: str | None = None) -> Summary:
         """What was used so far, of one run or of all."""
+        self.flush()
         with self._lock:
             counted = {who: Tokens(*counts) for who, counts in self._counts.items()}
         return Summary(
@@ -233,6 +221,24 @@ class Usage(bus.Subscriber):
                 if run is None or who[0] == run
             )
         )
+
+
+def _counted(
+    event: SampleStop | TrainingPass,
+) -> tuple[str | None, str | None, tuple[int, int, int, int]]:
+    known = event.metadata
+    run = known.get("model_id") or known.get("sampling_session_id")
+    if isinstance(event, TrainingPass):
+        counts = (event.tokens, 0, 0, 0)
+    else:
+        cached = event.cached_tokens
+        counts = (0, event.prompt_tokens - cached, cached, event.sampled_tokens)
+    return run, known.get("base_model"), counts
+
+
+def _call_usage(event: SampleStop | TrainingPass) -> CallUsage:
+    run, model, counts = _counted(event)
+    return CallUsage(event.id, event.operation, run, model, Tokens(*counts))
 
 
 @dataclass(frozen=True, slots=True)
