@@ -31,7 +31,7 @@ HTTP = ("GET", "/x", "session", "http://x")
 
 def request(milliseconds: float, status: int = 200) -> HttpRequestStop:
     result = "ok" if status == 200 else "error"
-    return HttpRequestStop(1, *HTTP, milliseconds / 1000, status, result, 0)  # type: ignore[arg-type]
+    return HttpRequestStop(1, *HTTP, milliseconds / 1000, status, result, 0)
 
 
 # -- by hand -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import orjson
@@ -36,7 +37,7 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
-from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import current_metadata
 from tinkex.telemetry.events import (
     FutureApiError,
@@ -142,7 +143,7 @@ class Poll(Generic[R]):
 
     def _tell(self, kind: Callable[..., FutureEvent], *facts: Any) -> None:
         about = self.promise.request_id, self.operation.request_type or self.operation.name
-        emit(kind(*about, *facts, metadata=current_metadata()))
+        tell(partial(kind, *about, *facts, metadata=current_metadata()))
 
     def _tell_failed(self, error: BaseException, state: _Progress) -> None:
         ended = self._elapsed(state), state.iteration

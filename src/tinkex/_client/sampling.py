@@ -27,8 +27,8 @@ from tinkex.errors import (
     NotFoundError,
     TinkerError,
 )
-from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.calls import Call, add_metadata, current_metadata, observed
+from tinkex.telemetry.bus import emit, tell, wants
+from tinkex.telemetry.calls import Call, current_call, current_metadata, observed
 from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
@@ -400,8 +400,8 @@ class SamplingClient(SamplingClientAsync):
             await flight.room.take(1)
         try:
             seq_id = next(self._seq_ids or await self._join())
-            if wants(HttpEvent):
-                add_metadata(seq_id=seq_id)
+            if wants(HttpEvent) and (call := current_call()) is not None:
+                call.metadata = {**call.metadata, "seq_id": seq_id}
             promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
@@ -634,21 +634,12 @@ class _Boarding:
 
 def _report_sample(prompt: ModelInput, call: Call, result: SampleResponse, seconds: float) -> None:
     if wants(SampleStop):
-        emit(
-            SampleStop(
-                call.id,
-                call.operation,
-                seconds,
-                prompt.length,
-                result.prompt_cache_hit_tokens,
-                sum(
-                    0 if each.tokens_np is None else each.tokens_np.size
-                    for each in result.sequences
-                ),
-                len(result.sequences),
-                metadata=call.metadata,
-            )
-        )
+        drawn = 0
+        for sequence in result.sequences:
+            if sequence.tokens_np is not None:
+                drawn += len(sequence.tokens_np)
+        counts = (prompt.length, result.prompt_cache_hit_tokens, drawn, len(result.sequences))
+        tell(partial(SampleStop, call.id, call.operation, seconds, *counts, metadata=call.metadata))
 
 
 def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: float) -> None:

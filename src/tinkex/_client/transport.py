@@ -13,8 +13,9 @@ import traceback
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib import import_module
-from typing import Any, Final, Literal, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from tinkex._version import PARITY_VERSION, __version__
@@ -36,8 +37,8 @@ from tinkex.errors import (
     InvalidInputError,
     TinkerError,
 )
-from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.calls import current_metadata, next_id
+from tinkex.telemetry.bus import emit, tell, wants
+from tinkex.telemetry.calls import current_call, next_id
 from tinkex.telemetry.events import (
     HttpEvent,
     HttpRequestException,
@@ -221,11 +222,11 @@ class Transport:
         if not limit.try_take(1):
             await limit.take(1)
         flight = None if quiet else self.notices.begin(operation.name, timeout)
-        watched = None
+        watched: tuple[int, float] | None = None
         try:
             self._check_open()  # it may have been closed during the wait
             if wants(HttpEvent):
-                watched = _Watched(self, pool, operation.method, operation.path)
+                watched = self._watch(operation)
             if self._add_trace_context is not None:
                 self._add_trace_context(sent)
             async with asyncio.timeout(timeout):
@@ -234,7 +235,8 @@ class Transport:
             raise _connection_error(error, operation.method, url, timeout) from error
         else:
             if watched is not None:
-                watched.answered(response.status, attempt)
+                if wants(HttpRequestStop):
+                    self._tell_answered(operation, watched, response.status, attempt)
                 watched = None
             if note := response.headers.get("x-deprecation-note"):
                 self.notices.deprecated(note, response.headers.get("x-deprecation-level"))
@@ -244,7 +246,54 @@ class Transport:
             if flight is not None:
                 self.notices.end(flight)
             if watched is not None:
-                watched.failed(sys.exception())
+                self._tell_failed(operation, watched, sys.exception())
+
+    # -- telling of an exchange, to those who listen -------------------------------------------
+
+    def _watch(self, operation: Operation[Any]) -> tuple[int, float]:
+        """A number for the events of one request, and when it began."""
+        number = next_id()
+        if wants(HttpRequestStart):
+            facts = self._facts_of(operation)
+            emit(HttpRequestStart(number, *facts, self.clock.wall(), metadata=self._whose()))
+        return number, self.clock.monotonic()
+
+    def _tell_answered(
+        self, operation: Operation[Any], watched: tuple[int, float], status: int, attempt: int
+    ) -> None:
+        number, began = watched
+        call = current_call()
+        tell(
+            partial(
+                HttpRequestStop,
+                number,
+                operation.method,
+                operation.path,
+                operation.pool._value_,  # `value` takes longer than all the rest
+                self._base_url,
+                self.clock.monotonic() - began,
+                status,
+                "ok" if 200 <= status < 300 else "error",
+                attempt,
+                metadata=self.metadata if call is None else call.metadata,
+            )
+        )
+
+    def _tell_failed(
+        self, operation: Operation[Any], watched: tuple[int, float], error: BaseException | None
+    ) -> None:
+        if wants(HttpRequestException):
+            number, began = watched
+            seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
+            told = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+            emit(HttpRequestException(number, *facts, seconds, *told, metadata=self._whose()))
+
+    def _facts_of(self, operation: Operation[Any]) -> tuple[str, str, str, str]:
+        return operation.method, operation.path, operation.pool.value, self._base_url
+
+    def _whose(self) -> Mapping[str, Any]:
+        call = current_call()
+        return self.metadata if call is None else call.metadata
 
     async def _perform(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
@@ -309,7 +358,9 @@ class Transport:
             client = self._pyqwest_client()
         open_stream = _method_of(client, "stream")
         flight = None if name is None else self.notices.begin(name, timeout)
-        watched = _Watched(self, pool, method, urlsplit(url).path) if wants(HttpEvent) else None
+        path = urlsplit(url).path
+        row = Operation(name or path, method, path, object, object, pool, Body.NONE)
+        watched = self._watch(row) if wants(HttpEvent) else None
         if self._add_trace_context is not None:
             self._add_trace_context(headers := dict(headers))
         opened = open_stream(method, url, headers=headers, content=body)
@@ -318,7 +369,7 @@ class Transport:
                 async with asyncio.timeout(timeout):
                     response = await stack.enter_async_context(opened)
                 if watched is not None:
-                    watched.answered(response.status, 0)
+                    self._tell_answered(row, watched, response.status, 0)
                     watched = None
             except _foreign_errors() as error:
                 raise _connection_error(error, method, url, timeout) from error
@@ -326,7 +377,7 @@ class Transport:
                 if flight is not None:
                     self.notices.end(flight)
                 if watched is not None:
-                    watched.failed(sys.exception())
+                    self._tell_failed(row, watched, sys.exception())
             yield _Streamed(response, method, url)
 
     @staticmethod
@@ -431,42 +482,6 @@ class Transport:
                 await closing()
         self._clients.clear()
         self._limits.clear()
-
-
-class _Watched:
-    """A request that somebody listens to."""
-
-    __slots__ = ("_began", "_clock", "_facts", "_metadata")
-
-    def __init__(self, transport: Transport, pool: Pool, method: str, path: str) -> None:
-        # Not `pool.value`, which takes longer than all the rest.
-        self._facts = (next_id(), method, path, pool._value_, transport._base_url)
-        self._metadata = current_metadata() or transport.metadata
-        self._clock = transport.clock
-        self._began = self._clock.monotonic()
-        if wants(HttpRequestStart):
-            emit(HttpRequestStart(*self._facts, self._clock.wall(), metadata=self._metadata))
-
-    def answered(self, status: int, attempt: int) -> None:
-        if wants(HttpRequestStop):
-            seconds = self._clock.monotonic() - self._began
-            result: Literal["ok", "error"] = "ok" if 200 <= status < 300 else "error"
-            emit(
-                HttpRequestStop(
-                    *self._facts, seconds, status, result, attempt, metadata=self._metadata
-                )
-            )
-
-    def failed(self, error: BaseException | None) -> None:
-        if wants(HttpRequestException):
-            seconds = self._clock.monotonic() - self._began
-            trace = "".join(traceback.format_exception(error))
-            kind, reason = type(error).__name__, str(error)
-            emit(
-                HttpRequestException(
-                    *self._facts, seconds, kind, reason, trace, metadata=self._metadata
-                )
-            )
 
 
 class _Streamed:

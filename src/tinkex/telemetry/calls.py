@@ -33,6 +33,7 @@ __all__ = [
     "attempt_failed",
     "attempt_started",
     "attempt_succeeded",
+    "current_call",
     "current_metadata",
     "metadata",
     "next_id",
@@ -66,6 +67,8 @@ class Call:
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
+#: The call whose work is being done, if any.
+current_call: Final = _call.get
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_NOTHING)
 
 
@@ -109,19 +112,19 @@ def observed(
     """
     given = _given.get()
     call = Call(next_id(), operation, {**facts, **given} if given else facts, clock.monotonic())
-    return _observe(call, work, clock, clock.wall() if wants(OperationStart) else 0.0, report)
+    return _observe(call, work, clock, report)
 
 
 async def _observe(
     call: Call,
     work: Callable[[], Awaitable[T]],
     clock: Clock,
-    system_time: float,
     report: Callable[[Call, T, float], object] | None,
 ) -> T:
     _call.set(call)
     if wants(OperationStart):
-        emit(OperationStart(call.id, call.operation, system_time, metadata=call.metadata))
+        called = clock.wall() - (clock.monotonic() - call.started)
+        emit(OperationStart(call.id, call.operation, called, metadata=call.metadata))
     try:
         result = await work()
     except BaseException as error:

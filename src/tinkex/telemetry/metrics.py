@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from tinkex.errors import InvalidInputError
 
 from . import bus
+from .bus import column
 from .events import (
     Event,
     FutureCompleted,
@@ -202,73 +203,66 @@ class Metrics(bus.Collector):
         super().detach()
         self._ended = self._clock()
 
-    def kinds(self) -> Iterable[type[Event]]:
-        return _COUNTED
-
-    def count(self, events: list[Any]) -> None:
-        of_kind: dict[type[Event], list[Any]] = {}
-        for event in events:
-            of_kind.setdefault(type(event), []).append(event)
-        for kind, group in of_kind.items():
-            count = _COUNTED.get(kind) or _COUNTED[FutureFailure]  # the only one that is a family
-            count(self, group)
+    def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
+        count = _COUNTED.get(kind) or _COUNTED[FutureFailure]  # the only one that is a family
+        count(self, events)
 
     def _add(self, name: str, amount: float) -> None:
         self._counters[name] += amount
 
-    def _durations(self, name: str, events: Iterable[Any]) -> None:
-        self._record(name, [event.duration * 1000 for event in events])
+    def _durations(self, name: str, seconds: Iterable[float]) -> None:
+        self._record(name, [1000 * each for each in seconds])
 
-    def _requests(self, events: list[HttpRequestStop]) -> None:
-        succeeded = sum(event.result == "ok" for event in events)
+    def _requests(self, events: list[bus.Unmade]) -> None:
+        succeeded = [*column(events, "result")].count("ok")
         self._add("tinkex_requests_total", len(events))
         if succeeded:
             self._add("tinkex_requests_success", succeeded)
         if succeeded < len(events):
             self._add("tinkex_requests_failure", len(events) - succeeded)
-        self._durations("tinkex_request_duration_ms", events)
+        self._durations("tinkex_request_duration_ms", column(events, "duration"))
 
-    def _failed_requests(self, events: list[HttpRequestException]) -> None:
+    def _failed_requests(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_requests_total", len(events))
         self._add("tinkex_requests_failure", len(events))
-        self._durations("tinkex_request_duration_ms", events)
+        self._durations("tinkex_request_duration_ms", column(events, "duration"))
 
-    def _futures(self, events: list[FutureCompleted]) -> None:
+    def _futures(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_futures_completed", len(events))
-        self._record("tinkex_future_duration_ms", [event.elapsed_time * 1000 for event in events])
+        self._durations("tinkex_future_duration_ms", column(events, "elapsed_time"))
 
-    def _failed_futures(self, events: list[FutureFailure]) -> None:
+    def _failed_futures(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_futures_failed", len(events))
 
-    def _retries(self, events: list[RetryAttemptRetry]) -> None:
+    def _retries(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_retries_total", len(events))
 
-    def _queue_states(self, events: list[QueueStateChange]) -> None:
-        for event in events:
-            self._add(f"tinkex_queue_{event.queue_state}", 1)
+    def _queue_states(self, events: list[bus.Unmade]) -> None:
+        for state in column(events, "queue_state"):
+            self._add(f"tinkex_queue_{state}", 1)
 
-    def _pauses(self, events: list[Throttled]) -> None:
+    def _pauses(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_throttled_total", len(events))
-        self._add("tinkex_throttled_seconds", sum(event.delay for event in events))
+        self._add("tinkex_throttled_seconds", sum(column(events, "delay")))
 
-    def _training_passes(self, events: list[TrainingPass]) -> None:
+    def _training_passes(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_training_passes", len(events))
-        self._add("tinkex_training_tokens", sum(event.tokens for event in events))
-        self._durations("tinkex_training_pass_duration_ms", events)
+        self._add("tinkex_training_tokens", sum(column(events, "tokens")))
+        self._durations("tinkex_training_pass_duration_ms", column(events, "duration"))
 
-    def _training_steps(self, events: list[TrainingStep]) -> None:
+    def _training_steps(self, events: list[bus.Unmade]) -> None:
         self._add("tinkex_training_steps", len(events))
-        self._durations("tinkex_training_step_duration_ms", events)
+        self._durations("tinkex_training_step_duration_ms", column(events, "duration"))
 
-    def _samples(self, events: list[SampleStop]) -> None:
-        self._add("tinkex_samples", sum(event.sequences for event in events))
-        self._add("tinkex_prompt_tokens", sum(event.prompt_tokens for event in events))
-        self._add("tinkex_cached_tokens", sum(event.cached_tokens for event in events))
-        self._add("tinkex_sampled_tokens", sum(event.sampled_tokens for event in events))
-        self._durations("tinkex_sample_duration_ms", events)
+    def _samples(self, events: list[bus.Unmade]) -> None:
+        self._add("tinkex_samples", sum(column(events, "sequences")))
+        self._add("tinkex_prompt_tokens", sum(column(events, "prompt_tokens")))
+        self._add("tinkex_cached_tokens", sum(column(events, "cached_tokens")))
+        self._add("tinkex_sampled_tokens", sum(column(events, "sampled_tokens")))
+        self._durations("tinkex_sample_duration_ms", column(events, "duration"))
 
 
-_COUNTED: Final[Mapping[type[Event], Callable[[Metrics, list[Any]], object]]] = {
+_COUNTED: Final[Mapping[type[Event], Callable[[Metrics, list[bus.Unmade]], None]]] = {
     HttpRequestStop: Metrics._requests,
     HttpRequestException: Metrics._failed_requests,
     FutureCompleted: Metrics._futures,
@@ -280,5 +274,6 @@ _COUNTED: Final[Mapping[type[Event], Callable[[Metrics, list[Any]], object]]] = 
     TrainingStep: Metrics._training_steps,
     SampleStop: Metrics._samples,
 }
+Metrics.kinds = tuple(_COUNTED)
 #: Counters that are also shown per second.
 _FLOWS: Final = ("tinkex_training_tokens", "tinkex_sampled_tokens")

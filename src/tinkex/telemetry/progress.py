@@ -10,9 +10,10 @@ On a terminal this is one line that changes; elsewhere a plain line every few se
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -21,15 +22,16 @@ from typing import Any, Final, Self, TextIO
 from tinkex.errors import InvalidInputError
 
 from . import bus
+from .bus import column
 from .events import Event, QueueStateChange, SampleStop, TrainingPass, TrainingStep
 
 __all__ = ["Progress", "progress"]
 
 #: Seconds between plain lines.
-_INTERVAL: Final = 5.0
+_INTERVAL: Final = 10.0
+_REDRAWN_PER_SECOND: Final = 4
 #: Seconds over which tokens per second are averaged.
 _LATELY: Final = 10.0
-_REDRAWN_PER_SECOND: Final = 4
 
 
 def progress(
@@ -51,8 +53,10 @@ def progress(
     return Progress(steps, samples, title, file or sys.stderr, clock)
 
 
-class Progress(bus.Subscriber):
+class Progress(bus.Collector):
     """What `progress` shows; `line` is the same as text."""
+
+    kinds = (TrainingPass, TrainingStep, SampleStop)
 
     def __init__(
         self,
@@ -62,52 +66,43 @@ class Progress(bus.Subscriber):
         file: TextIO,
         clock: Callable[[], float],
     ) -> None:
-        self.steps = self.samples = 0
+        super().__init__()
+        self.steps = self.samples = self.tokens = 0
         self.loss: float | None = None
         self._total_steps = total_steps
         self._total_samples = total_samples
         self._title = title
         self._file = file
         self._clock = clock
-        self._tokens = 0
-        self._waiting = ""
-        self._began = self._printed = clock()
-        self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])  # when, how many tokens
+        self._began = clock()
+        self._seen = deque([(self._began, 0)])  # when there were how many tokens
+        self._events = 0
+        self._waiting: tuple[int, str] = (0, "")  # since how many events, and why
         self._last_line = ""
-        self._live: Any = None
+        self._shown: Any = None
 
     # -- what happens ------------------------------------------------------------------------
 
-    def handlers(self) -> Mapping[type[Event], Callable[[Any], object]]:
-        return {
-            TrainingPass: self._passed,
-            TrainingStep: self._stepped,
-            SampleStop: self._sampled,
-            QueueStateChange: self._queued,
-        }
-
-    def _passed(self, event: TrainingPass) -> None:
-        self.loss = self.loss if event.loss is None else event.loss
-        self._tokens += event.tokens
-        self._moved()
-
-    def _stepped(self, event: TrainingStep) -> None:
-        self.steps += 1
-        self._moved()
-
-    def _sampled(self, event: SampleStop) -> None:
-        self.samples += event.sequences
-        self._tokens += event.sampled_tokens
-        self._moved()
-
-    def _moved(self) -> None:
-        self._waiting = ""
-        if self._live is None and self._clock() - self._printed >= _INTERVAL:
-            self._print()
+    def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
+        self._events += len(events)
+        if kind is TrainingStep:
+            self.steps += len(events)
+        elif kind is SampleStop:
+            self.samples += sum(column(events, "sequences"))
+            self.tokens += sum(column(events, "sampled_tokens"))
+        else:
+            self.tokens += sum(column(events, "tokens"))
+            losses = [loss for loss in column(events, "loss") if loss is not None]
+            self.loss = losses[-1] if losses else self.loss
 
     def _queued(self, event: QueueStateChange) -> None:
+        self.flush()
         active = event.queue_state == "active"
-        self._waiting = "" if active else event.queue_state_reason or event.queue_state
+        why = "" if active else event.queue_state_reason or event.queue_state
+        self._waiting = (self._events, why)
+
+    def _subscribe(self) -> tuple[int, ...]:
+        return (*super()._subscribe(), bus.attach(self._queued, QueueStateChange))
 
     # -- how it looks ------------------------------------------------------------------------
 
@@ -122,6 +117,7 @@ class Progress(bus.Subscriber):
 
     @property
     def line(self) -> str:
+        self.flush()
         parts = [self._title] if self._title else []
         if self.steps or self._total_steps is not None:
             parts.append(f"step {self.steps}{_of(self._total_steps)}")
@@ -131,19 +127,20 @@ class Progress(bus.Subscriber):
             parts.append(f"loss {self.loss:.4g}")
         if speed := self._speed():
             parts.append(f"{_short(speed)} tok/s")
-        if self._waiting:
-            parts.append(f"waiting: {self._waiting}")
+        since, why = self._waiting
+        if why and since == self._events:  # nothing has moved meanwhile
+            parts.append(f"waiting: {why}")
         parts.append(self._time())
         return " · ".join(parts)
 
     def _speed(self) -> float:
-        """Tokens per second since it was drawn some seconds ago."""
+        """Tokens per second since it was looked at some seconds ago."""
         now = self._clock()
         while len(self._seen) > 1 and now - self._seen[0][0] > _LATELY:
             self._seen.popleft()
-        self._seen.append((now, self._tokens))
+        self._seen.append((now, self.tokens))
         since, before = self._seen[0]
-        return (self._tokens - before) / (now - since) if now > since else 0.0
+        return (self.tokens - before) / (now - since) if now > since else 0.0
 
     def _time(self) -> str:
         spent = self._clock() - self._began
@@ -152,28 +149,24 @@ class Progress(bus.Subscriber):
             return str(timedelta(seconds=round(spent)))
         return f"{timedelta(seconds=round(spent * (1 - fraction) / fraction))} left"
 
+    # -- where it is shown -------------------------------------------------------------------
+
     def __enter__(self) -> Self:
-        self._began = self._printed = self._clock()
-        self._seen = deque([(self._began, self._tokens)])
-        if _is_terminal(self._file):
-            self._live = self._on_terminal()
-            self._live.start()
-        return super().__enter__()
+        self._began = self._clock()
+        self._seen = deque([(self._began, self.tokens)])
+        self._shown = self._on_terminal() if _is_terminal(self._file) else _Lines(self.write)
+        self._shown.start()
+        return self.attach()
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
-        if self._live is not None:
-            self._live.stop()  # which draws it a last time
-            self._live = None
-        else:
-            self._print()
+        self.detach()
+        self._shown.stop()  # which shows it a last time
 
-    def _print(self) -> None:
-        self._printed = self._clock()
-        line = self.line
-        if line != self._last_line:
+    def write(self) -> None:
+        """Write a line, if something has changed."""
+        if (line := self.line) != self._last_line:
             self._last_line = line
             with suppress(OSError, ValueError):  # a closed pipe must not end the work
                 print(line, file=self._file, flush=True)
@@ -186,11 +179,11 @@ class Progress(bus.Subscriber):
 
         def draw() -> Table:
             row = Table.grid(padding=(0, 1))
-            fraction = self.fraction
+            line, fraction = self.line, self.fraction
             if fraction is None:
-                row.add_row(self.line)
+                row.add_row(line)
             else:
-                row.add_row(ProgressBar(1.0, fraction, width=24), self.line)
+                row.add_row(ProgressBar(1.0, fraction, width=24), line)
             return row
 
         return Live(
@@ -198,6 +191,27 @@ class Progress(bus.Subscriber):
             get_renderable=draw,
             refresh_per_second=_REDRAWN_PER_SECOND,
         )
+
+
+class _Lines:
+    """Writes a line now and then, on a thread of its own."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tinkex-progress", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            self._write()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._write()
 
 
 def _is_terminal(file: TextIO) -> bool:

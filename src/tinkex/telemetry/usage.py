@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from operator import add
-from typing import TYPE_CHECKING, Final
+from operator import add, attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError
 
@@ -150,19 +150,18 @@ def _sum_or_none(costs: Iterable[float | None]) -> float | None:
 class Usage(bus.Collector):
     """Counts the tokens of all calls while it listens; the latest `keep_calls` also one by one."""
 
+    kinds = (SampleStop, TrainingPass)
+
     def __init__(self, prices: Prices | None = None, *, keep_calls: int = 1000) -> None:
         super().__init__()
         self.prices = prices or Prices()
         self._counts: dict[tuple[str | None, str | None], list[int]] = {}
-        self._latest: deque[SampleStop | TrainingPass] = deque(maxlen=keep_calls)
+        self._latest: deque[bus.Unmade] = deque(maxlen=keep_calls)
 
-    def kinds(self) -> Iterable[type[Event]]:
-        return SampleStop, TrainingPass
-
-    def count(self, events: list[SampleStop | TrainingPass]) -> None:
+    def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
         self._latest.extend(events)
-        for event in events:
-            self._add(*_counted(event))
+        for run, model, counts in map(_counted, events):
+            self._add(run, model, counts)
 
     def _add(self, run: str | None, model: str | None, counts: Iterable[int]) -> None:
         totals = self._counts.get((run, model)) or [0] * len(KINDS)
@@ -185,7 +184,7 @@ class Usage(bus.Collector):
     @property
     def calls(self) -> list[CallUsage]:
         self.flush()
-        return [_call_usage(event) for event in list(self._latest)]
+        return sorted(map(_call_usage, list(self._latest)), key=attrgetter("call"))
 
     @property
     def tokens(self) -> Tokens:
@@ -223,21 +222,24 @@ class Usage(bus.Collector):
         )
 
 
-def _counted(
-    event: SampleStop | TrainingPass,
-) -> tuple[str | None, str | None, tuple[int, int, int, int]]:
-    known = event.metadata
+def _counted(event: bus.Unmade) -> tuple[str | None, str | None, tuple[int, int, int, int]]:
+    known, facts = event.keywords["metadata"], event.args
     run = known.get("model_id") or known.get("sampling_session_id")
-    if isinstance(event, TrainingPass):
-        counts = (event.tokens, 0, 0, 0)
+    if event.func is TrainingPass:
+        counts = (facts[_TRAINED], 0, 0, 0)
     else:
-        cached = event.cached_tokens
-        counts = (0, event.prompt_tokens - cached, cached, event.sampled_tokens)
+        prompt, cached, sampled = facts[_SAMPLED]
+        counts = (0, prompt - cached, cached, sampled)
     return run, known.get("base_model"), counts
 
 
-def _call_usage(event: SampleStop | TrainingPass) -> CallUsage:
-    run, model, counts = _counted(event)
+_TRAINED: Final = TrainingPass.places["tokens"]
+_SAMPLED: Final = slice(SampleStop.places["prompt_tokens"], SampleStop.places["sampled_tokens"] + 1)
+
+
+def _call_usage(unmade: bus.Unmade) -> CallUsage:
+    event: Any = unmade()
+    run, model, counts = _counted(unmade)
     return CallUsage(event.id, event.operation, run, model, Tokens(*counts))
 
 
