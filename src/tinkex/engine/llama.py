@@ -220,6 +220,18 @@ class LlamaBody:
             LlamaLayer(f"{prefix}.layers.{index}", layer, model.config)
             for index, layer in enumerate(self.module.layers)
         ]
+        self._leave_the_file(model)
+
+    def _leave_the_file(self, model: Any) -> None:
+        """Copy what is not fused, so that nothing holds the mapped file and the model is in memory once."""
+        fused = {
+            projection.weight.untyped_storage().data_ptr()
+            for layer in self.layers
+            for projection in layer.projections
+        }
+        for parameter in model.parameters():
+            if parameter.data.untyped_storage().data_ptr() not in fused:
+                parameter.data = parameter.data.clone()
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, ready to be spread over heads."""
