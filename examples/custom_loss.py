@@ -5,11 +5,10 @@ python examples/custom_loss.py [--base-url local] [--base-model tinkex/tiny] [--
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 import tinkex
+from _shared import parsed
 from tinkex.objectives import completion
 
 SENTENCES = [("The cat sat on ", "the mat."), ("One, two, ", "three, four.")]
@@ -26,12 +25,7 @@ def focal(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base-url", default="local")
-    parser.add_argument("--base-model", default="tinkex/tiny")
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
-
+    options = parsed(__doc__, steps=20)
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=8)
         tokenizer = training.get_tokenizer()

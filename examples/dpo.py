@@ -5,9 +5,8 @@ python examples/dpo.py [--base-url local] [--base-model tinkex/tiny] [--steps 20
 
 from __future__ import annotations
 
-import argparse
-
 import tinkex
+from _shared import parsed
 from tinkex.objectives import completion, dpo, with_reference
 
 #: prompt, preferred answer, other answer
@@ -19,12 +18,7 @@ PREFERENCES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base-url", default="local")
-    parser.add_argument("--base-model", default="tinkex/tiny")
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
-
+    options = parsed(__doc__, steps=20)
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=8)
         encode = training.get_tokenizer().encode

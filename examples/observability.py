@@ -1,6 +1,6 @@
 """Watch a training run: progress, metrics, tokens and their price, and the trace of every call.
 
-python examples/observability.py [--base-url local] [--base-model tinkex/tiny] [--steps 8]
+python examples/observability.py [--base-url local] [--base-model tinkex/tiny] [--steps 8] [--picture FILE.svg]
 
 The trace needs `pip install opentelemetry-sdk`; without it everything else is shown.
 """
@@ -8,10 +8,17 @@ The trace needs `pip install opentelemetry-sdk`; without it everything else is s
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 import tinkex
 from tinkex.objectives import completion
@@ -22,6 +29,8 @@ PROMPT = tinkex.ModelInput.from_ints([5, 6, 7, 8])
 PARAMS = tinkex.SamplingParams(max_tokens=8, seed=1)
 #: Dollars per million tokens; put in what your service charges.
 PRICES = Prices({"*": Rates(training=0.40, prefill=0.13, sampled=0.40)})
+#: Columns of the time line of a trace.
+WIDTH = 36
 
 
 def main() -> None:
@@ -29,6 +38,7 @@ def main() -> None:
     parser.add_argument("--base-url", default="local")
     parser.add_argument("--base-model", default="tinkex/tiny")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--picture", type=Path, help="draw metrics and trace into an SVG file")
     options = parser.parse_args()
 
     expected = estimate(
@@ -50,13 +60,15 @@ def main() -> None:
         with tinkex.ServiceClient(base_url=options.base_url) as service:
             train_and_sample(service, options.base_model, options.steps)
 
-    print()
-    print_metrics(metrics)
-    print(f"\n{usage.summary()}")
+    console = Console(width=100, record=True, highlight=False)
+    console.print(counted(metrics), timed(metrics))
+    if spans is not None:
+        console.print(time_line(spans.get_finished_spans()))
+    if options.picture is not None:
+        draw(console, options.picture)
+    print(usage.summary())
     if spans is None:
         print("\nFor the trace: pip install opentelemetry-sdk")
-    else:
-        print_last_of_each_kind(spans.get_finished_spans())
     assert usage.tokens.training == expected.tokens.training
 
 
@@ -85,31 +97,65 @@ def traced(watching: ExitStack) -> Any:
     return exporter
 
 
-def print_metrics(metrics: Metrics) -> None:
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def counted(metrics: Metrics) -> Table:
     found = metrics.snapshot()
+    table = new_table("counter or gauge", "value")
     for name, value in [*found.counters.items(), *found.gauges.items()]:
-        print(f"{name:36}{value:>10,.6g}")
-    print(f"\n{'milliseconds':36}{'count':>10}{'p50':>10}{'p95':>10}{'p99':>10}")
-    for name, each in found.histograms.items():
-        latencies = "".join(f"{value or 0:>10,.1f}" for value in (each.p50, each.p95, each.p99))
-        print(f"{name:36}{each.count:>10}{latencies}")
+        table.add_row(name, f"{value:,.6g}")
+    return table
 
 
-def print_last_of_each_kind(spans: Any) -> None:
-    """One call of each kind as a tree: its requests, the wait for its result, and how long each took."""
+def timed(metrics: Metrics) -> Table:
+    table = new_table("milliseconds", "count", "p50", "p95", "p99")
+    for name, each in metrics.snapshot().histograms.items():
+        latencies = (f"{value or 0:,.1f}" for value in (each.p50, each.p95, each.p99))
+        table.add_row(name, str(each.count), *latencies)
+    return table
+
+
+def new_table(name: str, *numbers: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold cyan", pad_edge=False)
+    table.add_column(name, no_wrap=True)
+    for number in numbers:
+        table.add_column(number, justify="right")
+    return table
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def time_line(spans: Any) -> Table:
+    """The last call of each kind as a tree: its requests, the wait for its result, and when each was."""
     below = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_time):
         below[span.parent.span_id if span.parent else None].append(span)
+    table = new_table("trace", "ms")
+    table.add_column("", no_wrap=True)
     for root in {span.name: span for span in below[None]}.values():
-        print()
-        print_tree(root, below, 0)
+        whole = max(1, root.end_time - root.start_time)
+        for span, depth in tree(root, below):
+            seconds = (span.end_time - span.start_time) / 1e9
+            before = round(WIDTH * (span.start_time - root.start_time) / whole)
+            bar = "━" * max(1, round(WIDTH * seconds * 1e9 / whole))
+            colour = ("green", "yellow", "magenta", "blue")[depth % 4]
+            name = f"{'  ' * depth}{span.name}"
+            table.add_row(name, f"{1000 * seconds:,.1f}", f"[{colour}]{' ' * before}{bar}[/]")
+    return table
 
 
-def print_tree(span: Any, below: Any, depth: int) -> None:
-    name = f"{'  ' * depth}{span.name}"
-    print(f"{name:46}{(span.end_time - span.start_time) / 1e6:>10.1f} ms")
+def tree(span: Any, below: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
+    yield span, depth
     for child in below[span.context.span_id]:
-        print_tree(child, below, depth + 1)
+        yield from tree(child, below, depth + 1)
+
+
+def draw(console: Console, file: Path) -> None:
+    picture = console.export_svg(title="examples/observability.py", unique_id="observability")
+    # The reader's own fixed-width font will do; a picture should fetch nothing.
+    file.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), "utf-8")
 
 
 if __name__ == "__main__":

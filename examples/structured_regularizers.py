@@ -5,12 +5,12 @@ python examples/structured_regularizers.py [--base-url local] [--base-model tink
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 
 import tinkex
+from _shared import parsed
 from tinkex.objectives import REFERENCE, completion, cross_entropy, with_reference
 from tinkex.regularizers import L2, Consistency, CustomLossOutput, RegularizerSpec
 
@@ -54,12 +54,7 @@ def trained(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base-url", default="local")
-    parser.add_argument("--base-model", default="tinkex/tiny")
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
-
+    options = parsed(__doc__, steps=20)
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         free, held = (
             trained(service, options.base_model, options.steps, leash=leash)

@@ -6,10 +6,16 @@ python scripts/docs.py [--check]
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
 from tinkex._wire.operations import OPERATIONS
+from tinkex.cli.main import cli
+from tinkex.cli.payloads import json_schema
 from tinkex.config import settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +66,52 @@ def operations() -> str:
     )
 
 
-PAGES = {"docs/configuration.md": configuration, "docs/reference/operations.md": operations}
+def commands() -> str:
+    return "\n".join(
+        [
+            "# The command line",
+            "",
+            "Every command takes its service from `--base-url` (a URL, or `local` for a private service on this",
+            "machine), else from the environment (`TINKER_BASE_URL`, `TINKER_API_KEY`; see",
+            "[configuration](../configuration.md)), else from a stored login. Tables and JSON go to stdout; messages,",
+            "progress and questions go to stderr. What `--format json` prints is described for programs in",
+            "[cli-output.json](cli-output.json): the JSON Schema of a command is at `#/$defs/` and its name.",
+            "",
+            "| exit code | meaning |",
+            "|---|---|",
+            "| 0 | done; also help, a dry run, and a question answered with no |",
+            "| 1 | it failed, or a part of it did; stderr says why, `--debug` shows where |",
+            "| 2 | it was called wrongly; nothing was done |",
+            "| 130 | Ctrl-C ended it |",
+            "",
+            "`tinkex completion bash`, `zsh` or `fish` prints what makes a shell complete commands and options.",
+            "",
+            *_help(cli, cli.make_context("tinkex", [], resilient_parsing=True, terminal_width=100)),
+        ]
+    )
+
+
+def _help(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    """What `--help` says, of a command and of those below it."""
+    yield from [f"## {ctx.command_path}", "", "```", command.get_help(ctx), "```", ""]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            if not below.hidden:
+                yield from _help(below, click.Context(below, ctx, name))
+
+
+def outputs() -> str:
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+PAGES = {
+    "docs/configuration.md": configuration,
+    "docs/reference/operations.md": operations,
+    "docs/reference/cli.md": commands,
+    "docs/reference/cli-output.json": outputs,
+}
 
 
 def main() -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 import tinkex
@@ -12,6 +13,10 @@ from tinkex.telemetry.events import Event
 from .scripted import FakeClock, ScriptedServer
 
 pytest_plugins = ["pytester"]
+
+# How long an example takes says more about the machine than about us.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

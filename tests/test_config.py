@@ -18,6 +18,7 @@ from tinkex import config as module
 from tinkex.config import (
     DEFAULT_BASE_URL,
     REDACTED,
+    CircuitBreaker,
     Config,
     Proxy,
     defaults,
@@ -81,7 +82,8 @@ def test_everything_else_is_off_by_default():
     config = make()
     for name in (
         *("credential_cmd", "project_id", "proxy", "http_client", "http_pool", "log_level"),
-        *("poll_backoff", "user_metadata", "recovery"),
+        *("poll_backoff", "circuit_breaker", "user_metadata", "recovery"),
+        *("heartbeat_max_failures", "heartbeat_max_silence"),
         *("cf_access_client_id", "cf_access_client_secret"),
     ):
         assert getattr(config, name) is None
@@ -131,6 +133,9 @@ SOURCES: dict[str, Sources] = {
     "poll_backoff": Sources(
         ("exponential", 1.0, 2.0), one_second_more, "yes", ("exponential", 1.0, 30.0)
     ),
+    "circuit_breaker": Sources(
+        CircuitBreaker(1), CircuitBreaker(2), "on", CircuitBreaker(5, 30.0, 1)
+    ),
     "user_metadata": Sources({"a": 1}, {"b": 2}),
     "tags": Sources(("a",), ("b",), "c", ("c",)),
     "feature_gates": Sources(("a",), ("b",), "c", ("c",)),
@@ -151,6 +156,8 @@ SOURCES: dict[str, Sources] = {
     "pool_size": Sources(1, 2, "3", 3),
     "pool_count": Sources(1, 2, "3", 3),
     "recovery": Sources({"enabled": True}, {"enabled": False}),
+    "heartbeat_max_failures": Sources(0, 5),
+    "heartbeat_max_silence": Sources(60.0, 600.0),
     "warn_on_base_url_mismatch": Sources(True, False),
 }
 ENV_FIRST = {"pool_size", "pool_count"}
@@ -469,6 +476,8 @@ REFUSED: dict[str, list[Any]] = {
     "timeout": [0, -1, 0.0, True, "60", float("nan"), float("inf"), 10**400],
     "connect_timeout": [0, -0.5, False],
     "max_retries": [-1, 1.5, True, "3"],
+    "heartbeat_max_failures": [-1, 1.5, True, "3"],
+    "heartbeat_max_silence": [0, -1.0, True, "3"],
     "pool_size": [0, -1, True, "50"],
     "pool_count": [0, 2.0],
     "base_url": [
@@ -499,6 +508,10 @@ REFUSED: dict[str, list[Any]] = {
     "poll_backoff": [
         *("linear", 5, ("exponential", 2), ("linear", 1, 2), ("exponential", 2, 1)),
         *(("exponential", 0, 1), ("exponential", -1, 1), ("exponential", 1, "2")),
+    ],
+    "circuit_breaker": [
+        *("on", 5, CircuitBreaker(0), CircuitBreaker(True), CircuitBreaker(half_open_max_calls=0)),
+        *(CircuitBreaker(reset_timeout=0), CircuitBreaker(is_failure=500)),  # type: ignore[arg-type]
     ],
 }
 
@@ -906,6 +919,7 @@ def test_settings_list_every_environment_variable_once():
         "TINKER_PROJECT_ID",
         "TINKER_TAGS",
         "TINKER_TELEMETRY",
+        "TINKEX_CIRCUIT_BREAKER",
         "TINKEX_DATA_DIR",
         "TINKEX_DEFAULT_HEADERS",
         "TINKEX_DEFAULT_QUERY",

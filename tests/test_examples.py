@@ -1,25 +1,112 @@
-"""Every example runs as it stands against a real service, and asserts its own outcome."""
+"""Every example runs as it stands against a real service and asserts its own outcome; so does the notebook."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted(Path(__file__).parent.parent.joinpath("examples").glob("*.py"))
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = sorted({path.stem for path in EXAMPLES.glob("[!_]*.py")} - {"run_all"})
+NOTEBOOK = EXAMPLES / "first_look.ipynb"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_does_what_it_says(example, tinkex_tiny):
+def run(example: Path, url: str, api_key: str, output: Path) -> None:
+    """What `python example --base-url URL` does, in a process of its own that is already there."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["TINKER_API_KEY"] = api_key
+    sys.argv = [str(example), "--base-url", url]
+    sys.path.insert(0, str(example.parent))
+    runpy.run_path(str(example), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Makes processes that need not import what takes seconds to import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "tinkex._client.service",
+            "torch",
+            "transformers.modeling_utils",
+            "transformers.models.auto.tokenization_auto",
+        ]
+    )
+    return context
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_does_what_it_says(name, processes, tinkex_tiny, tmp_path):
+    output = tmp_path / "output"
+    arguments = (EXAMPLES / f"{name}.py", tinkex_tiny.url, tinkex_tiny.api_key, output)
+    process = processes.Process(target=run, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, output.read_text()[-3000:]
+    assert output.read_text()
+
+
+def run_all(tinkex_tiny, *names: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLES / "run_all.py", "--base-url", tinkex_tiny.url, *names],
+        env=os.environ | {"TINKER_API_KEY": tinkex_tiny.api_key},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_run_all_runs_what_it_is_told(tinkex_tiny):
+    done = run_all(tinkex_tiny, "heartbeat_probe", "file_upload")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"1/2 heartbeat_probe\n(?s:.+)2/2 file_upload\n(?s:.+)All 2 done", done.stdout)
+
+
+def test_run_all_stops_at_the_first_failure(tinkex_tiny):
+    done = run_all(tinkex_tiny, "no_such_example", "file_upload")
+    assert done.returncode == 1
+    assert "no_such_example failed" in done.stderr
+    assert "2/2" not in done.stdout
+
+
+def test_every_example_is_in_the_list_and_in_the_index():
+    listed = runpy.run_path(str(EXAMPLES / "run_all.py"))["EXAMPLES"]
+    assert sorted(listed) == NAMES
+    index = re.findall(
+        r"^\| \[(\w+)\]\(\w+\.py\) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE
+    )
+    assert index == [*listed, "run_all"]
+
+
+def test_the_notebook_runs(tinkex_tiny, tmp_path):
+    executed = tmp_path / "executed"
     done = subprocess.run(
-        [sys.executable, example, "--base-url", tinkex_tiny.url],
-        env=os.environ | {"TINKER_API_KEY": "tml-local"},
+        [sys.executable, "-m", "jupyter", "execute", NOTEBOOK, "--output", executed],
+        # Where `local` finds a service that runs already.
+        env=os.environ | {"TINKEX_DATA_DIR": str(tinkex_tiny.data_dir)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout
+    assert pictures(executed.with_suffix(".ipynb")) == pictures(NOTEBOOK) == 3
+
+
+def test_the_notebook_is_small_enough_to_look_at():
+    assert NOTEBOOK.stat().st_size < 300_000
+
+
+def pictures(notebook: Path) -> int:
+    """How many a reader sees without running anything."""
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import config as config
     from . import errors as errors
     from . import objectives as objectives
+    from . import recovery as recovery
     from . import regularizers as regularizers
     from . import telemetry as telemetry
     from . import types as types
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
 __title__ = "tinkex"
 
 # Where each name lives; the block above says the same to type checkers, and a test keeps them equal.
-_MODULES = ("config", "errors", "objectives", "regularizers", "telemetry", "types")
+_MODULES = ("config", "errors", "objectives", "recovery", "regularizers", "telemetry", "types")
 _NAMES = {
     "._client.http": "APIResponse StreamResponse",
     "._client.rest": "AdminClient RestClient",

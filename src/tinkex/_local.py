@@ -30,7 +30,7 @@ from tinkex._client.service import ServiceClient
 from tinkex.config import read_env
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
 
-__all__ = ["Holding", "LocalServiceClient", "hold", "local"]
+__all__ = ["Holding", "LocalServiceClient", "data_directory", "hold", "local", "running"]
 
 #: Loading a model from a slow disk takes a while, downloading one takes longer.
 START_LIMIT: Final = 600.0
@@ -107,9 +107,7 @@ def hold(
     timeout: float = START_LIMIT,
 ) -> Holding:
     """Find or start the service of a data directory and hold on to it."""
-    if data_dir is None:
-        data_dir = read_env("TINKEX_DATA_DIR") or Path.home() / ".tinkex"
-    directory = Path(data_dir).expanduser().resolve()
+    directory = data_directory(data_dir)
     directory.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout
     while True:
@@ -127,6 +125,19 @@ def hold(
                 message=f"The service of {directory} did not answer within {timeout:g} s."
             )
         time.sleep(0.05)  # another process is starting or ending it
+
+
+def data_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Where a service on this machine keeps what it has."""
+    return Path(chosen or read_env("TINKEX_DATA_DIR") or "~/.tinkex").expanduser().resolve()
+
+
+def running(data_dir: str | os.PathLike[str] | None = None) -> str | None:
+    """The address of the service that runs on a data directory; None if none does."""
+    directory = data_directory(data_dir)
+    if not (directory / "lock").exists() or _is_free(directory):
+        return None
+    return _running(directory)
 
 
 def _running(directory: Path) -> str | None:

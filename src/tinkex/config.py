@@ -37,6 +37,7 @@ __all__ = [
     "PYTHON_MAX_RETRIES",
     "PYTHON_TIMEOUT",
     "REDACTED",
+    "CircuitBreaker",
     "Config",
     "PollBackoff",
     "Proxy",
@@ -393,6 +394,37 @@ def poll_delay(poll_backoff: PollBackoffOption | None, iteration: int) -> float:
     return min(initial * 2.0 ** min(iteration, 60), maximum)
 
 
+def is_breakdown(status: int | None) -> bool:
+    """Whether the service is unwell: no answer at all, or a 5xx."""
+    return status is None or status >= 500
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitBreaker:
+    """When to stop asking a service that fails, and for how many seconds.
+
+    After `failure_threshold` failures in a row no request of that kind (session, training, sampling, futures,
+    telemetry) is sent for `reset_timeout` seconds; then `half_open_max_calls` of them find out how the service is.
+    `is_failure` judges a status, None where there was no answer.
+    """
+
+    failure_threshold: int = 5
+    reset_timeout: float = 30.0
+    half_open_max_calls: int = 1
+    is_failure: Callable[[int | None], bool] = is_breakdown
+
+
+def _circuit_breaker(value: Any) -> CircuitBreaker | None:
+    if isinstance(value, bool):
+        return CircuitBreaker() if value else None
+    _require(isinstance(value, CircuitBreaker), "must be a bool or a CircuitBreaker")
+    for count in (value.failure_threshold, value.half_open_max_calls):
+        _require(_is_int(count) and count >= 1, "must have whole numbers of at least 1")
+    _require(_is_wait(value.reset_timeout), "must have a positive reset_timeout in seconds")
+    _require(callable(value.is_failure), "must have a function as is_failure")
+    return value  # type: ignore[no-any-return]
+
+
 # The table
 
 
@@ -474,6 +506,9 @@ class Config:
     poll_backoff: Option[PollBackoffOption, PollBackoff] = setting(
         "Wait between polls that failed (408, 5xx); see poll_delay.",
         _poll_backoff, env="TINKEX_POLL_BACKOFF", read=_read_backoff)
+    circuit_breaker: Option[bool | CircuitBreaker, CircuitBreaker | None] = setting(
+        "Refuse new calls for 30 s once five in a row have failed; True, or a CircuitBreaker.",
+        _circuit_breaker, env="TINKEX_CIRCUIT_BREAKER", read=_one_of(_BOOLEANS))
     user_metadata: Option[Mapping[str, Any], Mapping[str, Any] | None] = setting(
         "Sent with each new session, and with models that bring none of their own.", _mapping)
     tags: Option[Sequence[str], tuple[str, ...]] = setting(
@@ -524,6 +559,10 @@ class Config:
         "Number of sampling pools.",
         _whole(1), 20, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
     recovery: Option[Any, Any] = setting("Recovery policy, kept as given.", lambda value: value)
+    heartbeat_max_failures: Option[int, int | None] = setting(
+        "Heartbeats that may fail in a row; after one more the session is given up.", _whole(0))
+    heartbeat_max_silence: Option[float, float | None] = setting(
+        "Seconds without a heartbeat that succeeds, after which the session is given up.", _seconds)
     warn_on_base_url_mismatch: Option[bool, bool] = setting(
         "Warn when base_url is not the process default, whose pools then do not serve it.",
         _flag, True)

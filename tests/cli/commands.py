@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from tinkex.cli.main import cli
 from tinkex.errors import TinkerError
 
 KEY = "tml-local"
+SCHEMAS = Path(__file__).parents[2] / "docs/reference/cli-output.json"
 PROGRAM = [sys.executable, "-m", "tinkex"]
 
 
@@ -41,12 +45,36 @@ def environment(**settings: str) -> dict[str, str]:
     return {**os.environ, "TINKER_API_KEY": KEY, "no_proxy": "*", **settings}
 
 
-def process(*arguments: Any, **settings: str) -> Outcome:
+def process(*arguments: Any, input: str | None = None, **settings: str) -> Outcome:
     done = subprocess.run(
         [*PROGRAM, *(str(a) for a in arguments)],
+        input="" if input is None else input,
         capture_output=True,
         text=True,
         check=False,
         env=environment(**settings),
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def payload(command: str, outcome: Outcome, code: int = 0) -> Any:
+    """What a command printed as JSON, which is all it printed on stdout, and exactly what is documented."""
+    assert outcome.code == code, outcome.err
+    printed = json.loads(outcome.out)
+    check(command, printed)
+    return printed
+
+
+def check(command: str, printed: Any) -> None:
+    schema = closed(json.loads(SCHEMAS.read_text())) | {"$ref": f"#/$defs/{command}"}
+    jsonschema.validate(printed, schema, format_checker=jsonschema.FormatChecker())
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, but a field that it does not name is refused."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: closed(part) for name, part in schema.items()}
+    return inner | {"additionalProperties": False} if "properties" in schema else inner

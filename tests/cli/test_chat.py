@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from .commands import PROGRAM, environment, run
+from .commands import PROGRAM, check, environment, run
 
 TINY = "tinkex/tiny"
 
@@ -36,6 +36,8 @@ def test_answers_are_remembered_until_reset(tinkex_fake):
     outcome = chat(tinkex_fake, "--base-model", TINY, "--format", "json", input=script)
     assert outcome.code == 0, outcome.err
     turns = [json.loads(line) for line in outcome.out.splitlines()]
+    for turn in turns:
+        check("chat", turn)
     assert [turn["question"] for turn in turns] == ["Hello"] * 3
     first, second, third = (turn["answers"] for turn in turns)
     assert first == third  # what was said in between is forgotten

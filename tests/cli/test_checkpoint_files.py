@@ -20,7 +20,7 @@ from tinkex.server.imports import unpack
 from tinkex.testing import service
 from tinkex.types import Datum, ModelInput
 
-from .commands import process, run
+from .commands import payload, process, run
 from .hub import TOKEN, hub
 
 TINY = "tinkex/tiny"
@@ -54,8 +54,7 @@ def exported(tinkex_tiny, paths, tmp_path_factory):
     for kind in ("adapter", "merge"):
         where = ["--output", place / kind, "--base-url", tinkex_tiny.url]
         outcomes.append(run("checkpoint", "export", paths[1], f"--{kind}", *where, "--json"))
-        assert outcomes[-1].code == 0, outcomes[-1].err
-    return place, [json.loads(outcome.out) for outcome in outcomes]
+    return place, [payload("checkpoint export", outcome) for outcome in outcomes]
 
 
 def logits_of(model) -> torch.Tensor:
@@ -202,7 +201,7 @@ def test_an_adapter_of_peft_becomes_checkpoints_that_say_the_same(
     where = ["--base-url", tinkex_tiny.url, "--name", "came-in", "--json"]
     outcome = run("checkpoint", "import", place / "adapter", "--base-model", TINY, *where)
     assert outcome.code == 0, outcome.err
-    answer = json.loads(outcome.out)
+    answer = payload("checkpoint import", outcome)
     assert answer["base_model"] == TINY
     assert answer["lora_rank"] == 4
     kinds = {one["checkpoint_type"]: one["tinker_path"] for one in answer["checkpoints"]}
@@ -428,7 +427,7 @@ def push(standing_in, running, path, *options, token=TOKEN, **settings):
 def test_a_checkpoint_is_pushed_with_a_card_to_a_branch_of_its_own(standing_in, tinkex_tiny, paths):
     outcome = push(standing_in, tinkex_tiny, paths[0])
     assert outcome.code == 0, outcome.err
-    result = json.loads(outcome.out)
+    result = payload("checkpoint push-hf", outcome)
     assert result["repo"].startswith("ada/tinker-tiny-")
     assert result["revision"] == "weights-trained"
     assert standing_in.private[result["repo"]]

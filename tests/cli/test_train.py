@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from tinkex.cli.lessons import Lesson
 from tinkex.cli.run_file import Run, Settings
 from tinkex.cli.training_loop import Trainer
 
-from .commands import PROGRAM, environment, process, run
+from .commands import PROGRAM, environment, payload, process, run
 
 TINY = "tinkex/tiny"
 WORDS = ["one", "two", "six", "ten"]
@@ -62,6 +63,8 @@ class Summary(Forbidding):
     examples: dict[str, int]
     notes: list[str]
     tokens: int
+    usage: dict[str, int]
+    cost: float | None
     seconds: float
     loss: Losses
     held_out_loss: HeldOut
@@ -102,7 +105,7 @@ def test_training_lowers_the_loss_on_what_was_held_out(trained):
     assert summary.examples == {"train": 6, "held_out": 2}
     assert [one["step"] for one in summary.evaluations] == [0, 2, 4, 6]
     assert [one["step"] for one in summary.checkpoints] == [3, 6]
-    assert "step 6/6  loss" in outcome.err
+    assert "step 6/6 · loss" in outcome.err
     drawing = ET.parse(place / "run" / "loss.svg").getroot()
     assert drawing.tag.endswith("svg")
     recorded = json.loads((place / "run" / "run.json").read_text())
@@ -204,11 +207,12 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tinkex_fake, data, tmp_
         env=environment(),
     ) as training:
         assert training.stderr is not None
-        said = []
+        said, asked = [], False
         for line in training.stderr:
             said.append(line)
-            if line.startswith("step 1/"):
+            if not asked and line.startswith("step ") and not line.startswith("step 0/"):
                 training.send_signal(signal.SIGINT)
+                asked = True
     assert training.returncode == 130, said
     recorded = Run.read(output / "run.json")
     assert recorded.status == "interrupted"
@@ -231,6 +235,74 @@ def test_the_summary_is_told_to_people_and_packing_fills_steps_by_tokens(
     assert "finished, 3 of 3 steps" in told.out  # three of some thirty tokens fit into a hundred
     assert "Held out" not in told.out
     assert "tinker://" in told.out
+
+
+# -- what it costs ------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_what_the_run_then_uses_and_trains_nothing(tinkex_fake, data, tmp_path):
+    output = tmp_path / "run"
+    options = ["--steps", 5, "--eval-every", 2, "--eval-fraction", 0.25, "--price", "training=2"]
+    rest = tinkex_fake.client().create_rest_client()
+    runs = rest.list_training_runs().result().cursor
+    dry = train(tinkex_fake, data, output, *options, "--dry-run")
+    expected = payload("train", dry)
+    assert expected["status"] == "dry run"
+    assert (expected["steps"], expected["steps_planned"]) == (0, 5)
+    assert not output.exists()
+    assert rest.list_training_runs().result().cursor == runs
+    done = train(tinkex_fake, data, output, *options)
+    summary = Summary.model_validate(payload("train", done))
+    assert expected["tokens"] == summary.tokens
+    assert expected["usage"] == summary.usage
+    assert summary.usage["training"] > summary.tokens  # evaluations read tokens too
+    assert expected["cost"] == summary.cost == pytest.approx(summary.usage["training"] * 2e-6)
+    # A second look does not mind the run that is there, and leaves it alone.
+    again = train(tinkex_fake, data, output, *options, "--dry-run")
+    assert json.loads(again.out) == expected
+    assert Run.read(output / "run.json").status == "finished"
+
+
+def test_a_dry_run_of_a_run_that_goes_on_prices_the_rest(trained, tinkex_tiny, tmp_path):
+    place, _, outcome = trained
+    whole = json.loads(outcome.out)
+    shutil.copytree(place / "run", tmp_path / "again")
+    middle = whole["checkpoints"][0]["path"]
+    where = ["--base-url", tinkex_tiny.url, "--output", tmp_path / "again", "--eval-every", 2]
+    recorded = (tmp_path / "again" / "run.json").read_text()
+    dry = run("train", "--resume", middle, *where, "--json", "--dry-run")
+    assert dry.code == 0, dry.err
+    assert (tmp_path / "again" / "run.json").read_text() == recorded
+    expected = json.loads(dry.out)
+    assert (expected["steps"], expected["steps_planned"], expected["cost"]) == (3, 6, None)
+    resumed = json.loads(run("train", "--resume", middle, *where, "--json").out)
+    # What was used before is used up, even if it is done again.
+    assert resumed["usage"]["training"] == (
+        whole["usage"]["training"] + expected["usage"]["training"]
+    )
+
+
+def test_people_are_told_what_it_costs(tinkex_fake, data, tmp_path):
+    prices = tmp_path / "prices.toml"
+    prices.write_text(f'["{TINY}"]\ntraining = 1000')
+    where = ["--base-url", tinkex_fake.url, "--output", tmp_path / "run", "--prices", prices]
+    command = ["train", data, "--base-model", TINY, "--steps", 2, *where]
+    dry = run(*command, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert "Run:     2 steps on 7 examples, 1 held out\n" in dry.out
+    cost = re.search(r"^Cost: +(\$\d+\.\d+)$", dry.out, re.MULTILINE)
+    assert cost is not None
+    done = run(*command)
+    assert re.search(rf"^Cost: +{re.escape(cost[1])}$", done.out, re.MULTILINE), done.out
+    unknown = run(*command[:-2], "--dry-run")
+    assert "unknown; see --prices" in unknown.out
+
+
+@pytest.mark.parametrize("price", ["training", "training=x", "writing=1", "training=-1"])
+def test_a_price_that_is_none_is_refused(tinkex_fake, data, tmp_path, price):
+    refused = train(tinkex_fake, data, tmp_path / "run", "--dry-run", "--price", price)
+    assert refused.code != 0
+    assert "training" in refused.err
 
 
 def test_a_directory_with_a_run_is_not_overwritten_unasked(tinkex_fake, data, tmp_path):

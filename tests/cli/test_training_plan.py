@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.cli.training_plan import batches, held_out, learning_rate
+from tinkex.cli.training_plan import (
+    batches,
+    evaluations,
+    held_out,
+    is_evaluated,
+    learning_rate,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -90,3 +96,15 @@ def test_some_are_held_out_but_never_all(count, fraction, expected):
     assert len(chosen) == expected
     assert chosen <= set(range(count))
     assert chosen == held_out(count, fraction, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "expected"),
+    [(6, 0, [0, 6]), (6, 2, [0, 2, 4, 6]), (5, 2, [0, 2, 4, 5]), (1, 9, [0, 1])],
+)
+def test_evaluations_are_before_after_and_every_so_often(steps, every, expected):
+    assert [step for step in range(steps + 1) if is_evaluated(step, steps, every)] == expected
+    assert evaluations(0, steps, every) == len(expected)
+    # A run that goes on does not evaluate again what it starts from.
+    for done in range(1, steps):
+        assert evaluations(done, steps, every) == len([step for step in expected if step > done])

@@ -215,14 +215,14 @@ def test_a_promise_is_followed_from_submission_to_result(server, service, heard)
 
 
 @pytest.mark.parametrize(
-    ("reply", "name", "facts"),
+    ("reply", "name", "facts", "polls"),
     [
-        (failed("no", "user"), "request_failed", (None, "user", "RequestFailedError")),
-        (Answer({"detail": "gone"}, 410), "api_error", (410, "server", "GoneError")),
-        (Answer(b"what?"), "validation_error", (200, "server", "APIResponseValidationError")),
+        (failed("no", "user"), "request_failed", (None, "user", "RequestFailedError"), 1),
+        (Answer({"detail": "gone"}, 410), "api_error", (410, "server", "GoneError"), 6),
+        (Answer(b"what?"), "validation_error", (200, "server", "APIResponseValidationError"), 1),
     ],
 )
-def test_a_broken_promise_says_why(server, service, heard, reply, name, facts):
+def test_a_broken_promise_says_why(server, service, heard, reply, name, facts, polls):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", reply)
     trainer = new_trainer(service())
@@ -232,7 +232,7 @@ def test_a_broken_promise_says_why(server, service, heard, reply, name, facts):
     (event,) = events
     assert event.name == f"tinkex.future.{name}"
     assert (event.status, event.category, event.error_type) == facts
-    assert (event.request_type, event.iteration) == ("OptimStep", 1)
+    assert (event.request_type, event.iteration) == ("OptimStep", polls)
     assert event.metadata["model_id"] == "s-1:train:0"
 
 
@@ -496,6 +496,19 @@ def test_creating_a_model_is_an_operation_of_the_session_it_opens(server, servic
     start, change = events
     assert (start.operation, start.metadata["base_model"]) == ("create_model", "some/model")
     assert change.metadata["session_id"] == "s-1"
+
+
+def test_what_is_created_in_a_session_names_it_and_its_number(server, service, heard):
+    events = heard(HttpRequestStop, OperationStop)
+    client = service()
+    new_sampler(client)
+    new_trainer(client)
+    new_trainer(client)
+    operations = [event for event in events if isinstance(event, OperationStop)]
+    assert [event.metadata["session_id"] for event in operations] == ["s-1"] * 3
+    assert [event.metadata.get("model_seq_id") for event in operations] == [None, 0, 1]
+    requests = [event for event in events if event.facts.get("path") == "/api/v1/create_model"]
+    assert [event.metadata["model_seq_id"] for event in requests] == [0, 1]
 
 
 def test_calls_by_path_and_rest_calls_are_operations(server, service, heard):

@@ -487,6 +487,22 @@ def test_a_cancelled_request_closes_its_connection(run, server):
     run(work())
 
 
+def test_a_path_that_went_dead_is_found_out_once_and_not_once_per_kept_connection(run, server):
+    async def work() -> None:
+        async with client() as http:
+            server.on("GET /x", Answer({}))
+            await asyncio.gather(*(http.get(f"{server.url}/x", {}) for _ in range(5)))
+            assert server.open_connections == 5
+            server.on("GET /x", Hang())
+            waiting = asyncio.ensure_future(http.get(f"{server.url}/x", {}))
+            await asyncio.to_thread(server.wait_for, "GET /x", 6)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await until(lambda: server.open_connections == 0)
+
+    run(work())
+
+
 def test_a_cancelled_upload_closes_its_connection_at_once(run):
     gone = asyncio.Event()
 

@@ -245,13 +245,21 @@ def test_poll_backoff_concerns_no_other_answer(polls):
 
 
 def test_410_is_a_lost_result_that_may_be_asked_for_anew(polls):
-    error = polls.fail(Answer({"detail": "expired"}, 410), DONE)
+    error = polls.fail(Answer({"detail": "expired"}, 410))
     assert isinstance(error, GoneError)
     assert error.retryable
     assert error.request_id == "r-1"
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 418, 422])
+@pytest.mark.parametrize("status", [409, 410])
+def test_a_conflict_and_a_lost_result_are_believed_when_they_are_repeated(polls, status):
+    said = Answer({"detail": "no"}, status)
+    polls.finish(*[said] * 5, Answer({}, 408), *[said] * 5, DONE)
+    assert polls.clock.slept == []
+    assert polls.fail(said).status_code == status
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 413, 418, 422])
 def test_other_4xx_end_the_poll_at_once(polls, status):
     error = polls.fail(Answer({"detail": "no such future"}, status), DONE)
     assert isinstance(error, APIStatusError)

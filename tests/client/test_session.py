@@ -225,11 +225,28 @@ def test_a_session_finished_elsewhere_stops_beating(server, service, clock, capl
     server.on(HEARTBEAT, Answer({}), Answer({"detail": "finished"}, 410))
     client = service()
     new_sampler(client)
-    wait_until_beating(server, clock, 2)
+    wait_until_beating(server, clock, 4)
     until(lambda: "its heartbeat stops" in caplog.text)
     clock.advance(600)
     server.wait_for(DYNAMIC, 2)
-    assert len(server.asked(HEARTBEAT)) == 2
+    assert len(server.asked(HEARTBEAT)) == 4
+
+
+def test_one_word_that_a_session_is_finished_does_not_stop_its_heartbeat(server, service, clock):
+    server.on(HEARTBEAT, Answer({}, 410), Answer({}, 410), Answer({}), Answer({}, 410))
+    new_sampler(service())
+    wait_until_beating(server, clock, 5)
+
+
+def test_after_a_long_sleep_of_the_machine_one_heartbeat_goes_out_at_once(server, service, clock):
+    new_sampler(service())
+    wait_until_beating(server, clock, 1)
+    until(lambda: clock.sleeping == 2)
+    clock.advance(9 * 3600)
+    server.wait_for(HEARTBEAT, 2)
+    until(lambda: clock.sleeping == 2)
+    assert len(server.asked(HEARTBEAT)) == 2  # not the three thousand that were missed
+    wait_until_beating(server, clock, 3)
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
@@ -253,6 +270,33 @@ def test_a_heartbeat_that_succeeds_starts_the_two_minutes_anew(server, service, 
     new_sampler(service())
     wait_until_beating(server, clock, 24)
     assert "No heartbeat" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "beats"),
+    [
+        ({"heartbeat_max_failures": 0}, 1),
+        ({"heartbeat_max_failures": 2}, 3),
+        ({"heartbeat_max_silence": 25}, 3),
+    ],
+)
+def test_a_session_may_be_given_up_after_so_many_failures(
+    server, service, clock, caplog, limit, beats
+):
+    server.on(HEARTBEAT, Answer({}, 401))
+    new_sampler(service(**limit))
+    wait_until_beating(server, clock, beats)
+    until(lambda: "Session s-1 is given up" in caplog.text)
+    clock.advance(600)
+    server.wait_for(DYNAMIC, 2)
+    assert len(server.asked(HEARTBEAT)) == beats
+
+
+def test_a_heartbeat_that_succeeds_starts_counting_anew(server, service, clock):
+    failed = Answer({}, 500)
+    server.on(HEARTBEAT, failed, Answer({}), failed, Answer({}), failed, Answer({}))
+    new_sampler(service(heartbeat_max_failures=1))
+    wait_until_beating(server, clock, 7)
 
 
 def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock):

@@ -307,7 +307,7 @@ def jobs(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(wanted=st.lists(jobs(), min_size=1, max_size=4), trained=st.tuples(*[st.booleans()] * 4))
 def test_a_job_that_was_accepted_is_sampled_to_its_end(samplers, wanted, trained):
     accepted, results = {}, {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,19 +112,6 @@ def target_logprobs(model: Any, datum: Datum) -> torch.Tensor:
     targets = datum.loss_fn_inputs["target_tokens"].to_torch()
     logits: torch.Tensor = model(tokens[None]).logits[0]
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
-# -- examples ----------------------------------------------------------------------------------
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.mark.parametrize("name", ["custom_loss", "structured_regularizers", "dpo"])
-def test_the_examples_come_to_what_they_promise(name, tinkex_tiny, monkeypatch, capsys):
-    monkeypatch.setenv("TINKER_API_KEY", tinkex_tiny.api_key)
-    monkeypatch.setattr("sys.argv", [name, "--base-url", tinkex_tiny.url, "--steps", "10"])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert capsys.readouterr().out
 
 
 # -- regularizers act ----------------------------------------------------------------------------

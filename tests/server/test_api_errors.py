@@ -426,6 +426,20 @@ def test_no_body_at_all(api):
         assert field in refused.json()["detail"] or "optim_params" in refused.json()["detail"]
 
 
+def test_moments_and_counts_that_no_database_knows_are_refused(api):
+    cursor = {"last_created_at": "9999-12-31T23:59:59-23:59", "last_session_id": "x"}
+    answer = api.post("sessions/search", {"owner": {"type": "own"}, "limit": 1, "cursor": cursor})
+    assert "last_created_at" in complaint(api, answer)
+    page = api.http.get("/local/telemetry", params={"offset": 2**64})
+    assert "offset" in complaint(api, page)
+
+
+@pytest.mark.parametrize("events", [7, 1.5, "x", True, {"a": 1}, None])
+def test_events_that_are_no_list_are_none(api, events):
+    body = {"events": events, "session_id": "s", "platform": "p", "sdk_version": "1"}
+    assert api.told("telemetry", body) == {"status": "accepted"}
+
+
 # -- everything at once --------------------------------------------------------------------------------------------
 
 

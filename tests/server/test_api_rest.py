@@ -7,7 +7,9 @@ import json
 import re
 import tarfile
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import httpx
 import pyrage  # type: ignore[import-untyped]
 import pytest
 
@@ -312,6 +314,10 @@ def test_checkpoints_are_listed_as_clients_read_them():
             for where in ("checkpoints", f"training_runs/{model.model_id}/checkpoints"):
                 kinds = {entry["checkpoint_type"] for entry in old.got(where)["checkpoints"]}
                 assert kinds == {"training", "sampler"}
+            # Pages are full and counted without them.
+            page = old.got("checkpoints", limit=2, offset=0)
+            assert [entry["tinker_path"] for entry in page["checkpoints"]] == [paths[1], paths[0]]
+            assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 2}
 
 
 def test_a_checkpoint_is_deleted_for_good(api):
@@ -539,6 +545,71 @@ def test_telemetry_is_always_accepted(api):
             assert api.told("telemetry", body) == {"status": "accepted"}
 
 
+def reported(user: Api, **query: Any) -> httpx.Response:
+    return user.http.get("/local/telemetry", params=query)
+
+
+def report(user: Api, session_id: str, *events: dict[str, object]) -> None:
+    common = {"severity": "INFO", "timestamp": "2026-01-02T03:04:05Z", "event": "GENERIC_EVENT"}
+    body = {
+        "events": [{**common, "event_session_index": 0, **event} for event in events],
+        "platform": "Linux",
+        "sdk_version": "0.36.0",
+        "session_id": session_id,
+    }
+    assert user.told("telemetry", body) == {"status": "accepted"}
+
+
+def named(*names: str) -> list[dict[str, object]]:
+    return [{"event_id": f"id of {name}", "event_name": name} for name in names]
+
+
+def test_reports_can_be_read_again_by_session_and_by_page(api):
+    one, two = api.session(), api.session()
+    report(api, one, *named("a", "b", "c"))
+    report(api, two, *named("d"))
+    found = reported(api, session_id=one).json()
+    assert [entry["event"]["event_name"] for entry in found["events"]] == ["a", "b", "c"]
+    assert {entry["session_id"] for entry in found["events"]} == {one}
+    assert datetime.fromisoformat(found["events"][0]["received_at"]) <= datetime.now(UTC)
+    assert found["cursor"] == {"offset": 0, "limit": 100, "total_count": 3}
+    page = reported(api, session_id=one, limit=1, offset=1).json()
+    assert [entry["event"]["event_name"] for entry in page["events"]] == ["b"]
+    everything = reported(api, limit=1000).json()["events"]
+    assert {one, two} <= {entry["session_id"] for entry in everything}
+
+
+def test_a_report_that_is_sent_again_is_kept_once(api):
+    session_id = api.session()
+    for events in (named("a", "b"), named("b", "c"), named("a", "c")):
+        report(api, session_id, *events)
+    found = reported(api, session_id=session_id).json()["events"]
+    assert [entry["event"]["event_name"] for entry in found] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("query", [{"limit": 1001}, {"limit": -1}, {"offset": "x"}])
+def test_a_page_of_reports_has_limits(api, query):
+    answer = reported(api, **query)
+    assert answer.status_code == 422
+    assert answer.json()["field"] == next(iter(query))
+
+
+def test_a_key_reads_only_its_own_reports(tmp_path):
+    (tmp_path / "keys").write_text("tml-mine\ntml-yours\n")
+    with (
+        service("fake", keys=Keys.from_file(tmp_path / "keys")) as running,
+        Api(running.url, "tml-mine") as mine,
+        Api(running.url, "tml-yours") as yours,
+        Api(running.url) as nobody,
+    ):
+        session_id = mine.session()
+        report(mine, session_id, *named("secret"))
+        report(yours, session_id, *named("secret"))  # an id of mine is of no use to others
+        assert len(reported(mine, session_id=session_id).json()["events"]) == 1
+        assert len(reported(yours).json()["events"]) == 1
+        assert reported(nobody).status_code == 401
+
+
 def test_the_audit_log_tells_what_happened_to_checkpoints(api):
     model = api.model()
     path = model.save("a")
@@ -652,84 +723,6 @@ def test_a_key_may_come_as_bearer_or_as_token(two):
             assert same.got("auth/apikey/me")["name"] == "ann"
 
 
-def test_what_is_not_ones_own_is_not_there(two):
-    ann, bob = two
-    model = ann.model()
-    model.save("a")
-    model.save("e", "save_weights_external")
-    path = f"tinker://{model.model_id}/weights/a"
-    sampler = ann.sampler(model.session_id)
-    waiting = model.optim_step(seq_id=9)
-    session, run = model.session_id, model.model_id
-    inputs = {"data": [datum()], "loss_fn": "cross_entropy"}
-    target = {"sampling_session_id": sampler.sampler_id}
-    mine = bob.session()
-    bodies = {
-        "session_heartbeat": {"session_id": session},
-        "create_model": {"session_id": session, "model_seq_id": 7, "base_model": TINY},
-        "create_sampling_session": {
-            "session_id": session,
-            "sampling_session_seq_id": 7,
-            "base_model": TINY,
-        },
-        "get_info": {"model_id": run},
-        "unload_model": {"model_id": run},
-        "forward": {"model_id": run, "seq_id": 4, "forward_input": inputs},
-        "forward_backward": {"model_id": run, "seq_id": 4, "forward_backward_input": inputs},
-        "optim_step": {"model_id": run, "seq_id": 4, "adam_params": {}},
-        "save_weights": {"model_id": run, "seq_id": 4, "path": "x"},
-        "save_weights_for_sampler": {"model_id": run, "seq_id": 4, "path": "x"},
-        "save_weights_external": {"model_id": run, "seq_id": 4, "path": "x"},
-        "load_weights": {"session_id": mine, "model_seq_id": 0, "path": path},
-        "copy_weights": {"source_path": path},
-        "weights_info": {"tinker_path": path},
-        "join_sampling_session": target,
-        "asample": sampler.request(),
-        "stream_sample": sampler.request(),
-        "retrieve_future": {"request_id": waiting["request_id"]},
-        "retrieve_futures": {"target": target},
-    }
-    for operation, body in bodies.items():
-        assert bob.post(operation, body).status_code == 404, operation
-    own = bob.model(mine, 1)
-    assert "no checkpoint" in own.do("load_weights", path=path)["error"]
-    sampled = {"session_id": mine, "sampling_session_seq_id": 0, "model_path": path}
-    assert bob.post("create_sampling_session", sampled).status_code == 404
-    checkpoint = f"training_runs/{run}/checkpoints/weights/a"
-    external = f"training_runs/{run}/checkpoints/external_weights/e"
-    for method, place, body in (
-        ("GET", f"sessions/{session}", None),
-        ("GET", f"sessions/{session}/trace_export", None),
-        ("POST", f"sessions/{session}/finish", {"reason": {"type": "success"}}),
-        ("PUT", f"sessions/{session}/project", {"project_id": "p"}),
-        ("GET", f"samplers/{sampler.sampler_id}", None),
-        ("GET", f"training_runs/{run}", None),
-        ("GET", f"training_runs/{run}/checkpoints", None),
-        ("DELETE", checkpoint, None),
-        ("POST", f"{checkpoint}/publish", None),
-        ("DELETE", f"{checkpoint}/publish", None),
-        ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": None}),
-        ("GET", f"{checkpoint}/archive", None),
-        ("GET", f"{external}/external_weights_urls", None),
-    ):
-        assert bob.ask(method, place, body).status_code == 404, place
-    assert bob.post("cancel_future", {"request_id": waiting["request_id"]}).status_code == 200
-    assert bob.got("checkpoints")["checkpoints"] == []
-    assert session not in bob.got("sessions", access_scope="accessible")["sessions"]
-    runs = bob.got("training_runs")["training_runs"]
-    assert run not in {entry["training_run_id"] for entry in runs}
-    assert bob.told("sessions/search", {"session_id": session})["sessions"] == []
-    assert bob.got("audit")["entries"] == []
-    assert session not in json.dumps(bob.got("billing/usage/events", **today()))
-    assert bob.got("billing/usage/checkpoints/current")["data"] == []
-    # None of all this did anything to what it named.
-    for number in range(3, 9):
-        assert "metrics" in model.do("optim_step", seq_id=number, adam_params={}), number
-    assert "metrics" in ann.retrieve(waiting)
-    assert ann.post("session_heartbeat", {"session_id": session}).status_code == 200
-    assert sampler.tokens()
-
-
 def test_the_same_idempotency_key_of_two_users_is_two(two):
     body = {"tags": [], "sdk_version": "0.36.0"}
     key = {"x-idempotency-key": "same"}
@@ -756,6 +749,7 @@ def test_what_is_published_can_be_read_and_not_changed(two):
     seen = bob.got(f"training_runs/{run}")
     assert seen["last_checkpoint"]["tinker_path"] == public
     assert "closed" not in json.dumps(seen)
+    assert "user_metadata" not in seen
     theirs = bob.loaded(public, optimizer=True)
     assert theirs.logprobs() == model.logprobs()
     assert bob.sampler(model_path=sampled).tokens()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 
 from tinkex.errors import ConfigError
+from tinkex.server.journal import Journal
 from tinkex.testing import service
 
 from .api import PROTO, Api, Model, Sampler, datum, training_request
@@ -279,8 +281,73 @@ def test_checkpoints_and_their_links_are_still_there(place):
 
 def test_two_services_do_not_share_a_data_directory(place):
     with (
-        pytest.raises(ConfigError, match="data_dir"),
+        pytest.raises(ConfigError, match=f"data_dir.*process {os.getpid()};"),
         service("fake", data_dir=place.data_dir),
     ):
         pass
     assert place.api.model().step() > 0
+
+
+# -- runs that cannot be brought back ----------------------------------------------------------
+
+
+def corrupted(api: Api, model: Model) -> bool:
+    flag: bool = api.got(f"training_runs/{model.model_id}")["corrupted"]
+    return flag
+
+
+def check_given_up(place: Restarting, model: Model, why: str) -> None:
+    """Its requests fail with the reason, its run says so, and others are not disturbed, for good."""
+    api = place.restart()
+    model = again(model, api)
+    assert not corrupted(api, model)  # nobody has looked yet
+    failed = api.retrieve(model.optim_step())
+    assert why in failed["error"]
+    assert failed["category"] == "server"
+    assert corrupted(api, model)
+    assert "is corrupted" in api.retrieve(model.forward_backward())["error"]
+    api = place.restart()
+    assert "is corrupted" in api.retrieve(again(model, api).optim_step())["error"]
+    assert corrupted(api, model)
+    assert api.model().step() > 0
+
+
+def test_a_damaged_snapshot_makes_a_run_corrupted(tmp_path):
+    place = Restarting(tmp_path, snapshot_every=0.0)
+    model = place.api.model()
+    snapshots = tmp_path / "snapshots"
+    while not list(snapshots.glob("*/current.json")):  # written beside the work
+        model.step()
+    path = model.save("last")
+    before = model.logprobs()
+    place.running.close()
+    for weights in snapshots.glob("*/*/adapter_model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    check_given_up(place, model, "adapter_model.safetensors is damaged")
+    goes_on = place.api.loaded(path, optimizer=True)
+    assert goes_on.logprobs() == before
+    assert not corrupted(place.api, goes_on)
+    place.running.close()
+
+
+def test_a_journal_with_a_gap_makes_a_run_corrupted(place, tmp_path):
+    model = place.api.model()
+    for _ in range(3):
+        model.step()
+    place.running.close()
+    rewrite_without_change(tmp_path / "journal", 4)
+    check_given_up(place, model, "the journal lacks change 4")
+
+
+def rewrite_without_change(directory, lost):
+    """Take the result of one request out of a journal."""
+    old, new = Journal(directory), Journal(directory.with_name("rewritten"))
+    records = old.open()
+    new.open()
+    for record in records:
+        if record.head.get("change") != lost:
+            new.append(record.kind, record.head, old.read(record.place))
+    old.close()
+    new.close()
+    directory.rename(directory.with_name("damaged"))
+    directory.with_name("rewritten").rename(directory)

@@ -28,9 +28,8 @@ from tinkex.errors import (
 from tinkex.server.archives import (
     ADAPTER_FILES,
     Signer,
+    Tar,
     export,
-    tar_chunks,
-    tar_size,
     validate_name,
 )
 from tinkex.server.archives import _encrypt as encrypt
@@ -166,9 +165,9 @@ def test_a_tar_holds_the_named_files(files, mtime, data):
             (directory / name).write_bytes(content)
             os.utime(directory / name, (0, mtime))
         names = data.draw(st.lists(st.sampled_from(sorted(files)), unique=True)) if files else []
-        stream = b"".join(tar_chunks(directory, names))
-        assert len(stream) == tar_size(directory, names)
-        assert stream == b"".join(tar_chunks(directory, names))
+        stream = b"".join(Tar.of(directory, names).chunks())
+        assert len(stream) == Tar.of(directory, names).size
+        assert stream == b"".join(Tar.of(directory, names).chunks())
     with tarfile.open(fileobj=io.BytesIO(stream), mode="r:") as archive:
         members = archive.getmembers()
         assert [member.name for member in members] == names
@@ -185,10 +184,10 @@ def test_who_owns_a_file_does_not_show(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     os.utime(tmp_path / "file", (1, 1.5))
     (tmp_path / "file").chmod(0o700)
-    before = b"".join(tar_chunks(tmp_path, ["file"]))
+    before = b"".join(Tar.of(tmp_path, ["file"]).chunks())
     (tmp_path / "file").chmod(0o600)
     os.utime(tmp_path / "file", (2, 1.25))
-    assert b"".join(tar_chunks(tmp_path, ["file"])) == before
+    assert b"".join(Tar.of(tmp_path, ["file"]).chunks()) == before
 
 
 def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
@@ -196,12 +195,12 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
         file.truncate(24 * MIB + 7)
     tracemalloc.start()
     try:
-        sizes = [len(chunk) for chunk in tar_chunks(tmp_path, ["large"])]
+        sizes = [len(chunk) for chunk in Tar.of(tmp_path, ["large"]).chunks()]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert max(sizes) <= MIB
-    assert sum(sizes) == tar_size(tmp_path, ["large"])
+    assert sum(sizes) == Tar.of(tmp_path, ["large"]).size
     assert peak < 4 * MIB
 
 
@@ -209,9 +208,9 @@ def test_a_file_beyond_the_classic_limit_keeps_its_size(tmp_path):
     size = 9 << 30
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(size)  # all of it a hole
-    chunks = tar_chunks(tmp_path, ["huge"])
+    chunks = Tar.of(tmp_path, ["huge"]).chunks()
     header = next(chunks)
-    assert tar_size(tmp_path, ["huge"]) == len(header) + size + 1024
+    assert Tar.of(tmp_path, ["huge"]).size == len(header) + size + 1024
     with tarfile.open(fileobj=io.BytesIO(header), mode="r|") as archive:
         member = archive.next()
     assert member is not None
@@ -225,10 +224,9 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
     (tmp_path / "file").touch()
-    for make in (tar_chunks, tar_size):
-        with pytest.raises(InvalidInputError) as caught:
-            make(tmp_path / "a" if name.startswith("..") else tmp_path, [name])
-        assert caught.value.field == "names"
+    with pytest.raises(InvalidInputError) as caught:
+        Tar.of(tmp_path / "a" if name.startswith("..") else tmp_path, [name])
+    assert caught.value.field == "names"
 
 
 def test_only_regular_files_are_sent(tmp_path):
@@ -239,23 +237,58 @@ def test_only_regular_files_are_sent(tmp_path):
     (directory / "folder").mkdir()
     for name in ("link", "folder"):
         with pytest.raises(InvalidInputError, match=name):
-            tar_chunks(directory, [name])
+            Tar.of(directory, [name])
     for where in (directory, tmp_path / "nowhere", tmp_path / "outside"):
         with pytest.raises(NotFoundError, match="missing"):
-            tar_chunks(where, ["missing"])
+            Tar.of(where, ["missing"])
+
+
+@given(
+    contents=st.lists(st.binary(max_size=1500), min_size=1, max_size=3),
+    start=st.integers(0, 6000),
+    length=st.integers(0, 6000),
+)
+def test_any_part_of_a_tar_can_be_had(contents, start, length):
+    with tempfile.TemporaryDirectory() as place:
+        names = [f"file{number}" for number in range(len(contents))]
+        for name, content in zip(names, contents, strict=True):
+            (Path(place) / name).write_bytes(content)
+        tar = Tar.of(Path(place), names)
+        whole = b"".join(tar.chunks())
+        assert b"".join(tar.chunks(start)) == whole[start:]
+        assert b"".join(tar.chunks(start, start + length)) == whole[start : start + length]
+
+
+def test_a_tag_changes_with_the_bytes_and_not_without(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    facts = file.stat()
+    tag = Tar.of(tmp_path, ["file"]).tag
+    assert Tar.of(tmp_path, ["file"]).tag == tag
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))  # written again within a second
+    assert Tar.of(tmp_path, ["file"]).tag != tag
+
+
+def test_a_checkpoint_that_is_saved_anew_ends_the_stream_with_an_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"before")
+    tar = Tar.of(tmp_path, ["file"])
+    (tmp_path / "other").write_bytes(b"behind")
+    (tmp_path / "other").replace(tmp_path / "file")
+    with pytest.raises(InternalServerError, match="file changed"):
+        list(tar.chunks())
 
 
 def test_a_file_that_grows_is_cut_where_its_header_says(tmp_path):
     (tmp_path / "file").write_bytes(b"before")
-    expected = b"".join(tar_chunks(tmp_path, ["file"]))
-    chunks = tar_chunks(tmp_path, ["file"])
+    expected = b"".join(Tar.of(tmp_path, ["file"]).chunks())
+    chunks = Tar.of(tmp_path, ["file"]).chunks()
     (tmp_path / "file").write_bytes(b"before and after")
     assert b"".join(chunks) == expected
 
 
 def test_a_file_that_shrinks_ends_the_stream_with_an_error(tmp_path):
     (tmp_path / "file").write_bytes(b"before")
-    chunks = tar_chunks(tmp_path, ["file"])
+    chunks = Tar.of(tmp_path, ["file"]).chunks()
     (tmp_path / "file").write_bytes(b"b")
     with pytest.raises(InternalServerError, match="file changed"):
         list(chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -258,7 +259,7 @@ def test_a_result_larger_than_the_memory_is_read_from_the_journal(tmp_path):
         assert at.answer(promise)["metrics"] == {"loss": 1.0}
 
 
-def test_on_a_full_disk_results_stay_in_memory_until_they_are_forgotten(tmp_path):
+def test_on_a_full_disk_results_stay_in_memory_until_there_is_room(tmp_path):
     with desk(tmp_path, memory_bytes=100) as at:
         made = [at.step(number) for number in range(8)]
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -279,8 +280,45 @@ def test_on_a_full_disk_results_stay_in_memory_until_they_are_forgotten(tmp_path
             assert [at.answer(promise)["metrics"]["loss"] for promise in promises] == list(range(8))
             for promise in promises:
                 at.promises.forget(promise)
-    with desk(tmp_path) as at:  # what could not be written down is done again
-        assert [promise.done for promise in at.promises] == [False] * 8 + [True] * 8
+    with desk(tmp_path) as at:
+        assert [promise.done for promise in at.promises] == [True] * 16
+
+
+def test_a_crash_on_a_full_disk_loses_the_newest_results_and_no_others(tmp_path):
+    """Else what is done again would come after what was done after it."""
+    with desk(tmp_path) as at:
+        made = [at.step(number) for number in range(8)]
+        at.promises.finish(made[0], metrics(0))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at.journal.size + 10, before[1]))
+        try:
+            at.promises.finish(made[1], OptimStepResponse(metrics={"loss": 1.0, "x" * 5000: 2.0}))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (at.journal.size + 1000, before[1]))
+            at.promises.finish(made[2], metrics(2))  # this one alone would fit
+            with pytest.raises(OSError, match="too large"):
+                asyncio.run(at.promises.settled())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        shutil.copytree(tmp_path, tmp_path / "crashed", ignore=shutil.ignore_patterns("crashed"))
+        asyncio.run(at.promises.settled())
+    with desk(tmp_path / "crashed") as at:
+        assert [promise.done for promise in at.promises] == [True] + [False] * 7
+    with desk(tmp_path) as at:
+        assert [promise.done for promise in at.promises] == [True] * 3 + [False] * 5
+
+
+def test_a_result_without_its_request_is_missed(tmp_path):
+    with desk(tmp_path) as at:
+        for number in range(3):
+            at.promises.finish(at.step(number), metrics(number), change=number + 1)
+    journal = Journal(tmp_path)
+    promises = Promises(journal)
+    for record in journal.open():
+        if record.head.get("seq") != "1":
+            promises.restore(record)
+    journal.close()
+    assert promises.lost == {"m": 2}
+    assert [promise.seq_id for promise in promises] == [0, 2]
 
 
 # -- asking ------------------------------------------------------------------------------------------
@@ -291,8 +329,8 @@ def test_what_was_there_once_is_gone_and_what_never_was_is_not_found(tmp_path):
         promise = at.step()
         with pytest.raises(NotFoundError):
             at.promises.get("nonsense", "me")
-        with pytest.raises(NotFoundError):
-            at.promises.get(promise.request_id, "other")  # and not Gone, which would tell of it
+        with pytest.raises(GoneError):  # like one that never was, of which nobody can tell
+            at.promises.get(promise.request_id, "other")
         at.promises.finish(promise, metrics())
         at.promises.forget(promise)
         for owner in ("me", "other"):

@@ -114,7 +114,7 @@ def test_every_operation_is_there_exactly_once():
         for method, call in item.items()
         if method in METHODS
     ]
-    assert sorted(calls) == sorted(OPERATIONS)
+    assert sorted(calls) == sorted([*OPERATIONS, "list_telemetry"])
 
 
 @pytest.mark.parametrize("row", OPERATIONS.values(), ids=lambda row: row.name)
@@ -191,6 +191,16 @@ def test_a_query_knows_its_defaults_and_no_null():
     assert not any(entry["required"] for entry in query.values())
     _, _, billing = CALLS["get_billing_usage"]
     assert all(entry["required"] for entry in billing["parameters"])
+
+
+def test_telemetry_can_be_read_at_a_path_of_our_own():
+    path, method, call = CALLS["list_telemetry"]
+    assert (method, path) == ("get", "/local/telemetry")
+    query = {entry["name"]: entry["schema"] for entry in call["parameters"]}
+    assert query["limit"] == {"type": "integer", "minimum": 0, "maximum": 1000, "default": 100}
+    assert query["session_id"] == {"type": "string"}
+    schema = answer("list_telemetry", 200)["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/ListTelemetryResponse"}
 
 
 # -- schemas -------------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ def test_every_operation_is_in_the_reference(row):
 
 
 def test_one_fold_for_each_operation_and_one_heading_for_each_tag():
-    assert len(DOCS.all("details")) == len(DOCS.all("summary")) == len(OPERATIONS)
+    calls = sum(map(len, DOCUMENT["paths"].values()))
+    assert len(DOCS.all("details")) == len(DOCS.all("summary")) == calls
     headings = [element.text for element in DOCS.all("h2")]
     assert headings == [*(tag["name"] for tag in DOCUMENT["tags"]), "Schemas"]
 

@@ -53,6 +53,26 @@ def test_a_repeated_number_finds_the_first_request():
     assert not sequencer.knows(2)
 
 
+def test_a_number_that_may_have_been_refused_unread_is_not_waited_for_long():
+    sequencer: Sequencer[str] = Sequencer()
+    sequencer.offer(3, "third")
+    assert sequencer.wakes_at(10.0) == 10.0 + GAP_LIMIT
+    sequencer.doubt()
+    assert sequencer.wakes_at(11.0) == 10.0 + SETTLED_GAP_LIMIT
+    assert sequencer.take(10.0 + SETTLED_GAP_LIMIT) == "third"
+    sequencer.offer(5, "fifth")  # another gap is another matter
+    assert sequencer.wakes_at(20.0) == 20.0 + GAP_LIMIT
+
+
+def test_whose_turn_is_over_can_be_taken_out_of_line():
+    sequencer: Sequencer[int] = Sequencer(next_seq=4)
+    for number in (2, 6, 3, 4):
+        sequencer.offer(number, number)
+    assert sequencer.drop_done() == [2, 3]
+    assert drain(sequencer) == [4]
+    assert sequencer.drop_done() == []
+
+
 def test_a_refused_number_is_not_waited_for():
     sequencer: Sequencer[str] = Sequencer()
     sequencer.offer(3, "third")

@@ -313,7 +313,7 @@ def test_a_data_directory_in_use_is_told_and_its_service_left_alone(start, tmp_p
     url = running.start()
     try:
         told = complaint(start(f"--base-model={TINY}", data_dir=tmp_path))
-        assert f"{tmp_path} is in use by another service" in told
+        assert f"{tmp_path} is in use by another service, process {os.getpid()};" in told
         assert json.loads((tmp_path / ADDRESS_FILE).read_text())["url"] == url
         assert is_healthy(url)
     finally:

@@ -9,11 +9,19 @@ import subprocess
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from tinkex.server.store import CheckpointRow, RunRow, SamplerRow, SessionRow, Store
+from tinkex.server.store import (
+    CheckpointRow,
+    RunRow,
+    SamplerRow,
+    SessionRow,
+    Store,
+    TelemetryRow,
+)
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -181,6 +189,56 @@ def test_checkpoints_are_replaced_changed_expired_and_deleted(store):
     assert store.checkpoints("me", limit=10, offset=0)[1] == 1
 
 
+def test_the_newest_checkpoints_of_several_runs_come_at_once(store):
+    store.add_session(session())
+    for name in ("r0", "r1", "r2"):
+        store.add_run(run(name))
+        for second, public in ((1, True), (3, False), (2, False)):
+            at = NOW + timedelta(seconds=second)
+            store.put_checkpoint(checkpoint(str(second), run_id=name, created_at=at, public=public))
+        store.put_checkpoint(checkpoint("s", "sampler", run_id=name))
+    mine = store.newest_checkpoints(["r0", "r2"], "me")
+    assert {key: row.name for key, row in mine.items()} == {
+        ("r0", "training"): "3",
+        ("r0", "sampler"): "s",
+        ("r2", "training"): "3",
+        ("r2", "sampler"): "s",
+    }
+    theirs = store.newest_checkpoints(["r0"], "you")
+    assert {key: row.name for key, row in theirs.items()} == {("r0", "training"): "1"}
+    assert store.newest_checkpoints([], "me") == {}
+
+
+def test_many_runs_are_touched_at_once(store):
+    store.add_session(session())
+    for name in ("r0", "r1"):
+        store.add_run(run(name))
+    later = NOW + timedelta(minutes=1)
+    store.touch_runs({"r1": later})
+    store.touch_runs({})
+    assert [store.run(name).last_request_at for name in ("r0", "r1")] == [NOW, later]
+
+
+def test_external_checkpoints_are_left_out_before_pages_are_cut(store):
+    store.add_session(session())
+    store.add_run(run())
+    for index, kind in enumerate(("training", "external", "sampler", "external", "training")):
+        at = NOW + timedelta(seconds=index)
+        store.put_checkpoint(checkpoint(str(index), kind, created_at=at))
+    page, total = store.checkpoints("me", limit=2, offset=0, external=False)
+    assert ([row.name for row in page], total) == (["4", "2"], 3)
+    page, total = store.checkpoints("me", limit=2, offset=2, external=False)
+    assert ([row.name for row in page], total) == (["0"], 3)
+    assert store.checkpoints("me", limit=9, offset=0)[1] == 5
+
+
+def test_active_sessions_are_everybodys(store):
+    store.add_session(session("a"))
+    store.add_session(session("b", "you"))
+    store.add_session(session("c", status={"type": "cancelled", "detail": "active"}))
+    assert {row.session_id for row in store.active_sessions()} == {"a", "b"}
+
+
 def test_copies_of_a_sampler_never_share_a_number(store):
     store.add_session(session())
     store.add_sampler(SamplerRow("x", "s", "me", "m", None, NOW))
@@ -210,3 +268,40 @@ def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(tmp_path):
     second.close()
     with pytest.raises(RuntimeError, match="newer release"):
         Store(url).open()
+
+
+def event(event_id: str | None, **changes: Any) -> TelemetryRow:
+    facts = {"owner": "me", "session_id": "s", "event": {"event": "SESSION_START"}} | changes
+    return TelemetryRow(received_at=NOW, event_id=event_id, **facts)
+
+
+def test_an_event_is_kept_once_per_owner_and_session(store):
+    store.add_telemetry([event("a"), event("b"), event("a")])
+    store.add_telemetry([event("b"), event("c"), event("b", session_id="t")])
+    store.add_telemetry([event("a", owner="you")])
+    page, total = store.telemetry("me", "s", limit=2, offset=1)
+    assert ([row.event_id for row in page], total) == (["b", "c"], 3)
+    assert store.telemetry("me", None, limit=9, offset=0)[1] == 4
+    assert store.telemetry("you", None, limit=9, offset=0)[1] == 1
+
+
+def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path):
+    """As version 1 made it: telemetry without the ids of events."""
+    url = f"sqlite:///{tmp_path}/tinkex.db"
+    old = Store(url)
+    old.open()
+    with old._transaction() as connection:
+        connection.exec_driver_sql("DROP INDEX telemetry_once")
+        connection.exec_driver_sql("ALTER TABLE telemetry DROP COLUMN event_id")
+        connection.exec_driver_sql("UPDATE schema_version SET version = 1")
+        connection.exec_driver_sql(
+            "INSERT INTO telemetry (received_at, owner, session_id, event) "
+            "VALUES ('2026-01-02 03:04:05.000000', 'me', 's', '{}')"
+        )
+    old.close()
+    new = Store(url)
+    new.open()
+    new.add_telemetry([event("a"), event("a")])
+    found, total = new.telemetry("me", "s", limit=9, offset=0)
+    assert ([row.event_id for row in found], total) == ([None, "a"], 2)
+    new.close()

@@ -9,7 +9,14 @@ import pytest
 
 from tinkex import telemetry
 from tinkex.telemetry import bus, logs
-from tinkex.telemetry.events import HttpRequestException, HttpRequestStop, QueueStateChange
+from tinkex.telemetry.events import (
+    HttpRequestException,
+    HttpRequestStop,
+    QueueStateChange,
+    RegularizerEvent,
+    RegularizerException,
+    RegularizerStop,
+)
 
 from ..client.helpers import run_script
 
@@ -44,6 +51,20 @@ def test_the_level_can_be_chosen(caplog):
     bus.emit(FAILED)
     telemetry.detach(number)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_other_events_can_be_logged(caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+    number = telemetry.attach_logger(logging.INFO, RegularizerEvent)
+    bus.emit(RegularizerStop("kl", 0.5, 0.25, 2.0, 1.0, None, is_async=False))
+    bus.emit(RegularizerException("kl", 0.5, 0.25, "no"))
+    bus.emit(STOP)
+    telemetry.detach(number)
+    value, failure = caplog.records
+    assert (value.levelname, failure.levelname) == ("INFO", "ERROR")
+    assert value.message.startswith("regularizer.compute.stop: duration=0.25, value=2.0, contri")
+    assert "grad_norm" not in value.message  # which was not computed
+    assert failure.message.endswith("regularizer_name=kl, weight=0.5, reason=no")
 
 
 @pytest.fixture

@@ -54,6 +54,24 @@ def test_samples_are_counted_too():
         assert shown.line == "sample 8/8 · 100 tok/s · 0:00:02"
 
 
+def test_a_loop_that_goes_on_counts_from_where_it_was():
+    time = Time()
+    with tinkex.progress(10, done=6, file=io.StringIO(), clock=time) as shown:
+        assert shown.line == "step 6/10 · 0:00:00"
+        time.now = 4.0
+        trained(tokens=0)
+        assert shown.line == "step 7/10 · loss 2.5 · 0:00:12 left"
+        assert shown.fraction == 0.7
+
+
+def test_a_note_is_shown_and_an_evaluation_is_no_training_loss():
+    with tinkex.progress(2, file=io.StringIO(), clock=Time()) as shown:
+        trained()
+        bus.emit(TrainingPass(3, "forward", 1.0, 4, 10, 99.0))
+        shown.note = "held out 1.25"
+        assert shown.line == "step 1/2 · loss 2.5 · held out 1.25 · 0:00:00 left"
+
+
 def test_without_totals_there_is_no_end_in_sight():
     time = Time()
     with tinkex.progress(file=io.StringIO(), clock=time) as shown:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import tinkex
@@ -42,7 +41,7 @@ from ..client.helpers import (
     sampled,
     until,
 )
-from ..scripted import Answer, FakeClock, Hang, Raw, Reply, ScriptedServer, promise
+from ..scripted import Answer, FakeClock, Hang, Raw, Reply, Request, ScriptedServer, promise
 
 TELEMETRY = "POST /api/v1/telemetry"
 ACCEPTED = Answer({"status": "accepted"})
@@ -597,39 +596,133 @@ client.close().result()
     assert sorted(by_process.values()) == [["SESSION_START", "here", "SESSION_END"], ["child"]]
 
 
-def stored(path: Path) -> list[dict[str, Any]]:
-    """The events in the database of a local service, as they came in."""
-    with closing(sqlite3.connect(path / "tinkex.db")) as connection:
-        rows = connection.execute("select event from telemetry order by id").fetchall()
-    return [json.loads(row) for (row,) in rows]
+# -- with the real service -----------------------------------------------------------------------
 
 
-def test_the_local_service_keeps_what_is_reported(tmp_path):
-    with testing.service("fake", data_dir=tmp_path) as running:
-        client = running.client()
-        reporter = client.create_lora_training_client(running.base_model, rank=4).get_telemetry()
-        assert reporter is not None
-        reporter.log("checkpoint reached", {"step": 3})
-        assert reporter.wait_until_drained()
-        client.close().result()
-    names = [event.get("event_name", event["event"]) for event in stored(tmp_path)]
-    assert names == ["SESSION_START", "checkpoint reached", "SESSION_END"]
+@dataclass(frozen=True)
+class Fault:
+    """What becomes of a report on its way: the answer it gets, and whether the service gets it all the same."""
+
+    reply: Reply
+    arrives: bool = False
 
 
-def test_events_survive_a_restart_of_the_service(tmp_path):
-    with testing.service("fake", data_dir=tmp_path) as running:
-        client = tinkex.ServiceClient(base_url=running.url, api_key=running.api_key)
-        client.create_sampling_client(base_model=running.base_model)
+class Unreliable(ScriptedServer):
+    """Between a client and a service: passes requests on, but does to reports what `faults` says, one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target: str | None = None
+        self.faults: deque[Fault] = deque()
+        self._http = httpx.Client(trust_env=False)
+
+    def stop(self) -> None:
+        super().stop()
+        self._http.close()
+
+    def reply_to(self, request: Request) -> Reply:
+        report = f"{request.method} {request.path}" == TELEMETRY
+        fault = self.faults.popleft() if report and self.faults else None
+        if self.target is None:
+            return Raw()
+        if fault is not None and not fault.arrives:
+            return fault.reply
+        names = ("content-type", "x-api-key", "x-idempotency-key")
+        answer = self._http.request(
+            request.method,
+            f"{self.target}{request.path}",
+            params=dict(request.query),
+            headers={name: request.headers[name] for name in names if name in request.headers},
+            content=request.body,
+        )
+        return Answer(answer.content, answer.status_code) if fault is None else fault.reply
+
+
+def reported(running: testing.RunningService, reporter: Reporter) -> list[dict[str, Any]]:
+    """The events of a session as the service lists them."""
+    answer = httpx.get(
+        f"{running.url}/local/telemetry",
+        params={"session_id": reporter.session_id, "limit": 1000},
+        headers={"x-api-key": running.api_key},
+        trust_env=False,
+    )
+    return [entry["event"] for entry in answer.json()["events"]]
+
+
+def test_the_local_service_lists_what_was_reported(tinkex_fake):
+    client = tinkex_fake.client()
+    training = client.create_lora_training_client(tinkex_fake.base_model, rank=4)
+    reporter = training.get_telemetry()
+    assert reporter is not None
+    reporter.log("checkpoint reached", {"step": 3})
+    assert reporter.wait_until_drained()
+    asked = {"session_id": reporter.session_id, "limit": 2}
+    found = client.http.get("/local/telemetry", query=asked).result()
+    assert found["cursor"] == {"offset": 0, "limit": 2, "total_count": 2}
+    client.close().result()
+    start, own, end = reported(tinkex_fake, reporter)
+    assert (start["event"], end["event"]) == ("SESSION_START", "SESSION_END")
+    assert (own["event_name"], own["event_data"]) == ("checkpoint reached", {"step": 3})
+
+
+def test_all_that_was_accepted_arrives_once_through_faults_timeouts_and_a_restart(tmp_path, clock):
+    def log(reporter: Reporter, phase: str) -> None:
+        assert all(reporter.log(f"{phase} {number}") for number in range(60))
+
+    with Unreliable() as between:
+        with testing.service("fake", data_dir=tmp_path) as running:
+            between.target = running.url
+            client = tinkex.ServiceClient(
+                base_url=between.url, api_key=running.api_key, clock=clock
+            )
+            client.create_sampling_client(base_model=running.base_model)
+            reporter = client.get_telemetry()
+            assert reporter is not None
+            reporter.limits = Limits(batch=25)
+            log(reporter, "through errors")
+            between.faults += [
+                Fault(Answer({}, 500)),
+                Fault(Answer({}, 503), arrives=True),
+                Fault(Raw(), arrives=True),
+                Fault(Answer({}, 429)),
+            ]
+            assert reporter.wait_until_drained()
+            log(reporter, "through a timeout")
+            between.faults.append(Fault(Hang(), arrives=True))
+            assert reporter.wait_until_drained(0.1) is False
+            between.target = None
+        log(reporter, "while it is gone")
+        began = clock.now
+        assert reporter.wait_until_drained() is False
+        assert clock.now - began == Limits().drain
+        assert reporter.pending >= 60
+        with testing.service("fake", data_dir=tmp_path) as running:
+            between.target = running.url
+            assert reporter.wait_until_drained()
+            assert reporter.pending == 0
+            client.close().result()
+            indexes = [event["event_session_index"] for event in reported(running, reporter)]
+    assert indexes == list(range(1 + 3 * 60 + 1))
+
+
+def test_a_service_that_is_gone_is_given_up_within_the_limits(clock):
+    server = ScriptedServer()
+    with server:
+        server.on(TELEMETRY, ACCEPTED)
+        client = tinkex.ServiceClient(base_url=server.url, api_key="tml-test", clock=clock)
+        new_sampler(client)
         reporter = client.get_telemetry()
         assert reporter is not None
-        assert reporter.wait_until_drained()
-    assert all(reporter.log(f"while it is gone {number}") for number in range(3))
-    assert reporter.wait_until_drained(0.5) is False
-    with testing.service("fake", data_dir=tmp_path) as running:
-        client.holder.transport._base_url = running.url  # a restart would bring back the port too
-        assert reporter.wait_until_drained()
-        client.close().result()
-    assert [event["event_session_index"] for event in stored(tmp_path)] == list(range(5))
+    # From here on the connection is refused.
+    reporter.log("to nobody")
+    began = clock.now
+    assert reporter.wait_until_drained() is False
+    assert clock.now - began == Limits().drain
+    began = clock.now
+    assert reporter.stop() is False
+    assert clock.now - began == Limits().stop
+    assert reporter.pending == 3
+    client.close().result()
 
 
 def test_limits_are_as_documented():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -76,6 +77,8 @@ def test_a_price_that_is_missing_is_not_taken_for_nothing():
     assert usage.cost is None
     assert "unknown" in str(usage.summary())
     usage.prices = Prices({**PRICES.rates, "*": Rates(prefill=1)})
+    assert usage.cost is None  # one token was sampled, for nobody knows how much
+    usage.prices = Prices({**PRICES.rates, "*": Rates(prefill=1, sampled=0)})
     assert usage.cost == pytest.approx(0.00011)
 
 
@@ -86,7 +89,8 @@ def test_cached_tokens_cost_as_much_as_others_unless_said():
 def test_nothing_used_costs_nothing():
     assert Usage().cost == 0
     assert Usage().tokens == Tokens()
-    assert Prices().cost(None, Tokens()) is None
+    assert Prices().cost(None, Tokens()) == 0
+    assert Prices().cost(None, Tokens(training=1)) is None
 
 
 @pytest.mark.parametrize("rate", [-1, float("nan")])
@@ -155,6 +159,56 @@ def test_client_and_service_count_the_same(tinkex_fake):
     told.add_from_service(billed)
     assert told.by_run()[session_id] == counted.tokens
     assert counted.by_model().keys() == {tinkex_fake.base_model}
+
+
+# -- prices --------------------------------------------------------------------------------------
+
+TABLE = """
+["*"]
+training = 0.5
+prefill = 0.1
+sampled = 1
+
+[small]
+training = 2
+cached_prefill = 0
+"""
+
+
+def test_prices_are_read_from_a_file(tmp_path):
+    file = tmp_path / "prices.toml"
+    file.write_text(TABLE)
+    prices = Prices.read(file)
+    assert prices.rates == {
+        "*": Rates(training=0.5, prefill=0.1, sampled=1),
+        "small": Rates(training=2, cached_prefill=0),
+    }
+    assert prices.cost("small", Tokens(training=1_000_000, cached_prefill=7)) == 2
+    assert prices.cost("large", Tokens(cached_prefill=1_000_000)) == 0.1
+    other = tmp_path / "prices.json"
+    other.write_text(json.dumps({"small": {"training": 2}}))
+    assert Prices.read(other).rates == {"small": Rates(training=2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("training = 1", "'training' is no table"),
+        ("[small]\nwriting = 1", "'small' has unknown ['writing']"),
+        ("[small]\ntraining = '1'", "'small': training: must be a number, not '1'"),
+        ("[small]\ntraining = true", "must be a number"),
+        ("[small]\ntraining = -1", "'small': training: must be 0 or more"),
+        ("[small]\ntraining = nan", "must be 0 or more"),
+        ("[small", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_table_of_prices_is_refused(tmp_path, text, says):
+    file = tmp_path / "prices.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInputError) as refused:
+        Prices.read(file)
+    assert refused.value.field == "prices"
+    assert says in str(refused.value)
 
 
 # -- before it starts ----------------------------------------------------------------------------

@@ -310,6 +310,8 @@ def test_is_a_field_of_pydantic_models():
         ([float("nan")], "int64", "expected integers"),
         ([float("inf")], "int64", "does not fit"),
         ([2**63], "int64", "does not fit"),
+        ([1e39], "float32", "does not fit"),
+        ([float("inf"), -1e308], "float32", "does not fit"),
         ([2.0**63], "int64", "does not fit"),
         ([2**64], "int64", "does not fit"),
         (np.array([2**63], np.uint64), "int64", "does not fit in int64"),

@@ -6,37 +6,60 @@ checkpoint or what it was before.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import json
+import lzma
+import re
+import secrets
 import shutil
 import tarfile
 import tempfile
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+import zstandard
+
+from tinkex._wire.failures import error_from_response, retry_after
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
+    APIStatusError,
+    HTTPRequest,
     InvalidInputError,
     InvalidPathError,
-    status_error_class,
 )
 from tinkex.types import ParsedCheckpointTinkerPath
 
-__all__ = ["Progress", "download_checkpoint", "fetch", "target_name", "unpack"]
+__all__ = ["Progress", "download_checkpoint", "fetch", "target_name", "unpack", "verify"]
 
 Progress = Callable[[int, int | None], None]
 
 _CHUNK: Final = 1 << 20
+#: Tries in a row that bring nothing.
 _ATTEMPTS: Final = 8
 _LONGEST_WAIT: Final = 10.0
+_PASSING: Final = frozenset({408, 425, 429})
+#: What services say to a link whose time is over.
+_STALE: Final = frozenset({400, 401, 403, 410})
 _MANIFEST: Final = "tinkex.json"
+_ZSTD: Final = b"\x28\xb5\x2f\xfd"
+_DAMAGED: Final = (
+    tarfile.TarError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    zstandard.ZstdError,
+)
 
 
 def target_name(tinker_path: str) -> str:
@@ -52,6 +75,7 @@ def download_checkpoint(
     *,
     force: bool = False,
     progress: Progress = lambda _done, _total: None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Download a checkpoint into a directory below `output`; the directory.
 
@@ -60,100 +84,243 @@ def download_checkpoint(
     destination = output / target_name(tinker_path)
     if destination.exists() and not force:
         raise InvalidInputError(f"{destination} exists; force replaces it", field="output")
-    output.mkdir(parents=True, exist_ok=True)
     with _scratch(output) as scratch:
         unpacked = scratch / "files"
         unpacked.mkdir()
         if ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).checkpoint_type == "external":
-            urls = rest.get_external_weights_urls(tinker_path).result().urls
-            for name, url in urls.items():
-                fetch(url, unpacked / _plain(name), progress)
+            _fetch_files(rest, tinker_path, unpacked, progress, sleep)
         else:
-            url = rest.get_checkpoint_archive_url_from_tinker_path(tinker_path).result().url
             archive = scratch / "archive"
-            fetch(url, archive, progress)
+            fetch(lambda: _archive_url(rest, tinker_path), archive, progress, sleep=sleep)
             unpack(archive, unpacked)
         verify(unpacked)
         _replace(unpacked, destination, scratch)
     return destination
 
 
+def _archive_url(rest: Any, tinker_path: str) -> str:
+    url: str = rest.get_checkpoint_archive_url_from_tinker_path(tinker_path).result().url
+    return url
+
+
+def _fetch_files(
+    rest: Any, tinker_path: str, target: Path, progress: Progress, sleep: Callable[[float], None]
+) -> None:
+    def urls() -> dict[str, str]:
+        found: dict[str, str] = rest.get_external_weights_urls(tinker_path).result().urls
+        return found
+
+    for name in urls():
+        link = partial(lambda name: urls()[name], name)
+        fetch(link, target / _plain(name), progress, sleep=sleep)
+
+
 # -- fetching --------------------------------------------------------------------------------------
 
 
 def fetch(
-    url: str,
+    url: str | Callable[[], str],
     target: Path,
     progress: Progress = lambda _done, _total: None,
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Stream a URL into a file; a connection that breaks is taken up where it broke."""
-    if not url.startswith(("http://", "https://")):
-        raise APIResponseValidationError(message=f"The service sent a URL that is none: {url:.200}")
-    failures = 0
-    with target.open("wb") as file:
-        total: int | None = None
-        while True:
-            before = file.tell()
-            try:
-                total = _fetch_from(url, file, total, progress)
-            except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    raise status_error_class(error.code)(
-                        f"The download was refused: {error.code} {error.reason}."
-                    ) from error
-                failures = 0 if file.tell() > before else failures + 1
-                if failures >= _ATTEMPTS:
-                    raise APIConnectionError(message=f"The download broke off: {error}") from error
-                sleep(min(_LONGEST_WAIT, 0.5 * 2**failures))
-                continue
-            if total is None or file.tell() >= total:
-                return
+    """Stream a URL into a file; a connection that breaks is taken up where it broke.
+
+    A function instead of a URL is asked for another one when the time of the first is over.
+    """
+    scratch = target.with_name(f".tinkex-{secrets.token_hex(8)}")
+    try:
+        with scratch.open("w+b") as file:
+            transfer = _Transfer(file, progress)
+            _persist(transfer, url, sleep)
+            transfer.check()
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
-def _fetch_from(url: str, file: BinaryIO, total: int | None, progress: Progress) -> int | None:
-    """Read on from where the file ends; the size of the whole, if the server says it."""
-    have = file.tell()
-    request = urllib.request.Request(url, headers={"range": f"bytes={have}-"} if have else {})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310 - checked by `fetch`
-        if have and response.status != 206:  # it begins anew
-            file.seek(0)
-            file.truncate()
-            have = 0
-        length = response.headers.get("content-length")
-        if length is not None:
-            total = have + int(length)
-        while part := response.read(_CHUNK):
-            file.write(part)
-            progress(file.tell(), total)
-    if total is not None and file.tell() < total:
-        raise ConnectionError(f"{file.tell()} of {total} bytes arrived")
-    return total
+def _persist(
+    transfer: _Transfer, url: str | Callable[[], str], sleep: Callable[[float], None]
+) -> None:
+    """Try until everything is there, or until several tries in a row have brought nothing."""
+    link, failures, most, renewed_at = _link(url), 0, 0, -1
+    while True:
+        try:
+            transfer.go_on(link)
+        except _BrokenError as broken:
+            reason, wait = broken, broken.wait
+        except APIStatusError as error:
+            # A new link that is refused at the same place as the one before was not too old.
+            if error.status_code not in _STALE or isinstance(url, str) or renewed_at == most:
+                raise
+            link, renewed_at = _link(url), most
+            continue
+        else:
+            return
+        failures = 0 if transfer.done > most else failures + 1
+        most = max(most, transfer.done)
+        if failures >= _ATTEMPTS:
+            raise APIConnectionError(message=f"The download broke off: {reason}") from reason
+        sleep(min(_LONGEST_WAIT, 0.5 * 2**failures if wait is None else max(0.0, wait)))
+
+
+def _link(url: str | Callable[[], str]) -> str:
+    link = url if isinstance(url, str) else url()
+    if not link.startswith(("http://", "https://")):
+        raise APIResponseValidationError(
+            message=f"The service sent a URL that is none: {link:.200}"
+        )
+    return link
+
+
+class _BrokenError(Exception):
+    """A try that ended early, and how long the service asks to wait before the next."""
+
+    def __init__(self, message: object, wait: float | None = None) -> None:
+        super().__init__(str(message))
+        self.wait = wait
+
+
+class _Transfer:
+    """One file on its way: what has arrived of it, and what is known of the whole."""
+
+    def __init__(self, file: BufferedRandom, progress: Progress) -> None:
+        self._file = file
+        self._progress = progress
+        self._total: int | None = None
+        self._same: str | None = None  # how the server tells that it is still the same file
+        self._digests: dict[str, bytes] = {}
+
+    @property
+    def done(self) -> int:
+        """How many bytes have arrived."""
+        return self._file.tell()
+
+    def go_on(self, url: str) -> None:
+        """Read on from where the file ends."""
+        have = self.done
+        headers = {"range": f"bytes={have}-"} if have else {}
+        if have and self._same is not None:
+            headers["if-range"] = self._same
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked by `_link`
+        with self._open(request) as response:
+            self._learn(response)
+            while part := self._read(response):
+                self._file.write(part)  # what the disk says to it is not the connection's doing
+                self._progress(self.done, self._total)
+        if self._total is not None and self.done != self._total:
+            raise _BrokenError(f"{self.done} of {self._total} bytes arrived")
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        try:
+            return urllib.request.urlopen(request, timeout=60)  # noqa: S310
+        except urllib.error.HTTPError as error:
+            with error:
+                self._refused(error)
+        except (OSError, http.client.HTTPException) as error:
+            raise _BrokenError(error) from error
+
+    def _refused(self, error: urllib.error.HTTPError) -> None:
+        if error.code == 416:  # it is another file now, and shorter
+            self._begin_anew()
+            raise _BrokenError("the file has changed") from error
+        headers = {name.lower(): value for name, value in error.headers.items()}
+        if error.code >= 500 or error.code in _PASSING:
+            wait = retry_after(headers, time.time())
+            raise _BrokenError(f"{error.code} {error.reason}", wait) from error
+        body = b""
+        with suppress(OSError, http.client.HTTPException):
+            body = error.read(4096)
+        # Without the URL, whose signature opens the file to whoever reads it.
+        about = HTTPRequest("GET", "")
+        raise error_from_response(error.code, headers, body, about, now=time.time()) from error
+
+    def _learn(self, response: Any) -> None:
+        """Take note of what an answer says of the file; another file than before begins anew."""
+        headers = response.headers
+        length = headers.get("content-length", "")
+        start, total = 0, int(length) if length.isdigit() else None
+        if response.status == 206:
+            part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("content-range", ""))
+            start = -1 if part is None else int(part[1])
+            total = self._total if part is None or part[2] == "*" else int(part[2])
+        if start != self.done or (start and total != self._total):
+            self._begin_anew()
+        if start != self.done:
+            raise _BrokenError("the server sent another part than was asked for")
+        self._total = total
+        tag = headers.get("etag", "")
+        self._same = tag if tag.startswith('"') else headers.get("last-modified")
+        self._digests = _digests(headers)
+
+    def _read(self, response: Any) -> bytes:
+        try:
+            part: bytes = response.read(_CHUNK)
+        except (OSError, http.client.HTTPException) as error:
+            raise _BrokenError(error) from error
+        return part
+
+    def _begin_anew(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+
+    def check(self) -> None:
+        """Compare the whole with the checksums that the server gave, if it did."""
+        for algorithm, expected in self._digests.items():
+            self._file.seek(0)
+            if hashlib.file_digest(self._file, algorithm).digest() != expected:
+                raise APIResponseValidationError(
+                    message=f"The download arrived damaged: its {algorithm} is not the one that was sent."
+                )
+
+
+def _digests(headers: Any) -> dict[str, bytes]:
+    """Checksums of a whole file by the names `hashlib` has for them; Google's storage has its own header."""
+    found: dict[str, bytes] = {}
+    for name in ("repr-digest", "digest", "x-goog-hash"):
+        for value in headers.get_all(name, ()):
+            for algorithm, text in re.findall(r"(?i)\b(sha-256|md5)=:?([a-z\d+/]+=*)", value):
+                with suppress(ValueError):
+                    found[algorithm.lower().replace("-", "")] = base64.b64decode(text)
+    return found
 
 
 # -- unpacking -------------------------------------------------------------------------------------
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar, compressed or not; members that could reach outside `target` are refused first."""
+    """Unpack a tar, compressed or not; members that could reach outside `target` are refused."""
     try:
-        with tarfile.open(archive) as tar:
+        with archive.open("rb") as file, _tar(file) as tar:
             for member in tar:
                 _check_member(member)
                 tar.extract(member, target, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (*_DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's doing
+            raise
         raise APIResponseValidationError(
             message=f"The archive could not be unpacked: {error}"
         ) from error
 
 
+def _tar(file: BinaryIO) -> tarfile.TarFile:
+    compressed = file.read(len(_ZSTD)) == _ZSTD
+    file.seek(0)
+    if compressed:
+        return tarfile.open(fileobj=zstandard.ZstdDecompressor().stream_reader(file), mode="r|")
+    return tarfile.open(fileobj=file)  # plain, or what the standard library knows
+
+
 def _check_member(member: tarfile.TarInfo) -> None:
     name = Path(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise InvalidPathError(f"the archive holds {member.name!r}, which leads out of it")
-    if not (member.isreg() or member.isdir()):
-        raise InvalidPathError(f"the archive holds {member.name!r}, which is no plain file")
+        raise InvalidPathError(f"the archive holds {member.name!r:.200}, which leads out of it")
+    plain = (
+        member.isreg() and member.sparse is None
+    )  # a hole of any size takes no place in an archive
+    if not (plain or member.isdir()):
+        raise InvalidPathError(f"the archive holds {member.name!r:.200}, which is no plain file")
 
 
 def _plain(name: str) -> str:
@@ -167,23 +334,50 @@ def verify(directory: Path) -> None:
     manifest = directory / _MANIFEST
     if not manifest.is_file():
         return
-    for name, expected in json.loads(manifest.read_text()).get("sha256", {}).items():
-        with (directory / _plain(name)).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                raise APIResponseValidationError(message=f"The file {name} arrived damaged.")
+    try:
+        expected = dict(json.loads(manifest.read_text())["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise APIResponseValidationError(
+            message=f"The file {_MANIFEST} arrived damaged."
+        ) from error
+    for name, digest in expected.items():
+        file = directory / _plain(name)
+        if not file.is_file() or _sha256(file) != digest:
+            raise APIResponseValidationError(message=f"The file {name} arrived damaged.")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+# -- all or nothing --------------------------------------------------------------------------------
 
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A directory on the same disk that leaves nothing behind."""
-    scratch = Path(tempfile.mkdtemp(prefix=".tinkex-", dir=output))
+    """A directory on the same disk; what fails in it leaves nothing behind, not even `output`."""
+    made = [place for place in (output, *output.parents) if not place.exists()]
+    scratch = None
     try:
+        output.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".tinkex-", dir=output))
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for place in made:
+            with suppress(OSError):  # there is something in it
+                place.rmdir()
 
 
 def _replace(unpacked: Path, destination: Path, scratch: Path) -> None:
-    if destination.exists():
-        destination.replace(scratch / "old")
-    unpacked.replace(destination)
+    older = scratch / "older"
+    try:
+        if destination.exists():
+            destination.replace(older)
+        unpacked.replace(destination)
+    except BaseException:
+        if older.exists() and not destination.exists():
+            older.replace(destination)
+        raise

@@ -127,6 +127,12 @@ class HTTP1Client:
             response = await connection.exchange(head, content)
         except BaseException:
             connection.close()  # also when cancelled: the answer may still come, for nobody
+            if connection.fell_silent:
+                # A path that went dead while the machine slept took all kept connections with it. The next
+                # request shall not have to find that out once more.
+                for kept in list(origin.idle):
+                    kept.close()
+                origin.idle.clear()
             raise
         if connection.reusable and len(origin.idle) < self._max_idle:
             origin.idle.append(connection)
@@ -212,6 +218,11 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self.reusable = False
         self.on_lost: Any = None
+
+    @property
+    def fell_silent(self) -> bool:
+        """Whether it had answered before and says nothing now, neither a word nor that it is closed."""
+        return self._exchanges > 1 and not self._heard and not self._closed
 
     async def exchange(self, head: bytes, content: bytes | None) -> HTTP1Response:
         self._begin(head, content)

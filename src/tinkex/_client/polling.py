@@ -6,7 +6,7 @@
 | 200 try_again, 408            | poll again; the queue state goes to the observers                   |
 | 200 complete_metadata         | wait for room for that many bytes, then fetch it                    |
 | 200 {error, category}         | RequestFailedError                                                  |
-| 410                           | GoneError: the result is lost, submit again                         |
+| 409, 410                      | five times more, then ConflictError or GoneError                    |
 | 5xx                           | poll again at once, or after `poll_backoff`                         |
 | 429, no answer                | poll again after 1, 2, 4 … 30 s                                     |
 | 402                           | poll again every 5 s for as long as the service allows              |
@@ -72,9 +72,13 @@ R = TypeVar("R")
 _RETRIEVE: Final = operation("retrieve_future")
 _MAX_BACKOFF: Final = 30.0
 _PAUSED_WAIT: Final = 1.0
-_BAD_REQUESTS: Final = 3
-#: A service that has not answered for so long is taken to be gone for good.
+#: Answers that would end a training run are believed only when they are repeated: something between client and
+#: service may have said them. How often they are doubted in a row.
+_DOUBTED: Final = {400: 3, 409: 5, 410: 5}
+#: A service that has not answered for so long is taken to be gone for good …
 UNREACHABLE_LIMIT: Final = 7200.0
+#: … if it was asked at least so often: a laptop that slept has not been asking.
+_UNREACHABLE_POLLS: Final = 10
 
 
 def backoff(attempt: int) -> float:
@@ -277,8 +281,8 @@ class Poll(Generic[R]):
         elif status == 402 and state.unpaid < self.transport.billing_window:
             state.unpaid += BILLING_WAIT
             await self._wait(BILLING_WAIT, error)
-        elif status == 400 and state.bad_requests < _BAD_REQUESTS:
-            state.bad_requests += 1
+        elif state.refusals < _DOUBTED.get(status, 0):
+            state.refusals += 1
         else:
             raise error
 
@@ -293,7 +297,7 @@ class Poll(Generic[R]):
             return  # the next check says so
         silent = now - state.last_heard
         state.last_error = error
-        if silent >= UNREACHABLE_LIMIT:
+        if silent >= UNREACHABLE_LIMIT and state.silences >= _UNREACHABLE_POLLS:
             raise error
         wait = backoff(state.silences)
         state.silences += 1
@@ -323,7 +327,7 @@ class _Progress:
     iteration: int = 0
     silences: int = 0
     busy: int = 0
-    bad_requests: int = 0
+    refusals: int = 0
     unpaid: float = 0.0
     reserved: bool = False
     last_error: TinkerError | None = None
@@ -336,8 +340,8 @@ class _Progress:
             self.busy = 0
         if status != 402:
             self.unpaid = 0.0
-        if status != 400:
-            self.bad_requests = 0
+        if status not in _DOUBTED:
+            self.refusals = 0
 
 
 def _failure(error: TinkerError) -> type[FutureFailure]:

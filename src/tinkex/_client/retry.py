@@ -10,13 +10,15 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
     BillingError,
+    CircuitOpenError,
     GoneError,
     InvalidInputError,
     TinkerError,
@@ -48,11 +50,12 @@ BLANK_400_RETRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time, sleep and chance, in one place so that tests need none of them."""
+    """Time, sleep, patience and chance, in one place so that tests need none of them."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    timeout: Callable[[float], AbstractAsyncContextManager[Any]] = asyncio.timeout
     random: Callable[[], float] = random.random
 
 
@@ -88,6 +91,8 @@ class HTTPRetryPolicy:
     def wait_before_retry(
         self, error: TinkerError, attempt: int, elapsed: float, chance: float
     ) -> float | None:
+        if _was_never_sent(error, attempt):
+            return None
         if isinstance(error, BillingError):
             return BILLING_WAIT if elapsed + BILLING_WAIT <= self.billing_window else None
         should = _should_retry(error)
@@ -100,6 +105,11 @@ class HTTPRetryPolicy:
         if should is None and elapsed < self.window:
             return min(_asked_wait(error) or 30.0, self.window - elapsed)
         return None
+
+
+def _was_never_sent(error: TinkerError, attempt: int) -> bool:
+    # What a circuit breaker is for: a new call fails at once. One that may have been done already goes on.
+    return attempt == 0 and isinstance(error, CircuitOpenError)
 
 
 def is_transient(error: TinkerError) -> bool:
@@ -170,7 +180,7 @@ class SampleRetryPolicy:
         self, error: TinkerError, attempt: int, elapsed: float, chance: float
     ) -> float | None:
         config = self.config
-        if not config.enable_retry_logic:
+        if not config.enable_retry_logic or _was_never_sent(error, attempt):
             return None
         if config.max_retries is not None and attempt >= config.max_retries:
             return None

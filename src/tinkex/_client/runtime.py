@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from tinkex.errors import WrongThreadError
@@ -32,6 +32,9 @@ __all__ = [
     "leave_behind",
     "runtime",
 ]
+
+#: Seconds after which a wait looks up: Python misses a Ctrl-C of the instant before it waits for a lock.
+_NOTICE: Final = 1.0
 
 T = TypeVar("T")
 
@@ -107,6 +110,10 @@ class APIFuture(concurrent.futures.Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; raises TimeoutError if it is not there within `timeout` seconds."""
         self._check_waiting_helps(blocking=True)
+        if timeout is None:
+            with self._condition:
+                while not self.done():
+                    self._condition.wait(_NOTICE)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

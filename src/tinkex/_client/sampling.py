@@ -28,7 +28,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.telemetry.bus import emit, tell, wants
-from tinkex.telemetry.calls import Call, current_call, current_metadata, observed
+from tinkex.telemetry.calls import Call, add_metadata, current_call, current_metadata, observed
 from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
@@ -368,8 +368,10 @@ class SamplingClient(SamplingClientAsync):
         await session.opened()
         flight = self._flight or self._take_off()
 
+        ticket = _Ticket()
+
         async def once(_: int) -> SampleResponse:
-            return await self._attempt(fields, weight, deadline, flight)
+            return await self._attempt(fields, weight, deadline, flight, ticket)
 
         def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
             limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
@@ -391,18 +393,30 @@ class SamplingClient(SamplingClientAsync):
         return self._flight
 
     async def _attempt(
-        self, fields: dict[str, Any], weight: int, deadline: float | None, flight: _Flight
+        self,
+        fields: dict[str, Any],
+        weight: int,
+        deadline: float | None,
+        flight: _Flight,
+        ticket: _Ticket,
     ) -> SampleResponse:
-        """Submit once and wait for the result; a new attempt is a new request to the service."""
+        """Submit once and wait for the result.
+
+        While no promise has been read, the next attempt is the same request sent again: the service knows its
+        number if only the answer was lost. After that a new attempt is a new request.
+        """
         session = self._session
         watch = QueueWatch(self._observers)
         if not flight.room.try_take(1):
             await flight.room.take(1)
         try:
-            seq_id = next(self._seq_ids or await self._join())
+            if ticket.seq_id is None:
+                ticket.seq_id = next(self._seq_ids or await self._join())
+            seq_id = ticket.seq_id
             if wants(HttpEvent) and (call := current_call()) is not None:
                 call.metadata = {**call.metadata, "seq_id": seq_id}
             promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
+            ticket.seq_id = None
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
             request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
@@ -549,6 +563,8 @@ async def open_sampling_session(
     deadline: float | None,
 ) -> str:
     session_id = await session.opened()
+    if wants(Event):
+        add_metadata(session_id=session_id)
     created = await session.call(
         "create_sampling_session",
         CreateSamplingSessionRequest(
@@ -560,6 +576,15 @@ async def open_sampling_session(
         deadline=deadline,
     )
     return cast("str", created.sampling_session_id)
+
+
+class _Ticket:
+    """The number of a sample that was sent and of which no promise is known."""
+
+    __slots__ = ("seq_id",)
+
+    def __init__(self) -> None:
+        self.seq_id: int | None = None
 
 
 class _Flight:
@@ -576,12 +601,14 @@ class _Flight:
             else None
         )
         self._watched = config.enable_stuck_detection
-        self._last_progress = self._clock.monotonic()
+        self._look_every = min(_STUCK_CHECK, config.progress_timeout)
+        self._idle = 0.0
+        self._last_look = 0.0
         self._aboard: set[asyncio.Task[Any]] = set()
         self._check: asyncio.TimerHandle | None = None
 
     def progressed(self) -> None:
-        self._last_progress = self._clock.monotonic()
+        self._idle = 0.0
 
     def boarding(self) -> _Boarding:
         if self._watched and self._check is None:
@@ -590,15 +617,17 @@ class _Flight:
         return _Boarding(self._aboard)
 
     def _schedule(self) -> None:
-        wait = min(_STUCK_CHECK, self.progress_timeout)
-        self._check = asyncio.get_running_loop().call_later(wait, self._look)
+        self._last_look = self._clock.monotonic()
+        self._check = asyncio.get_running_loop().call_later(self._look_every, self._look)
 
     def _look(self) -> None:
         """End everything under way when none of it has moved for too long."""
         self._check = None
         if not self._aboard:
             return
-        if self._clock.monotonic() - self._last_progress > self.progress_timeout:
+        # Where the clock has leapt, the machine was asleep, and nothing could move.
+        self._idle += min(self._clock.monotonic() - self._last_look, 2 * self._look_every)
+        if self._idle > self.progress_timeout:
             for task in list(self._aboard):
                 _stuck.add(task)
                 task.cancel()

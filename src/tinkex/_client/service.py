@@ -184,9 +184,9 @@ class ServiceClient(ServiceClientAsync):
     ) -> TrainingClient:
         session = self._session
         session_id = await session.opened()
-        if wants(Event):
-            add_metadata(session_id=session_id)
         model_seq_id = session.next_model_seq()
+        if wants(Event):
+            add_metadata(session_id=session_id, model_seq_id=model_seq_id)
         if user_metadata is None:
             user_metadata = session.config.user_metadata
         created = await session.run(
@@ -295,6 +295,8 @@ class ServiceClient(ServiceClientAsync):
             user_metadata = session.config.user_metadata
         if session.flags.create_model_via_load_weights:
             model_seq_id = session.next_model_seq()
+            if wants(Event):
+                add_metadata(session_id=session_id, model_seq_id=model_seq_id)
             loaded = await session.run(
                 "load_weights",
                 LoadWeightsRequest(

@@ -73,6 +73,8 @@ FinishReason = Literal["success", "errored", "interrupted"]
 
 HEARTBEAT_INTERVAL: Final = 10.0
 HEARTBEAT_WARNING_AFTER: Final = 120.0
+#: So often in a row a session has to be called finished before its heartbeat stops for good.
+_FINISHED_AFTER: Final = 3
 _LEAST_REFRESH: Final = 10.0
 _CLOSE_LIMIT: Final = 5.0
 #: Work that keeps the time itself is given so long to say more than that it is up.
@@ -367,14 +369,18 @@ class Session:
         """Tell the service every ten seconds that the session is in use."""
         request = SessionHeartbeatRequest(session_id=session_id)
         last_success = self.clock.monotonic()
+        finished = failures = 0
         while True:
             await self.clock.sleep(HEARTBEAT_INTERVAL)
             try:
                 await self.transport.call(operation("session_heartbeat"), request)
             except GoneError:
-                logger.info("Session %s is finished; its heartbeat stops.", session_id)
-                return
+                finished += 1
+                if finished == _FINISHED_AFTER:
+                    logger.info("Session %s is finished; its heartbeat stops.", session_id)
+                    return
             except TinkerError as error:
+                finished, failures = 0, failures + 1
                 silent = self.clock.monotonic() - last_success
                 if wants(HeartbeatFailed):
                     emit(HeartbeatFailed(session_id, silent, error, metadata=self.metadata))
@@ -385,8 +391,16 @@ class Session:
                         silent,
                         error,
                     )
+                if self._gives_up(failures, silent):
+                    logger.warning("Session %s is given up; its heartbeat stops.", session_id)
+                    return
             else:
+                finished = failures = 0
                 last_success = self.clock.monotonic()
+
+    def _gives_up(self, failures: int, silent: float) -> bool:
+        most, longest = self.config.heartbeat_max_failures, self.config.heartbeat_max_silence
+        return (most is not None and failures > most) or (longest is not None and silent > longest)
 
     async def _refresh(self) -> None:
         """Keep the flags that may change while the session lives."""

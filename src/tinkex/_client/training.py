@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from tinkex._wire.operations import Operation, operation
+from tinkex._wire.operations import Operation, Pool, operation
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -17,15 +16,8 @@ from tinkex.errors import (
     InvalidInputError,
 )
 from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.calls import Call, add_metadata, current_metadata
-from tinkex.telemetry.events import (
-    CustomLossEvent,
-    Event,
-    RegularizerEvent,
-    TrainingPass,
-    TrainingStep,
-    concrete,
-)
+from tinkex.telemetry.calls import Call, add_metadata
+from tinkex.telemetry.events import Event, TrainingPass, TrainingStep
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,
@@ -105,6 +97,7 @@ class TrainingClient(TrainingClientAsync):
         self._turns = Turns()
         self._queue_logger = QueueLogger("Training", model_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
+        self._after_step: tuple[Callable[[], object], ...] = ()
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
@@ -116,6 +109,18 @@ class TrainingClient(TrainingClientAsync):
     def observe_queue_state(self, observer: Observer) -> None:
         """Also tell `observer` when the service lets this model's requests wait, and why."""
         self._observers = (*self._observers, observer_of(observer))
+
+    def observe_steps(self, observer: Callable[[], object]) -> Callable[[], None]:
+        """Call `observer()` after every call of `optim_step`; what is returned ends that.
+
+        What the observer calls has its turn right after the step, whether that is done or not.
+        """
+        self._after_step = (*self._after_step, observer)
+
+        def end() -> None:
+            self._after_step = tuple(each for each in self._after_step if each is not observer)
+
+        return end
 
     # -- training ----------------------------------------------------------------------------
 
@@ -187,7 +192,6 @@ class TrainingClient(TrainingClientAsync):
             track_grad_norms=track_grad_norms,
             timeout=loss_timeout,
             max_concurrency=max_concurrency,
-            observe=_tell if wants(CustomLossEvent) or wants(RegularizerEvent) else None,
         )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
@@ -208,7 +212,7 @@ class TrainingClient(TrainingClientAsync):
                 "give optim_params or adam_params, not both", field="adam_params"
             )
         params = optim_params or adam_params or AdamParams()
-        return self._simple(
+        stepped = self._simple(
             "optim_step",
             lambda seq_id: OptimStepRequest(
                 optim_params=params, model_id=self.model_id, seq_id=seq_id
@@ -216,6 +220,9 @@ class TrainingClient(TrainingClientAsync):
             timeout,
             report=_report_step,
         )
+        for tell in self._after_step:
+            tell()
+        return stepped
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -644,6 +651,7 @@ class TrainingClient(TrainingClientAsync):
         """Give up before a number is taken: the service waits for whoever has one and does not come."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
             raise APITimeoutError(message="The operation's time was up before its turn came.")
+        self._session.transport.check_circuit(Pool.TRAINING)
 
     async def _post_pass(
         self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None
@@ -702,19 +710,6 @@ def _report_pass(
         tokens = passes * sum(datum.model_input.length for datum in data)
         facts = (call.id, call.operation, seconds, len(data), tokens, result.loss)
         emit(TrainingPass(*facts, metadata=call.metadata))
-
-
-_LOSS_EVENTS = {
-    kind.name: kind for kind in concrete() if issubclass(kind, CustomLossEvent | RegularizerEvent)
-}
-
-
-def _tell(event: Any) -> None:
-    """Pass on what a pipeline tells of a custom loss, as what the call it belongs to tells."""
-    kind = _LOSS_EVENTS[f"tinkex.{event.event}"]
-    if wants(kind):
-        facts = {each.name: getattr(event, each.name) for each in fields(event)}
-        emit(kind(**facts, metadata=current_metadata()))
 
 
 def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:

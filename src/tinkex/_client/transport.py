@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import platform
@@ -11,7 +10,7 @@ import secrets
 import sys
 import traceback
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
@@ -47,6 +46,7 @@ from tinkex.telemetry.events import (
 )
 
 from .auth import Auth
+from .breaker import Circuits
 from .budget import Budget, slots
 from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
@@ -88,6 +88,10 @@ class Transport:
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # a client that was given to us, for its owner to close
         self._limits: dict[Pool, Budget] = {}
+        #: One circuit per pool, where the settings want any.
+        self.circuits = (
+            None if config.circuit_breaker is None else Circuits(config.circuit_breaker, self.clock)
+        )
         self._headers = _default_headers(config, userinfo)
         clean_headers({"x-api-key": config.api_key or ""})
         self._query = dict(config.default_query)
@@ -196,7 +200,7 @@ class Transport:
 
     # -- one exchange ------------------------------------------------------------------------
 
-    async def exchange(
+    def exchange(
         self,
         operation: Operation[Any],
         url: str,
@@ -206,8 +210,28 @@ class Transport:
         attempt: int = 0,
         deadline: float | None = None,
         quiet: bool = False,
-    ) -> RawResponse:
+    ) -> Coroutine[Any, Any, RawResponse]:
         """One request and its answer, whatever its status; raises only if there is no answer."""
+        once = self._exchange(operation, url, headers, body, attempt, deadline, quiet)
+        if self.circuits is None:
+            return once
+        return self.circuits.of(operation.pool.value).call(once, deadline)
+
+    def check_circuit(self, pool: Pool) -> None:
+        """Raise if a request would be turned away unsent; for whoever is about to give out a number."""
+        if self.circuits is not None:
+            self.circuits.of(pool.value).check()
+
+    async def _exchange(
+        self,
+        operation: Operation[Any],
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        attempt: int,
+        deadline: float | None,
+        quiet: bool,
+    ) -> RawResponse:
         self._check_open()
         if self.auth.stale and operation is not _EXCHANGE:
             await self.auth.ensure()
@@ -229,7 +253,7 @@ class Transport:
                 watched = self._watch(operation)
             if self._add_trace_context is not None:
                 self._add_trace_context(sent)
-            async with asyncio.timeout(timeout):
+            async with self.clock.timeout(timeout):
                 response = await self._perform(pool, operation.method, url, sent, body)
         except _foreign_errors() as error:
             raise _connection_error(error, operation.method, url, timeout) from error
@@ -366,7 +390,7 @@ class Transport:
         opened = open_stream(method, url, headers=headers, content=body)
         async with AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout(timeout):
+                async with self.clock.timeout(timeout):
                     response = await stack.enter_async_context(opened)
                 if watched is not None:
                     self._tell_answered(row, watched, response.status, 0)

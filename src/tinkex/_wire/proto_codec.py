@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -287,12 +287,20 @@ def decode_forward_backward_request(
 
 
 def _read_loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str] | None:
-    if not message.loss_fn_config_v2:
-        return dict(message.loss_fn_config) or None
-    return {
-        name: value.text if value.WhichOneof("value") == "text" else value.number
-        for name, value in message.loss_fn_config_v2.items()
-    }
+    config: dict[str, float | str]
+    if message.loss_fn_config_v2:
+        config = {
+            name: value.text if value.WhichOneof("value") == "text" else value.number
+            for name, value in message.loss_fn_config_v2.items()
+        }
+    else:
+        config = dict(message.loss_fn_config)
+    for name, setting in config.items():
+        if isinstance(setting, float) and not isfinite(setting):  # JSON has no word for these
+            raise DecodeError(
+                f"expected a finite number, got {setting}", field=f"loss_fn_config.{name}"
+            )
+    return config or None
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,8 +15,12 @@ from .output import Output
 if TYPE_CHECKING:
     from tinkex._client.rest import RestClient
     from tinkex._client.service import ServiceClient
+    from tinkex.config import Config
 
 __all__ = ["Connection", "connected", "formatted"]
+
+#: Somebody sits before the screen: some seconds of trying again, not minutes.
+_FEW: Final = 3
 
 
 @dataclass(frozen=True)
@@ -31,25 +35,28 @@ class Connection:
     def rest(self) -> Iterator[RestClient]:
         from tinkex._client.rest import RestClient
 
-        client = RestClient(config=self.config())
+        client = RestClient(config=self.config(max_retries=_FEW))
         try:
             yield client
         finally:
             client.close().result()
 
     @contextmanager
-    def service(self) -> Iterator[ServiceClient]:
+    def service(self, *, patient: bool = True, **options: Any) -> Iterator[ServiceClient]:
+        """A client for long work, or with `patient=False` for an answer somebody is waiting for."""
         from tinkex._client.service import ServiceClient
 
-        with ServiceClient(config=self.config()) as client:
+        if not patient:
+            options["max_retries"] = _FEW
+        with ServiceClient(config=self.config(**options)) as client:
             yield client
 
-    def config(self) -> Any:
+    def config(self, **options: Any) -> Config:
         from tinkex._client.auth import config_with_login
 
         given = {"base_url": self.base_url, "api_key": self.api_key, "timeout": self.timeout}
         return config_with_login(
-            **{name: value for name, value in given.items() if value is not None}
+            **options, **{name: value for name, value in given.items() if value is not None}
         )
 
 

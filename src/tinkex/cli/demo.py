@@ -6,7 +6,7 @@ import math
 import random
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +115,7 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     chat = Chat(base_model, training.get_tokenizer())
     lessons = [chat.lesson(example.question, example.answer) for example in data.tolmery("train")]
     batches = _batches(lessons, steps)
-    tokens = [sum(lesson.trained_length for lesson in batch) for batch in batches]
+    tokens = sum(lesson.trained_length for batch in batches for lesson in batch)
 
     click.echo("\nBefore training:")
     untrained = service.create_sampling_client(base_model=base_model)
@@ -123,15 +123,15 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
     click.echo(
         f"\nTraining a LoRA of rank {_RANK} on {len(lessons)} questions and answers: {steps} steps, "
-        f"{sum(tokens):,} tokens."
+        f"{tokens:,} tokens."
     )
     started = time.monotonic()
-    losses = _train(training, batches, tokens)
+    losses = _train(training, batches)
     seconds = time.monotonic() - started
     first, last = losses[0], _mean(losses[-max(1, steps // 20) :])
     click.echo(
         f"Loss {first:.3f} at first, {last:.3f} at the end; {_clock(seconds)} min, "
-        f"{sum(tokens) / seconds:,.0f} tokens a second."
+        f"{tokens / seconds:,.0f} tokens a second."
     )
     curve = output / "loss.svg"
     with _files_of(output):
@@ -327,18 +327,17 @@ def _batches(lessons: Sequence[Lesson], steps: int) -> list[list[Lesson]]:
     return [line[step * _BATCH : (step + 1) * _BATCH] for step in range(steps)]
 
 
-def _train(
-    training: TrainingClient, batches: Sequence[Sequence[Lesson]], tokens: Sequence[int]
-) -> list[float]:
-    """Train, showing on stderr how it goes; the loss of each step."""
+def _train(training: TrainingClient, batches: Sequence[Sequence[Lesson]]) -> list[float]:
+    """Train, showing on stderr how it goes, in a log at the first step and each tenth; the loss of each step."""
+    import tinkex
+
     losses: list[float] = []
-    started, done, total = time.monotonic(), 0, sum(tokens)
-    with _progress(len(batches)) as show:
-        for loss, count in zip(_losses(training, batches), tokens, strict=True):
+    steps = len(batches)
+    with tinkex.progress(steps) as shown:
+        for step, loss in enumerate(_losses(training, batches), 1):
             losses.append(loss)
-            done += count
-            pace = done / (time.monotonic() - started)
-            show(len(losses), loss, pace, (total - done) / pace)
+            if step == 1 or step * 10 // steps > (step - 1) * 10 // steps:
+                shown.write()
     return losses
 
 
@@ -365,32 +364,6 @@ def _losses(training: TrainingClient, batches: Sequence[Sequence[Lesson]]) -> It
 def _loss(forward: Any, update: Any) -> float:
     update.result()
     return float(forward.result().metrics["loss:sum"])
-
-
-_Show = Callable[[int, float, float, float], None]
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[_Show]:
-    """How to show a step, its loss, tokens a second and seconds left: a bar, or lines in a log."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    def line(step: int, loss: float, pace: float, left: float) -> str:
-        return f"step {step}/{steps}  loss {loss:.3f}  {pace:,.0f} tokens/s  {_clock(left)} left"
-
-    def log(step: int, *facts: float) -> None:
-        if step in {1, steps} or step * 10 // steps > (step - 1) * 10 // steps:
-            click.echo(line(step, *facts), err=True)
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield log
-        return
-    bar = Progress(BarColumn(24), TextColumn("{task.description}"), console=console)
-    with bar:
-        task = bar.add_task(f"step 0/{steps}", total=steps)
-        yield lambda step, *facts: bar.update(task, completed=step, description=line(step, *facts))
 
 
 # -- small change -----------------------------------------------------------------------------------

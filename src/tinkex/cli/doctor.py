@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -16,6 +16,9 @@ from tinkex.errors import APIConnectionError, AuthenticationError, TinkerError
 from .connection import Connection, connected, formatted
 from .human import size
 from .output import Output
+
+if TYPE_CHECKING:
+    from .payloads import Doctor, DoctorFinding
 
 __all__ = ["command"]
 
@@ -39,10 +42,11 @@ class Finding:
 def command(connection: Connection, output: Output) -> None:
     """Check settings, key, service, packages and disk, and say what to fix."""
     findings = list(_examine(connection))
+    payload: Doctor = {"findings": [cast("DoctorFinding", asdict(one)) for one in findings]}
     output.table(
         ["", "What", "Found", "What to do"],
         [["ok" if f.ok else "NO", f.name, f.found, f.advice] for f in findings],
-        {"findings": [asdict(finding) for finding in findings]},
+        payload,
     )
     if not all(finding.ok for finding in findings):
         raise click.exceptions.Exit(1)
@@ -70,9 +74,9 @@ def _packages(*, needed: bool) -> Iterator[Finding]:
 
 
 def _disk() -> Finding:
-    from tinkex.server.service import default_data_dir
+    from tinkex._local import data_directory
 
-    place = default_data_dir()
+    place = data_directory()
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     advice = "" if free >= _LEAST_DISK else "free some space, or set TINKEX_DATA_DIR"
@@ -81,7 +85,7 @@ def _disk() -> Finding:
 
 def _service(connection: Connection) -> Iterator[Finding]:
     try:
-        with connection.service() as service:
+        with connection.service(patient=False) as service:
             models = service.get_server_capabilities().model_names()
     except AuthenticationError as error:
         yield Finding("key", False, str(error), "set TINKER_API_KEY to a key of this service")
@@ -91,5 +95,6 @@ def _service(connection: Connection) -> Iterator[Finding]:
         yield Finding("service", False, str(error), "")
     else:
         yield Finding("service", True, "answers")
+        yield Finding("key", True, "accepted")
         advice = "" if models else "give it one with --base-model"
         yield Finding("base models", bool(models), ", ".join(models) or "none", advice)

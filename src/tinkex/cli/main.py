@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 
-from tinkex._version import __version__
 from tinkex.errors import TinkerError
 
-__all__ = ["cli", "main"]
+__all__ = ["cli", "main", "run"]
 
 #: Commands by name: the module that has them, and a line for the list, so that `--help` loads none.
 _COMMANDS: Final = {
+    "auth": ("tinkex.cli.auth", "The key a service is called with: store, forget, look at it."),
+    "billing": ("tinkex.cli.billing", "Hourly usage and storage, also as CSV."),
     "chat": ("tinkex.cli.chat", "Talk with a base model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint", "List, keep, share, fetch and delete checkpoints."),
+    "completion": ("tinkex.cli.completion", "Completion for bash, zsh and fish."),
     "demo": ("tinkex.cli.demo", "Fine-tune a small model on the local service, and see it work."),
     "doctor": ("tinkex.cli.doctor", "Check settings, key, service, packages and disk."),
     "model": ("tinkex.cli.model", "Base models of a service."),
@@ -30,6 +34,9 @@ _COMMANDS: Final = {
     "version": ("tinkex.cli.version", "The version of tinkex."),
 }
 
+_FAILED: Final = 1
+_INTERRUPTED: Final = 130  # what a shell expects of a command that Ctrl-C ended
+
 
 class _Lazy(click.Group):
     """Loads a command's module when the command is used."""
@@ -38,32 +45,110 @@ class _Lazy(click.Group):
         return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(_COMMANDS[cmd_name][0]).command
-        return command
+        return _loaded(cmd_name) if cmd_name in _COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, _COMMANDS[name][1]) for name in sorted(_COMMANDS)])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        fitting = (name for name in sorted(_COMMANDS) if name.startswith(incomplete))
+        items = [CompletionItem(name, help=_COMMANDS[name][1]) for name in fitting]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+@functools.cache
+def _loaded(name: str) -> click.Command:
+    command: click.Command = importlib.import_module(_COMMANDS[name][0]).command
+    _accept_debug(command)
+    return command
+
+
+def _accept_debug(command: click.Command) -> None:
+    """Whoever sees an error adds `--debug` at the end of what he typed."""
+    if isinstance(command, click.Group):
+        for one in command.commands.values():
+            _accept_debug(one)
+        return
+    option = click.Option(
+        ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_remember_debug
+    )
+    if all(parameter.name != option.name for parameter in command.params):
+        command.params.append(option)
+
+
+def _remember_debug(ctx: click.Context, _: click.Parameter, debug: bool) -> None:
+    if debug:
+        ctx.ensure_object(dict)["debug"] = True
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.invoke(_loaded("version"), form=None, as_json=False)
+        ctx.exit()
+
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="tinkex")
 @click.option("--format", "-f", "form", type=click.Choice(["table", "json"]), help="How to print.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def cli(ctx: click.Context, form: str | None, debug: bool) -> None:
     """Fine-tune language models: a client and a local service for the Tinker API."""
-    ctx.obj = {"format": form, "debug": debug}
+    ctx.ensure_object(dict).update(format=form, debug=debug)
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """The entry point: a user's mistake is one line on stderr and exit code 1."""
+def main() -> None:
+    """The entry point."""
+    sys.exit(run())
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code, as documented in docs/reference/cli.md.
+
+    What the user can do something about is told in a line or two; only a mistake of ours is a traceback.
+    """
+    settings: dict[str, Any] = {}
     try:
-        cli(arguments, standalone_mode=True)
-    except (TinkerError, OSError) as error:
-        if "--debug" in (sys.argv if arguments is None else arguments):
+        # Handled here rather than by click, which takes Ctrl-C for a failure.
+        code = cli.main(arguments, prog_name="tinkex", obj=settings, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return _INTERRUPTED
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else _FAILED
+    except (TinkerError, OSError, ModuleNotFoundError) as error:
+        if settings.get("debug") or not (told := _told(error)):
             raise
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
+        click.echo(f"Error: {told}", err=True)
+        return _FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _told(error: Exception) -> str:
+    """What went wrong and what to do about it; nothing if only we can."""
+    if isinstance(error, TinkerError):
+        # What is wrong with an input the error says itself.
+        return f"{error}\nThis may pass; consider trying again." if error.retryable else str(error)
+    if isinstance(error, ModuleNotFoundError):
+        if str(error.name).startswith("tinkex"):
+            return ""
+        return f"{error.name} is not installed: pip install 'tinkex[local]'"
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from .connection import Connection, connected, formatted
 from .output import Output
+
+if TYPE_CHECKING:
+    from .payloads import ModelList
 
 __all__ = ["command"]
 
@@ -21,9 +26,10 @@ def command() -> None:
 @formatted
 def list_models(substring: str, connection: Connection, output: Output) -> None:
     """The base models of the service, or those whose name contains SUBSTRING."""
-    with connection.service() as service:
+    with connection.service(patient=False) as service:
         models = service.get_server_capabilities().supported_models
     wanted = [model for model in models if substring.lower() in (model.model_name or "").lower()]
+    payload: ModelList = {"models": wanted}
     output.table(
         ["Model", "Context", "Train", "Sample"],
         [
@@ -35,7 +41,7 @@ def list_models(substring: str, connection: Connection, output: Output) -> None:
             ]
             for model in wanted
         ],
-        {"models": wanted},
+        payload,
     )
 
 

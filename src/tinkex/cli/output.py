@@ -1,4 +1,7 @@
-"""What commands print: tables for people, JSON for programs on stdout; everything else on stderr."""
+"""What commands print: tables for people, JSON for programs on stdout; everything else on stderr.
+
+What the JSON of a command looks like is written down in `payloads`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from pydantic import BaseModel
 
 __all__ = ["Output", "say"]
 
@@ -26,37 +28,49 @@ class Output:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], payload: Mapping[str, Any]
     ) -> None:
-        """Rows for people; `payload` is the same for programs, complete."""
+        """Rows for people; `payload` is the same for programs, complete.
+
+        Cells are never cut or wrapped: what is in them is copied into the next command.
+        """
         if self.json:
             self.payload(payload)
             return
         if not rows:
             say("Nothing to show.")
             return
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*(str(cell) for cell in row))
-        Console(soft_wrap=True).print(table)
+        lines = [[str(cell) for cell in row] for row in rows]
+        widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+        click.secho(_line(columns, widths), bold=True)
+        for line in lines:
+            click.echo(_line(line, widths))
 
     def record(self, facts: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
-        """One thing, a fact a line."""
+        """One thing, a fact a line; a fact of more lines stays in its column."""
         if self.json:
             self.payload(payload)
             return
-        width = max(map(len, facts), default=0)
+        width = max(map(len, facts), default=0) + 3
         for name, value in facts.items():
-            click.echo(f"{name + ':':{width + 1}}  {value}")
+            told = str(value).replace("\n", "\n" + " " * width)
+            click.echo(f"{name + ':':{width}}{told}")
+
+    def done(self, told: str, payload: Mapping[str, Any]) -> None:
+        """Something was done: a word for people, which is nothing to pipe."""
+        if self.json:
+            self.payload(payload)
+        say(told)
 
     def payload(self, payload: Any) -> None:
         click.echo(json.dumps(plain(payload), indent=2, ensure_ascii=False))
 
 
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(map(str.ljust, cells, widths)).rstrip()
+
+
 def plain(value: Any) -> Any:
     """A value as JSON has it; models of the protocol keep their field names."""
-    if isinstance(value, BaseModel):
+    if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 from .output import say
 
-__all__ = ["fetch_all"]
+__all__ = ["fetch_all", "paged"]
+
+
+def paged(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--limit` and `--offset`."""
+    count = click.IntRange(min=0)
+    for option in (
+        click.option(
+            "--offset", type=count, default=0, show_default=True, help="How many to skip."
+        ),
+        click.option(
+            "--limit", type=count, default=20, show_default=True, help="How many; 0 means all."
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def fetch_all(
@@ -20,7 +37,8 @@ def fetch_all(
 ) -> tuple[list[Any], int | None]:
     """Up to `limit` items from `offset` on (0 means all), and how many there are in all.
 
-    `page(limit, offset)` gives a page and the total, if the service says it.
+    `page(limit, offset)` gives a page and the total, if the service says it. Without a total, a page that is
+    not full is the last.
     """
     items: list[Any] = []
     while True:
@@ -29,7 +47,8 @@ def fetch_all(
         items += found
         wanted = limit or None
         if total is not None:
-            wanted = min(wanted or total, max(0, total - offset))
-        if len(found) < size or (wanted is not None and len(items) >= wanted):
+            wanted = min(limit or total, max(0, total - offset))
+        is_last = not found or (total is None and len(found) < size)
+        if is_last or (wanted is not None and len(items) >= wanted):
             return items, total
         say(f"Fetching {what}: {len(items)}/{wanted if wanted is not None else '?'}")

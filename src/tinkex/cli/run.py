@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .connection import Connection, connected, formatted
+from .groups import DefaultGroup
 from .human import ago
-from .output import Output
-from .paging import fetch_all
-from .sample import sample, sampling_options
+from .output import Output, plain
+from .paging import fetch_all, paged
+from .sample import command as sample
+
+if TYPE_CHECKING:
+    from .payloads import RunList
 
 __all__ = ["command"]
 
+_COLUMNS = ("Run ID", "Base Model", "Owner", "LoRA", "Status", "Last Update")
 _SCOPE = click.option(
-    "--access-scope", type=click.Choice(["owned", "accessible"]), default="owned", show_default=True
+    "--access-scope",
+    type=click.Choice(["owned", "accessible"]),
+    default="owned",
+    show_default=True,
+    help="Your own, or all that you may see.",
 )
 
 
-@click.group("run", invoke_without_command=True)
-@sampling_options
-@connected
-@formatted
-def command(connection: Connection, output: Output, **options: Any) -> None:
+@click.group("run", cls=DefaultGroup, default="sample")
+def command() -> None:
     """Training runs; `tinkex run --prompt …` samples."""
-    ctx = click.get_current_context()
-    if ctx.invoked_subcommand is None:
-        if options["prompt"] is None and options["prompt_file"] is None:
-            click.echo(ctx.get_help())
-            return
-        sample(connection, output, **options)
+
+
+command.add_command(sample)
 
 
 @command.command("list")
-@click.option("--limit", default=20, show_default=True, help="How many; 0 means all.")
-@click.option("--offset", default=0, show_default=True)
+@paged
 @click.option("--columns", "-c", help="Columns to show, separated by commas.")
 @_SCOPE
 @connected
@@ -49,6 +51,7 @@ def list_runs(
     output: Output,
 ) -> None:
     """Training runs, the last used first."""
+    shown = _COLUMNS if columns is None else _wanted(columns)
     with connection.rest() as rest:
 
         def page(size: int, start: int) -> tuple[list[Any], int | None]:
@@ -56,19 +59,23 @@ def list_runs(
             return answer.training_runs, answer.cursor.total_count
 
         runs, total = fetch_all(page, "runs", limit=limit, offset=offset, page_size=100)
-    facts = [_facts(run) for run in runs]
-    shown = list(facts[0]) if facts else []
-    if columns:
-        wanted = [name.strip().lower() for name in columns.split(",")]
-        unknown = [name for name in wanted if name not in {column.lower() for column in shown}]
-        if facts and unknown:
-            raise click.UsageError(f"no column {unknown[0]!r}; there are {', '.join(shown)}")
-        shown = [column for name in wanted for column in shown if column.lower() == name]
-    output.table(
-        shown,
-        [[fact[column] for column in shown] for fact in facts],
-        {"runs": runs, "total": total, "shown": len(runs)},
-    )
+    payload: RunList = {"runs": runs, "total": total, "shown": len(runs)}
+    rows = [[facts[column] for column in shown] for facts in map(_facts, runs)]
+    output.table(shown, rows, payload)
+
+
+def _wanted(columns: str) -> tuple[str, ...]:
+    """Columns by name, in the order they were given; case and spaces do not matter."""
+    known = {_bare(column): column for column in _COLUMNS}
+    names = [_bare(name) for name in columns.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.UsageError(f"no column {unknown[0]!r}; there are {', '.join(_COLUMNS)}")
+    return tuple(known[name] for name in names)
+
+
+def _bare(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 @command.command("info")
@@ -91,16 +98,12 @@ def info(run_id: str, access_scope: Any, connection: Connection, output: Output)
         facts[label] = "none" if checkpoint is None else checkpoint.tinker_path
     metadata = run.user_metadata or {}
     facts["Metadata"] = ", ".join(f"{name}={value}" for name, value in metadata.items()) or "none"
-    output.record(facts, run.model_dump(mode="json"))
+    output.record(facts, plain(run))
 
 
 def _facts(run: Any) -> dict[str, Any]:
     lora = "No" if not run.is_lora else f"Yes (rank {run.lora_rank})" if run.lora_rank else "Yes"
-    return {
-        "Run ID": run.training_run_id,
-        "Base Model": run.base_model,
-        "Owner": run.model_owner,
-        "LoRA": lora,
-        "Status": "Failed" if run.corrupted else "Active",
-        "Last Update": ago(run.last_request_time),
-    }
+    status = "Failed" if run.corrupted else "Active"
+    owner, last = run.model_owner, ago(run.last_request_time)
+    values = (run.training_run_id, run.base_model, owner, lora, status, last)
+    return dict(zip(_COLUMNS, values, strict=True))

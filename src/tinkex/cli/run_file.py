@@ -67,6 +67,8 @@ class Run:
     checkpoints: list[Saved] = field(default_factory=list)
     resumed_from: str | None = None
     seconds: float = 0.0
+    #: Tokens by kind, also of steps that were done again.
+    used: dict[str, int] = field(default_factory=dict)
     sampler_path: str | None = None
     summary: dict[str, Any] | None = None
 

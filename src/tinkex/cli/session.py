@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .connection import Connection, connected, formatted
-from .output import Output, say
-from .paging import fetch_all
+from .output import Output, plain
+from .paging import fetch_all, paged
+
+if TYPE_CHECKING:
+    from .payloads import SessionList, SessionTrace
 
 __all__ = ["command"]
 
@@ -20,8 +24,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--limit", default=20, show_default=True, help="How many; 0 means all.")
-@click.option("--offset", default=0, show_default=True)
+@paged
 @connected
 @formatted
 def list_sessions(limit: int, offset: int, connection: Connection, output: Output) -> None:
@@ -32,7 +35,7 @@ def list_sessions(limit: int, offset: int, connection: Connection, output: Outpu
             return rest.list_sessions(size, start).result().sessions, None
 
         sessions, _ = fetch_all(page, "sessions", limit=limit, offset=offset, page_size=100)
-    payload = {"sessions": sessions, "shown": len(sessions)}
+    payload: SessionList = {"sessions": sessions, "shown": len(sessions)}
     output.table(["Session ID"], [[session] for session in sessions], payload)
 
 
@@ -50,25 +53,50 @@ def info(session_id: str, connection: Connection, output: Output) -> None:
         "Training runs": ", ".join(session.training_run_ids) or "none",
         "Samplers": ", ".join(session.sampler_ids) or "none",
     }
-    output.record(facts, {"session_id": session_id, **session.model_dump(mode="json")})
+    output.record(facts, {"session_id": session_id, **plain(session)})
 
 
 @command.command("export-trace")
 @click.argument("session_id")
-@click.option("--output", "-o", "file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to.  [default: SESSION_ID.pftrace]",
+)
 @click.option("--url-only", is_flag=True, help="Print where the trace is and do not fetch it.")
 @connected
+@formatted
 def export_trace(
-    session_id: str, file: Path | None, url_only: bool, connection: Connection
+    session_id: str, file: Path | None, url_only: bool, connection: Connection, output: Output
 ) -> None:
     """The time line of a session, for a trace viewer such as ui.perfetto.dev."""
     with connection.rest() as rest:
         url = rest.export_session_trace(session_id).result()
-        if url_only:
-            click.echo(url)
-            return
-        from tinkex._client.downloads import fetch
+        target = None if url_only else file or Path(f"{session_id}.pftrace")
+        if target is not None:
+            _fetch(url, target)
+    payload: SessionTrace = {
+        "session_id": session_id,
+        "url": url,
+        "destination": None if target is None else str(target),
+    }
+    if target is not None:
+        output.done(f"Written to {target}.", payload)
+    elif output.json:
+        output.payload(payload)
+    else:
+        click.echo(url)
 
-        target = file or Path(f"{session_id}.pftrace")
-        fetch(url, target)
-    say(f"Written to {target}.")
+
+def _fetch(url: str, target: Path) -> None:
+    """All of it or nothing."""
+    from tinkex._client.downloads import fetch
+
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        fetch(url, scratch)
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.config import LOCAL
+
 from .connection import Connection, connected, formatted
+from .human import ago
 from .output import Output
+
+if TYPE_CHECKING:
+    from .payloads import Status
 
 __all__ = ["command"]
 
@@ -16,26 +22,51 @@ __all__ = ["command"]
 @connected
 @formatted
 def command(connection: Connection, output: Output) -> None:
-    """The service, its models, and the runs that were used last."""
-    with connection.service() as service:
-        models = service.get_server_capabilities().model_names()
+    """The service, its models, and the runs that were used last; starts nothing."""
+    from tinkex import _local
+
+    config = connection.config()
+    here = _local.running()
+    payload: Status = {
+        "base_url": config.base_url,
+        "running": config.base_url != LOCAL or here is not None,
+        "local_url": here,
+        "data_dir": str(_local.data_directory()),
+        "models": [],
+        "runs": None,
+        "checkpoints": None,
+        "last_runs": [],
+    }
+    if payload["running"]:
+        _ask(connection, payload)
+    output.record(_facts(payload), payload)
+
+
+def _ask(connection: Connection, payload: Status) -> None:
+    with connection.service(patient=False) as service:
+        payload["models"] = service.get_server_capabilities().model_names()
         rest = service.create_rest_client()
         runs = rest.list_training_runs(5, 0).result()
-        checkpoints = rest.list_user_checkpoints(1, 0).result()
-        url = service.config.base_url
-    kept: Any = checkpoints.cursor.total_count if checkpoints.cursor else "?"
-    facts = {
-        "Service": url,
-        "Base models": ", ".join(models) or "none",
-        "Training runs": runs.cursor.total_count,
-        "Checkpoints": kept,
-        "Last used": ", ".join(run.training_run_id for run in runs.training_runs) or "none",
+        kept = rest.list_user_checkpoints(1, 0).result().cursor
+    payload["runs"], payload["last_runs"] = runs.cursor.total_count, runs.training_runs
+    payload["checkpoints"] = None if kept is None else kept.total_count
+
+
+def _facts(payload: Status) -> dict[str, object]:
+    here = payload["local_url"]
+    facts: dict[str, object] = {
+        "Service": payload["base_url"],
+        "On this machine": f"{here or 'nothing runs'} (data in {payload['data_dir']})",
     }
-    payload = {
-        "base_url": url,
-        "models": models,
-        "runs": runs.cursor.total_count,
-        "checkpoints": kept,
-        "last_runs": runs.training_runs,
-    }
-    output.record(facts, payload)
+    if payload["running"]:
+        facts |= {
+            "Base models": ", ".join(payload["models"]) or "none",
+            "Training runs": payload["runs"],
+            "Checkpoints": "?" if payload["checkpoints"] is None else payload["checkpoints"],
+        }
+    if payload["last_runs"]:
+        facts["Last used"] = "\n".join(
+            f"{run.training_run_id}  {run.base_model}  {ago(run.last_request_time)}"
+            for run in payload["last_runs"]
+        )
+    return facts

@@ -19,13 +19,15 @@ from tinkex.errors import InvalidInputError
 
 from .connection import Connection, connected, formatted
 from .output import Output, say
+from .prices import priced
 from .run_file import FILE, Run, Saved, Settings, fingerprint
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient, TrainingClient
+    from tinkex.telemetry import Prices
 
     from .lessons import Lesson
-    from .training_loop import Progress, Trainer
+    from .training_loop import Trainer
 
 __all__ = ["command"]
 
@@ -117,6 +119,8 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="Go on with the run of a directory; with that of --output from one of its checkpoints; or, by auto, with "
     "that of --output if there is one. Settings, order and optimizer are those of before.",
 )
+@click.option("--dry-run", is_flag=True, help="Only count the tokens and price them.")
+@priced
 @connected
 @formatted
 def command(
@@ -127,6 +131,8 @@ def command(
     name: str | None,
     save_every: int,
     eval_every: int,
+    dry_run: bool,
+    prices: Prices,
     connection: Connection,
     output: Output,
     **settings: Any,
@@ -137,7 +143,8 @@ def command(
     "completion": …}. Both are written with the model's chat template, and what the assistant says is
     learned. A line may say that it is held out: "split": "test". DATA tolmery comes with the package.
 
-    Ctrl-C saves a checkpoint and says how to go on from it.
+    Ctrl-C saves a checkpoint and says how to go on from it. With --dry-run nothing is trained or
+    written; what the run would use, and with --prices or --price cost, is told.
     """
     if settings["batch_tokens"] is not None and not settings["packing"]:
         raise click.UsageError("--batch-tokens goes with --packing")
@@ -151,9 +158,14 @@ def command(
         start = _resumed(resume, directory, data, chosen)
         if start is None:
             place = directory or Path(_DIRECTORY)
+            overwrite |= dry_run
             start = _fresh(place, data, settings, name or "train", overwrite=overwrite)
+        if dry_run:
+            expected = _expected(start, connection, eval_every, prices)
+            output.record(_expected_facts(expected), expected)
+            return
         if start.run.status != "finished":
-            _train(start, connection, save_every, eval_every)
+            _train(start, connection, save_every, eval_every, prices)
     except KeyboardInterrupt:
         say("Stopped.")
         raise SystemExit(_STOPPED) from None
@@ -238,22 +250,32 @@ def _found(data: str) -> tuple[Path, str]:
 # -- training ---------------------------------------------------------------------------------------
 
 
-def _train(start: _Start, connection: Connection, save_every: int, eval_every: int) -> None:
+def _train(
+    start: _Start, connection: Connection, save_every: int, eval_every: int, prices: Prices
+) -> None:
+    from tinkex.telemetry.usage import Tokens, Usage
+
     from .lessons import read_records
 
     run, directory = start.run, start.directory
     records = read_records(start.data)
     again = _again(start, connection)
-    with connection.service() as service:
+    used_before, usage = Tokens(**run.used), Usage(prices)
+
+    def keep() -> None:
+        run.used = asdict(used_before + usage.summary(run.model_id).tokens)
+        run.write(directory)
+
+    with connection.service() as service, usage:
         client = _client(service, start)
         run.model_id = client.model_id
-        train, held_out, notes = _lessons(service, client, records, run.settings)
+        train, held_out, notes = _lessons(service, client.get_tokenizer(), records, run.settings)
         for note in notes:
             say(f"{start.data.name}: {note}.")
         plan = _plan(train, run.settings)
         _announce(run, train, held_out, len(plan))
         directory.mkdir(parents=True, exist_ok=True)
-        with _progress(len(plan)) as show, _asked_to_stop() as stopped:
+        with _progress(len(plan), run.step) as show, _asked_to_stop() as stopped:
             from .training_loop import Trainer
 
             trainer = Trainer(
@@ -264,7 +286,7 @@ def _train(start: _Start, connection: Connection, save_every: int, eval_every: i
                 plan,
                 save_every=save_every,
                 eval_every=eval_every,
-                keep=lambda: run.write(directory),
+                keep=keep,
                 show=show,
                 stopped=stopped,
             )
@@ -272,11 +294,11 @@ def _train(start: _Start, connection: Connection, save_every: int, eval_every: i
                 ended = trainer.train()
             except BaseException as error:
                 run.status = "failed" if isinstance(error, Exception) else "interrupted"
-                run.write(directory)
+                keep()
                 say(again())
                 raise
         run.status = "finished" if ended else "interrupted"
-        run.summary = _summary(start, train, held_out, notes, trainer)
+        run.summary = _summary(start, train, held_out, notes, trainer, prices)
         _draw(run, directory)
         run.write(directory)
         if not ended:
@@ -300,13 +322,12 @@ def _client(service: ServiceClient, start: _Start) -> TrainingClient:
 
 
 def _lessons(
-    service: ServiceClient, client: TrainingClient, records: list[Any], settings: Settings
+    service: ServiceClient, tokenizer: Any, records: list[Any], settings: Settings
 ) -> tuple[list[Lesson], list[Lesson], list[str]]:
     """What is trained on, what is held out, and what there is to say about their lengths."""
     from .lessons import lessons_of, plain_lessons, within
     from .training_plan import held_out
 
-    tokenizer = client.get_tokenizer()
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
             f"{settings.base_model} has no chat template; --no-chat-template trains on pairs as plain text",
@@ -358,6 +379,55 @@ def _plan(train: list[Lesson], settings: Settings) -> list[list[int]]:
     )
 
 
+# -- before it starts -------------------------------------------------------------------------------
+
+
+def _expected(
+    start: _Start, connection: Connection, eval_every: int, prices: Prices
+) -> dict[str, Any]:
+    """What a run will use from where it stands, as `_summary` will tell it, without training."""
+    from tinkex.telemetry.usage import Tokens
+
+    from .lessons import read_records
+    from .training_plan import evaluations
+
+    run, settings = start.run, start.run.settings
+    records = read_records(start.data)
+    with connection.service(patient=False) as service:
+        tokenizer = service.create_sampling_client(base_model=settings.base_model).get_tokenizer()
+        train, held_out, notes = _lessons(service, tokenizer, records, settings)
+    plan = _plan(train, settings)
+    trained = sum(train[index].length - 1 for batch in plan[run.step :] for index in batch)
+    rounds = evaluations(run.step, len(plan), eval_every) if run.step < len(plan) else 0
+    used = Tokens(training=trained + rounds * sum(lesson.length - 1 for lesson in held_out))
+    return {
+        "status": "dry run",
+        "base_model": settings.base_model,
+        "steps": run.step,
+        "steps_planned": len(plan),
+        "examples": {"train": len(train), "held_out": len(held_out)},
+        "notes": notes,
+        "tokens": trained,
+        "usage": asdict(used),
+        "cost": prices.cost(settings.base_model, used),
+    }
+
+
+def _expected_facts(expected: dict[str, Any]) -> dict[str, Any]:
+    from tinkex.telemetry.usage import dollars
+
+    cost = expected["cost"]
+    examples, steps = expected["examples"], expected["steps_planned"] - expected["steps"]
+    used = expected["usage"]["training"]
+    return {
+        "Model": expected["base_model"],
+        "Run": f"{steps} steps on {examples['train']} examples, {examples['held_out']} held out",
+        "Tokens": f"{used:,}, of which {used - expected['tokens']:,} to evaluate",
+        "Cost": f"{dollars(cost)}; see --prices" if cost is None else dollars(cost),
+        **({"Note": "; ".join(expected["notes"])} if expected["notes"] else {}),
+    }
+
+
 # -- telling ----------------------------------------------------------------------------------------
 
 
@@ -385,7 +455,10 @@ def _summary(
     held_out: list[Lesson],
     notes: list[str],
     trainer: Trainer,
+    prices: Prices,
 ) -> dict[str, Any]:
+    from tinkex.telemetry.usage import Tokens
+
     run = start.run
     before = run.evaluations[0][1] if run.evaluations else None
     now = [loss for step, loss in run.evaluations if step == run.step]
@@ -398,6 +471,8 @@ def _summary(
         "examples": {"train": len(train), "held_out": len(held_out)},
         "notes": notes,
         "tokens": trainer.tokens(0, run.step),
+        "usage": run.used,
+        "cost": prices.cost(run.settings.base_model, Tokens(**run.used)),
         "seconds": round(run.seconds, 3),
         "loss": {
             "first": run.losses[0] if run.losses else None,
@@ -417,12 +492,16 @@ def _summary(
 
 def _facts(summary: dict[str, Any]) -> dict[str, Any]:
     """The summary for people."""
+    from tinkex.telemetry.usage import dollars
+
     loss, held_out = summary["loss"], summary["held_out_loss"]
     facts = {
         "Run": f"{summary['status']}, {summary['steps']} of {summary['steps_planned']} steps, "
         f"{summary['tokens']:,} tokens in {_clock(summary['seconds'])} min",
         "Loss": f"{_number(loss['first'])} at first, {_number(loss['last'])} at the end",
         "Held out": f"{_number(held_out['before'])} before, {_number(held_out['after'])} after",
+        "Used": f"{summary['usage']['training']:,} tokens with evaluations",
+        "Cost": None if summary["cost"] is None else dollars(summary["cost"]),
         "Checkpoint": summary["training_path"],
         "For sampling": summary["sampler_path"],
         "Loss curve": summary["loss_curve"],
@@ -440,37 +519,20 @@ def _draw(run: Run, directory: Path) -> None:
 
 
 @contextmanager
-def _progress(steps: int) -> Iterator[Callable[[Progress], None]]:
-    """How to show a step: a bar on a terminal, lines in a log."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bars
+def _progress(steps: int, done: int) -> Iterator[Callable[[int, float | None], None]]:
+    """How to show a step: on a terminal all the time, in a log at the first, each tenth, and what was evaluated."""
+    import tinkex
 
-    held_out: list[float] = []
+    with tinkex.progress(steps, done=done) as shown:
 
-    def told(now: Progress) -> str:
-        if now.held_out is not None:
-            held_out[:] = [now.held_out]
-        known = f"  held out {held_out[0]:.3f}" if held_out else ""
-        if not now.step:
-            return f"step 0/{steps}{known}"
-        left = f"{_clock(now.seconds_left)} left"
-        pace = f"{now.tokens_per_second:,.0f} tokens/s"
-        return f"step {now.step}/{steps}  loss {now.loss:.3f}{known}  {pace}  {left}"
+        def show(step: int, held_out: float | None) -> None:
+            if held_out is not None:
+                shown.note = f"held out {held_out:.3f}"
+            tenth = step * 10 // steps > (step - 1) * 10 // steps
+            if step == 1 or tenth or held_out is not None:
+                shown.write()
 
-    def log(now: Progress) -> None:
-        line = told(now)
-        tenth = now.step * 10 // steps > (now.step - 1) * 10 // steps
-        if now.step <= 1 or tenth or now.held_out is not None:
-            say(line)
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield log
-        return
-    with Bars(BarColumn(24), TextColumn("{task.description}"), console=console) as bars:
-        task = bars.add_task(f"step 0/{steps}", total=steps)
-        yield lambda now: bars.update(task, completed=now.step, description=told(now))
+        yield show
 
 
 @contextmanager

@@ -14,27 +14,15 @@ from tinkex.errors import InvalidInputError
 
 from .lessons import Lesson
 from .run_file import Run, Saved
-from .training_plan import learning_rate
+from .training_plan import is_evaluated, learning_rate
 
 if TYPE_CHECKING:
     from tinkex import TrainingClient
 
-__all__ = ["Progress", "Trainer"]
+__all__ = ["Trainer"]
 
 #: Examples of one request of an evaluation.
 _HELD_OUT_AT_ONCE: Final = 16
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What there is to say after a step; `held_out` where it was computed."""
-
-    step: int
-    steps: int
-    loss: float
-    held_out: float | None
-    tokens_per_second: float
-    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,8 @@ class _UnderWay:
 class Trainer:
     """Trains by a plan from where `run` stands, and writes into `run` what comes of it.
 
-    `keep` is called whenever there is something new to keep, `stopped` is asked between steps.
+    `keep` is called whenever there is something new to keep, `show` after each step with its number and the
+    loss on what is held out, where that was computed; `stopped` is asked between steps.
     """
 
     def __init__(
@@ -65,7 +54,7 @@ class Trainer:
         save_every: int = 0,
         eval_every: int = 0,
         keep: Callable[[], None] = lambda: None,
-        show: Callable[[Progress], None] = lambda _: None,
+        show: Callable[[int, float | None], None] = lambda step, held_out: None,
         stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,7 +65,7 @@ class Trainer:
         sizes = (sum(lessons[index].length - 1 for index in batch) for batch in plan)
         self._tokens = list(accumulate(sizes, initial=0))
         self._under_way: deque[_UnderWay] = deque()
-        self._started, self._seconds_before, self._trained = clock(), run.seconds, 0
+        self._started, self._seconds_before = clock(), run.seconds
 
     @property
     def steps(self) -> int:
@@ -131,14 +120,11 @@ class Trainer:
             )
         )
         done = step + 1
-        last = done == self.steps
-        due = last or (self._eval_every and done % self._eval_every == 0)
         saving = None
-        if self._save_every and done % self._save_every == 0 and not last:
+        if self._save_every and done % self._save_every == 0 and done < self.steps:
             saving = self._save_state(done)
-        return _UnderWay(
-            done, forward, update, self._evaluate() if due and self._held_out else [], saving
-        )
+        due = is_evaluated(done, self.steps, self._eval_every)
+        return _UnderWay(done, forward, update, self._evaluate() if due else [], saving)
 
     def _evaluate(self) -> list[Any]:
         parts = range(0, len(self._held_out), _HELD_OUT_AT_ONCE)
@@ -159,7 +145,6 @@ class Trainer:
     def _settle(self) -> None:
         """Wait for what was sent off first."""
         sent, run = self._under_way.popleft(), self._run
-        loss = math.nan
         if sent.forward is not None:
             sent.update.result()
             loss = float(sent.forward.result().metrics["loss:sum"])
@@ -179,14 +164,7 @@ class Trainer:
         run.seconds = self._seconds_before + self._clock() - self._started
         if sent.saving is not None or sent.evaluation:
             self._keep()
-        self._tell(sent.step, loss, held_out)
-
-    def _tell(self, step: int, loss: float, held_out: float | None) -> None:
-        if step:
-            self._trained += self.tokens(step - 1, step)
-        pace = self._trained / max(self._clock() - self._started, 1e-9)
-        left = self.tokens(step) / pace if pace else math.nan
-        self._show(Progress(step, self.steps, loss, held_out, pace, left))
+        self._show(sent.step, held_out)
 
     def _save(self, *, ended: bool) -> None:
         """The state as it is now, unless it is saved already; at the end also for sampling."""

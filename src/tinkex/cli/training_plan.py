@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-__all__ = ["batches", "held_out", "learning_rate"]
+__all__ = ["batches", "evaluations", "held_out", "is_evaluated", "learning_rate"]
 
 
 def learning_rate(step: int, steps: int, *, peak: float, schedule: str, warmup: int) -> float:
@@ -32,6 +32,17 @@ def held_out(count: int, fraction: float, seed: int) -> set[int]:
         return set()
     number = min(count - 1, max(1, round(count * fraction)))
     return set(_chance(seed, "held out").sample(range(count), number))
+
+
+def is_evaluated(done: int, steps: int, every: int) -> bool:
+    """Whether an evaluation follows so many steps: none of them, all of them, and every so often between."""
+    return done in {0, steps} or (every > 0 and done % every == 0)
+
+
+def evaluations(done: int, steps: int, every: int) -> int:
+    """How many evaluations are to come after so many steps; a run that goes on had the one before it."""
+    first = done + 1 if done else 0
+    return sum(is_evaluated(step, steps, every) for step in range(first, steps + 1))
 
 
 def batches(

@@ -1,15 +1,20 @@
-"""`tinkex usage`: what was used."""
+"""`tinkex usage`: what was used, and what that costs."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .connection import Connection, connected, formatted
 from .output import Output
+from .prices import priced
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Prices
+    from tinkex.types import BillingUsageEvent
 
 __all__ = ["command"]
 
@@ -19,37 +24,63 @@ __all__ = ["command"]
 @click.option(
     "--by", type=click.Choice(["kind", "session", "model"]), default="kind", show_default=True
 )
+@priced
 @connected
 @formatted
-def command(days: int, by: str, connection: Connection, output: Output) -> None:
-    """Tokens trained and sampled, and what checkpoints take."""
+def command(days: int, by: str, prices: Prices, connection: Connection, output: Output) -> None:
+    """Tokens trained and sampled, what they cost, and what checkpoints take."""
+    from tinkex.telemetry.usage import dollars, total_cost
+
     end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
     with connection.rest() as rest:
         usage = rest.get_billing_usage(end - timedelta(days=days), end).result()
         storage = rest.get_current_checkpoint_storage_usage().result()
-    totals: Counter[tuple[str, str]] = Counter()
+    groups: dict[tuple[str, str], list[BillingUsageEvent]] = defaultdict(list)
     for event in usage.data:
-        kind = event.event_info.type
         group = {"kind": "", "session": event.session_id, "model": event.base_model}[by] or ""
-        totals[group, kind] += _amount(event.event_info)
-    rows = [[group, kind, f"{count:,}"] for (group, kind), count in sorted(totals.items())]
+        groups[group, _kind(event)].append(event)
+    used = [
+        {
+            "group": group,
+            "kind": kind,
+            "count": sum(map(_amount, events)),
+            "cost": total_cost(_cost(event, prices) for event in events),
+        }
+        for (group, kind), events in sorted(groups.items())
+    ]
+    cost = total_cost(row["cost"] for row in used)
+    rows = [
+        [row["group"], row["kind"].replace("_", " "), f"{row['count']:,}", dollars(row["cost"])]
+        for row in used
+    ]
+    rows.append(["", "in all", "", dollars(cost)])
     rows += [
-        ["", "checkpoints kept", f"{item.checkpoint_count} ({item.size_gigabytes:.3f} GB)"]
+        ["", "checkpoints kept", f"{item.checkpoint_count} ({item.size_gigabytes:.3f} GB)", ""]
         for item in storage.data
     ]
-    columns = ["", "What", "How much"] if by == "kind" else [by.capitalize(), "What", "How much"]
+    columns = ["" if by == "kind" else by.capitalize(), "What", "How much", "Cost"]
+    shown = slice(None) if prices.rates else slice(3)  # without prices there is nothing to add up
     output.table(
-        columns,
-        rows,
-        {
-            "usage": [
-                {"group": group, "kind": kind, "count": count}
-                for (group, kind), count in sorted(totals.items())
-            ],
-            "storage": storage.data,
-        },
+        columns[shown],
+        [row[shown] for row in rows if prices.rates or row[1] != "in all"],
+        {"usage": used, "cost": cost, "storage": storage.data},
     )
 
 
-def _amount(info: Any) -> int:
-    return int(info.token_count if hasattr(info, "token_count") else info.count)
+def _kind(event: BillingUsageEvent) -> str:
+    from tinkex.telemetry.usage import kind_of
+
+    return kind_of(event.event_info) or event.event_info.type
+
+
+def _amount(event: BillingUsageEvent) -> Any:
+    """Tokens, checkpoints, or what else there may be one number of."""
+    facts = event.event_info.model_dump(exclude={"type", "cached"})
+    return next(iter(facts.values()))
+
+
+def _cost(event: BillingUsageEvent, prices: Prices) -> float | None:
+    """In dollars; only tokens have a price here."""
+    from tinkex.telemetry.usage import tokens_of
+
+    return prices.cost(event.base_model, tokens_of(event.event_info))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
+
+from tinkex._version import PARITY_VERSION, __version__
 
 from .connection import formatted
 from .output import Output
+
+if TYPE_CHECKING:
+    from .payloads import Version
 
 __all__ = ["command"]
 
@@ -14,9 +23,23 @@ __all__ = ["command"]
 @formatted
 def command(output: Output) -> None:
     """The version of tinkex, and of the API it follows."""
-    from tinkex._version import PARITY_VERSION, __version__
-
+    payload: Version = {
+        "version": __version__,
+        "commit": _commit(),
+        "api_version": PARITY_VERSION,
+    }
     if output.json:
-        output.payload({"version": __version__, "api_version": PARITY_VERSION})
-    else:
-        click.echo(f"tinkex {__version__} (API of tinker {PARITY_VERSION})")
+        output.payload(payload)
+        return
+    of = f"{payload['commit'][:12]}, " if payload["commit"] else ""
+    click.echo(f"tinkex {__version__} ({of}API of tinker {PARITY_VERSION})")
+
+
+def _commit() -> str | None:
+    """The commit it was installed from, which pip notes where it knows; read without a slow import."""
+    installed = Path(__file__).parents[2] / f"tinkex-{__version__}.dist-info" / "direct_url.json"
+    try:
+        commit: str = json.loads(installed.read_text())["vcs_info"]["commit_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return commit

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,16 @@ from tinkex.errors import InvalidInputError, TinkerError
 from .files import flush
 from .values import LoraSpec
 
-__all__ = ["CONFIG", "OPTIMIZER", "WEIGHTS", "Manifest", "checked_manifest", "reading", "write"]
+__all__ = [
+    "CONFIG",
+    "OPTIMIZER",
+    "WEIGHTS",
+    "Manifest",
+    "checked_manifest",
+    "copy",
+    "reading",
+    "write",
+]
 
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
@@ -42,12 +53,9 @@ def write(
 
     What was at `directory` before is replaced.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Without the directory's name, which may be as long as names get.
-    scratch = directory.with_name(f".{secrets.token_hex(8)}")
-    scratch.mkdir()
-    try:
-        fill(scratch)
+    with _whole(directory) as scratch:
+        with _no_room(scratch):
+            fill(scratch)
         config = _peft_config(spec, base_model, target_modules)
         (scratch / CONFIG).write_text(json.dumps(config, indent=2))
         manifest = {
@@ -58,15 +66,46 @@ def write(
             "sha256": {file.name: _digest(file) for file in sorted(scratch.iterdir())},
         }
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2))
+        return sum(file.stat().st_size for file in scratch.iterdir())
+
+
+def copy(source: Path, target: Path) -> None:
+    """The same checkpoint once more; damaged files stay what they are, and are found when they are read."""
+    with _whole(target) as scratch:
+        shutil.copytree(source, scratch, dirs_exist_ok=True)
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory to fill, which then takes its place; on the disk with everything in it, or not there at all."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Without the directory's name, which may be as long as names get.
+    scratch = directory.with_name(f".{secrets.token_hex(8)}")
+    scratch.mkdir()
+    try:
+        yield scratch
         for file in scratch.iterdir():
             flush(file)
         flush(scratch)
-        size = sum(file.stat().st_size for file in scratch.iterdir())
         _replace(scratch, directory)
+        flush(directory.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    return size
+
+
+@contextmanager
+def _no_room(place: Path) -> Iterator[None]:
+    """What a writer of tensors says of a disk in words of its own, as the operating system says it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), place.name) from error
+        raise
 
 
 @dataclass(frozen=True)

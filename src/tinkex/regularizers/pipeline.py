@@ -6,11 +6,22 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 import torch
 
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.events import (
+    CustomLossException,
+    CustomLossStart,
+    CustomLossStop,
+    Event,
+    RegularizerException,
+    RegularizerStart,
+    RegularizerStop,
+)
 from tinkex.types import (
     BaseLossOutput,
     CustomLossOutput,
@@ -19,7 +30,7 @@ from tinkex.types import (
     RegularizerSpec,
 )
 
-from . import events, protocol
+from . import protocol
 from .errors import CustomLossError
 from .executor import Executor, Outcome
 from .gradients import norm, weighted_sum
@@ -46,7 +57,8 @@ class Pipeline:
 
     The base loss comes first, then the regularizers side by side, `max_concurrency` at a time (one per processor and
     at least eight), or one after another without `parallel`. Each function may take `timeout` seconds. The first
-    error, in the order of the list, is raised as a `CustomLossError`. `observe` hears of what happens, see `events`.
+    error, in the order of the list, is raised as a `CustomLossError`. What happens is told on the bus of
+    `tinkex.telemetry`, by the thread that waits for the loss.
     """
 
     regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = ()
@@ -54,7 +66,6 @@ class Pipeline:
     parallel: bool = True
     timeout: float | None = 30.0
     max_concurrency: int | None = None
-    observe: events.Observer | None = None
     _specs: tuple[RegularizerSpec, ...] = field(init=False, repr=False)
     _executor: Executor = field(init=False, repr=False)
 
@@ -85,24 +96,15 @@ class Pipeline:
         protocol.check_loss_fn(base_loss_fn)
         count = len(self._specs)
         began = monotonic()
-        self._tell(
-            events.CustomLossStart(regularizer_count=count, track_grad_norms=self.track_grad_norms)
-        )
+        _tell(CustomLossStart, time(), count, self.track_grad_norms)
         try:
             point = Point.of(data, logprobs, track=differentiate or self.track_grad_norms)
             evaluation = self._evaluate(point, base_loss_fn, strict=differentiate)
         except Exception as error:
-            seconds = monotonic() - began
-            self._tell(events.CustomLossException(duration=seconds, reason=str(error)))
+            _tell(CustomLossException, monotonic() - began, str(error))
             raise
-        self._tell(
-            events.CustomLossStop(
-                duration=monotonic() - began,
-                loss_total=evaluation.output.loss_total,
-                regularizer_total=evaluation.output.regularizer_total,
-                regularizer_count=count,
-            )
-        )
+        totals = (evaluation.output.loss_total, evaluation.output.regularizer_total)
+        _tell(CustomLossStop, monotonic() - began, *totals, count)
         return evaluation
 
     def _evaluate(self, point: Point, base_loss_fn: LossFn, *, strict: bool) -> Evaluation:
@@ -146,38 +148,22 @@ class Pipeline:
         )
         if self.parallel:
             for spec in self._specs:
-                self._tell(_started(spec))
+                _tell(RegularizerStart, *_named(spec), time(), spec.is_async)
         for spec in self._specs:
             if not self.parallel:
-                self._tell(_started(spec))
+                _tell(RegularizerStart, *_named(spec), time(), spec.is_async)
             outcome = next(outcomes)
             try:
                 term = self._finished(outcome, spec.name)
             except CustomLossError as error:
                 outcomes.close()  # those that have not begun need not
-                self._tell(
-                    events.RegularizerException(
-                        duration=outcome.seconds,
-                        regularizer_name=spec.name,
-                        weight=spec.weight,
-                        reason=str(error),
-                    )
-                )
+                _tell(RegularizerException, *_named(spec), outcome.seconds, str(error))
                 raise
             output = RegularizerOutput.of(
                 spec, term.value, term.metrics, self._tracked_norm(spec, term)
             )
-            self._tell(
-                events.RegularizerStop(
-                    duration=outcome.seconds,
-                    value=output.value,
-                    contribution=output.contribution,
-                    grad_norm=output.grad_norm,
-                    regularizer_name=spec.name,
-                    weight=spec.weight,
-                    is_async=spec.is_async,
-                )
-            )
+            values = (output.value, output.contribution, output.grad_norm)
+            _tell(RegularizerStop, *_named(spec), outcome.seconds, *values, spec.is_async)
             yield term, output
 
     def _finished(self, outcome: Outcome[Term], name: str | None) -> Term:
@@ -195,16 +181,11 @@ class Pipeline:
             return 0.0
         return norm(term.gradients)
 
-    def _tell(self, event: object) -> None:
-        if self.observe is None:
-            return
-        try:
-            self.observe(event)
-        except Exception:
-            logger.exception("An observer of the custom loss failed.")
+
+def _tell(kind: type[Event], *facts: Any) -> None:
+    if wants(kind):
+        emit(kind(*facts, metadata=current_metadata()))
 
 
-def _started(spec: RegularizerSpec) -> events.RegularizerStart:
-    return events.RegularizerStart(
-        regularizer_name=spec.name, weight=spec.weight, is_async=spec.is_async
-    )
+def _named(spec: RegularizerSpec) -> tuple[str, float]:
+    return spec.name, spec.weight

@@ -7,12 +7,12 @@ that both halves of the package say the same thing in the same words.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import time
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from tinkex._version import __version__
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import decode_body
 from tinkex._wire.failures import response_from_error
-from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex._wire.operations import OPERATIONS, Body, Operation, Pool
 from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import (
     DecodeError,
@@ -40,10 +40,11 @@ from tinkex.errors import (
 )
 from tinkex.types import CheckpointType, TelemetrySendRequest, telemetry_event
 
-from . import archives, imports, openapi, pages
-from .checkpoints import now_utc
+from . import archives, imports, openapi, pages, reports
+from .disk import told
 from .leases import Leases
 from .metrics import Metrics
+from .ranges import asked_range
 from .routes import HANDLERS, Call
 from .service import Service
 from .tracing import Tracing
@@ -108,6 +109,14 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "import")
         return Response(orjson.dumps(taken), media_type="application/json")
 
+    async def list_telemetry(request: Request) -> Response:
+        try:
+            owner = _owner(service, request.headers)
+            found = await reports.listed(service.database, owner, request.query_params)
+        except Exception as error:
+            return _error_response(error, "list_telemetry")
+        return Response(json_codec.encode(found), media_type="application/json")
+
     routes = [_route(service, row, metrics, tracing) for row in _ordered()]
     routes += [
         Route("/", front_page),
@@ -118,6 +127,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
         Route("/traces/{session_id}", _guarded(service, _trace)),
         Route(imports.PATH, import_adapter, methods=["POST"]),
+        Route(reports.PATH, list_telemetry),
     ]
     if leases is not None:
         routes.append(Route("/lease", leases.endpoint))
@@ -202,7 +212,9 @@ def _owner(service: Service, headers: Mapping[str, str]) -> str:
         and service.settings.keys.needed
         and service.signer is not None
     ):
-        return service.signer.token_owner(token, now_utc())
+        return service.settings.keys.known(
+            service.signer.token_owner(token, service.settings.now())
+        )
     return service.settings.keys.owner(headers)
 
 
@@ -251,18 +263,16 @@ def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
     if row.request is TelemetrySendRequest and isinstance(content, dict):
         # Clients send what is refused again and again; what cannot be read is left out instead.
         events = content.get("events")
-        known = [event for event in events or () if telemetry_event(event) is not None]
+        listed = events if isinstance(events, list) else ()
+        known = [event for event in listed if telemetry_event(event) is not None]
         content = content | {"events": known}
     return json_codec.from_object(content, row.request)
 
 
-def _error_response(error: Exception, name: str) -> Response:
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        error = _DiskFullError(
-            "The service's disk is full; nothing was changed. Free some space and go on."
-        )
+def _error_response(error: BaseException, name: str) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
+    error = told(error)
     if not isinstance(error, TinkerError):
         logger.exception("%s failed", name, exc_info=error)
         error = InternalServerError(
@@ -270,10 +280,6 @@ def _error_response(error: Exception, name: str) -> Response:
         )
     status, headers, body = response_from_error(error)
     return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
-
-
-class _DiskFullError(InternalServerError):
-    _status = 507
 
 
 def _note_refusal(
@@ -285,6 +291,8 @@ def _note_refusal(
     model_id, seq_id = getattr(refused, "model_id", None), getattr(refused, "seq_id", None)
     if isinstance(model_id, str) and isinstance(seq_id, int):
         service.models.refuse(owner, model_id, seq_id)
+    elif status == 413 and row.pool is Pool.TRAINING:
+        service.models.refuse_unread(owner)
 
 
 def _peek(body: bytes, media: str) -> Any:
@@ -317,7 +325,7 @@ def _guarded(service: Service, serve: Any) -> Any:
                 path.removeprefix(root),
                 query.get("expires", ""),
                 query.get("signature", ""),
-                now_utc(),
+                service.settings.now(),
             )
             response: Response = await serve(service, request)
         except Exception as error:
@@ -327,33 +335,45 @@ def _guarded(service: Service, serve: Any) -> Any:
     return endpoint
 
 
-async def _directory(service: Service, request: Request) -> Any:
+async def _directory(service: Service, request: Request) -> Path:
     run_id, name = request.path_params["run_id"], request.path_params["name"]
     kind: CheckpointType = request.path_params["kind"]
     row = await service.database(service.database.store.checkpoint, run_id, kind, name)
     directory = service.checkpoints.place(run_id, kind, name)
-    if row is None or not directory.is_dir():
+    if row is None or service.checkpoints.has_expired(row) or not directory.is_dir():
         raise NotFoundError("The checkpoint is no longer there.")
     return directory
 
 
 async def _archive(service: Service, request: Request) -> Response:
+    """A checkpoint as a tar, or the part of it that a transfer still lacks."""
     directory = await _directory(service, request)
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
-    return StreamingResponse(
-        archives.tar_chunks(directory, names),
-        media_type="application/x-tar",
-        headers={
-            "content-length": str(archives.tar_size(directory, names)),
-            "content-disposition": f'attachment; filename="{directory.name}.tar"',
-        },
-    )
+    tar = archives.Tar.of(directory, names)
+    tag = f'"{tar.tag}"'
+    part = asked_range(request.headers, tar.size, tag)
+    sent = range(tar.size) if part is None else part
+    headers = {
+        "accept-ranges": "bytes",
+        "etag": tag,
+        "content-length": str(len(sent)),
+        "content-disposition": f'attachment; filename="{directory.name}.tar"',
+    }
+    if not sent:
+        return Response(status_code=416, headers={"content-range": f"bytes */{tar.size}"})
+    if part is not None:
+        headers["content-range"] = f"bytes {sent.start}-{sent.stop - 1}/{tar.size}"
+    status = 200 if part is None else 206
+    if request.method == "HEAD":
+        return Response(None, status, headers, "application/x-tar")
+    chunks = tar.chunks(sent.start, sent.stop)
+    return StreamingResponse(chunks, status, headers, "application/x-tar")
 
 
 async def _file(service: Service, request: Request) -> Response:
     directory = await _directory(service, request)
     file = directory / archives.validate_name(request.path_params["file"])
-    if not file.is_file():
+    if file.is_symlink() or not file.is_file():
         raise NotFoundError("There is no such file in the checkpoint.")
     return FileResponse(file)
 

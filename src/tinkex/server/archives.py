@@ -34,7 +34,7 @@ from tinkex.errors import (
     PermissionDeniedError,
 )
 
-__all__ = ["ADAPTER_FILES", "Signer", "export", "tar_chunks", "tar_size", "validate_name"]
+__all__ = ["ADAPTER_FILES", "Signer", "Tar", "export", "validate_name"]
 
 #: What of a checkpoint others can use; optimizer state and manifest mean something only here.
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
@@ -162,60 +162,73 @@ def _scratch(path: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """One file of an archive; `size` is what its header says."""
+class _Content:
+    """What an archive holds of one file: as many bytes as its header says."""
 
     file: Path
-    header: bytes
-    size: int
+    facts: os.stat_result
 
-    @property
-    def padding(self) -> int:
-        return -self.size % tarfile.BLOCKSIZE
+    def __len__(self) -> int:
+        return self.facts.st_size
+
+    def read(self, start: int, stop: int) -> Iterator[bytes]:
+        with self.file.open("rb") as file:
+            # A checkpoint that is saved anew gets new files: two halves make no whole.
+            if os.fstat(file.fileno()).st_ino != self.facts.st_ino:
+                raise self._changed()
+            file.seek(start)
+            while start < stop and (chunk := file.read(min(stop - start, _CHUNK))):
+                start += len(chunk)
+                yield chunk
+        if start < stop:
+            raise self._changed()
+
+    def _changed(self) -> InternalServerError:
+        return InternalServerError(f"{self.file.name} changed while it was being sent.")
 
 
 #: Two empty blocks; the padding to a whole record that follows them on tapes is left out.
 _END_OF_TAR: Final = bytes(2 * tarfile.BLOCKSIZE)
 
 
-def tar_size(directory: Path, names: Sequence[str]) -> int:
-    """How many bytes `tar_chunks` will give."""
-    entries = _entries(directory, names)
-    return len(_END_OF_TAR) + sum(
-        len(entry.header) + entry.size + entry.padding for entry in entries
-    )
+@dataclass(frozen=True)
+class Tar:
+    """Files of a directory as a tar that can be sent from anywhere on; the same files give the same bytes."""
+
+    _parts: Sequence[bytes | _Content]
+    #: Changes with the bytes.
+    tag: str
+
+    @classmethod
+    def of(cls, directory: Path, names: Sequence[str]) -> Tar:
+        """The tar of some files; what is wrong with them shows here, before a response has begun."""
+        parts = [part for name in names for part in _entry(directory, name)]
+        digest = hashlib.sha256()
+        for part in parts:
+            # A header has the time in whole seconds only.
+            digest.update(part if isinstance(part, bytes) else b"%d" % part.facts.st_mtime_ns)
+        return cls((*parts, _END_OF_TAR), digest.hexdigest()[:32])
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._parts))
+
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes from `start` to before `stop`, in pieces of at most 1 MiB."""
+        stop = self.size if stop is None else stop
+        for part in self._parts:
+            first, last = max(start, 0), min(stop, len(part))
+            start, stop = start - len(part), stop - len(part)
+            if first >= last:
+                continue
+            if isinstance(part, bytes):
+                yield part[first:last]
+            else:
+                yield from part.read(first, last)
 
 
-def tar_chunks(directory: Path, names: Sequence[str]) -> Iterator[bytes]:
-    """Files of a directory as a tar, in pieces of at most 1 MiB; the same files give the same bytes.
-
-    What is wrong with the names or the files shows in the call, not at the first piece: by then a
-    response would have begun.
-    """
-    return _tar(_entries(directory, names))
-
-
-def _tar(entries: Sequence[_Entry]) -> Iterator[bytes]:
-    for entry in entries:
-        yield entry.header
-        left = entry.size
-        with entry.file.open("rb") as file:
-            # No more than the header says, should the file have grown.
-            while left and (chunk := file.read(min(left, _CHUNK))):
-                left -= len(chunk)
-                yield chunk
-        if left:
-            raise InternalServerError(f"{entry.file.name} changed while it was being sent.")
-        if entry.padding:
-            yield bytes(entry.padding)
-    yield _END_OF_TAR
-
-
-def _entries(directory: Path, names: Sequence[str]) -> list[_Entry]:
-    return [_entry(directory, name) for name in names]
-
-
-def _entry(directory: Path, name: str) -> _Entry:
+def _entry(directory: Path, name: str) -> tuple[bytes, _Content, bytes]:
+    """Header, content and padding of a file."""
     if name in {"", ".", ".."} or any(character in name for character in "/\\\0"):
         raise InvalidInputError(
             f"{name!r:.200} is not the name of a file in the checkpoint itself", field="names"
@@ -227,7 +240,8 @@ def _entry(directory: Path, name: str) -> _Entry:
     info.mtime = int(facts.st_mtime)
     # PAX knows long names and more than 8 GiB; the encoding must not depend on the machine's.
     header = info.tobuf(tarfile.PAX_FORMAT, encoding="utf-8")
-    return _Entry(directory / name, header, facts.st_size)
+    padding = bytes(-facts.st_size % tarfile.BLOCKSIZE)
+    return header, _Content(directory / name, facts), padding
 
 
 def _stat(directory: Path, name: str) -> os.stat_result:

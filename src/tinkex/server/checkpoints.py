@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
 
@@ -56,9 +58,13 @@ class Checkpoints:
         )
         if row is None or not (row.owner == owner or row.public):
             raise NotFoundError(f"There is no checkpoint {path!r:.300}.")
-        if row.expires_at is not None and row.expires_at <= self._now():
+        if self.has_expired(row):
             raise NotFoundError(f"The checkpoint {path!r:.300} has expired.")
         return row, self.place(row.run_id, row.kind, row.name)
+
+    def has_expired(self, row: CheckpointRow) -> bool:
+        """Whether its time is over; it is deleted soon after."""
+        return row.expires_at is not None and row.expires_at <= self._now()
 
     async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
         """A checkpoint of one's own, by the id REST paths use."""
@@ -128,11 +134,17 @@ class Checkpoints:
         return row
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
-        """Take a checkpoint off the list, then off the disk."""
-        await self._db(self._store.delete_checkpoint, row.run_id, row.kind, row.name)
-        await self._note(row, event)
-        place = self.place(row.run_id, row.kind, row.name)
-        await self._db(_remove, place)
+        """Take a checkpoint off the disk and off the list.
+
+        Its directory loses its name first: what a crash leaves of it then is swept up, and a disk too full for a
+        change of the list gets its room back.
+        """
+        doomed = await self._db(_unname, self.place(row.run_id, row.kind, row.name))
+        try:
+            await self._db(self._store.delete_checkpoint, row.run_id, row.kind, row.name)
+            await self._note(row, event)
+        finally:
+            await self._db(shutil.rmtree, doomed, ignore_errors=True)
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         await self._db(self._store.update_checkpoint, row.run_id, row.kind, row.name, public=public)
@@ -153,7 +165,7 @@ class Checkpoints:
         check_ttl(ttl_seconds)
         target = await self.check_free(run_id, row.kind, row.name)
         source = self.place(row.run_id, row.kind, row.name)
-        await self._db(_copy, source, target)
+        await self._db(directories.copy, source, target)
         return await self.add(
             run_id,
             row.kind,
@@ -214,21 +226,9 @@ def _expiry(now: datetime, ttl_seconds: int | None) -> datetime | None:
     return None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds)
 
 
-def _remove(place: Path) -> None:
-    """Make a directory disappear at once, then delete it at leisure."""
-    if not place.exists():
-        return
+def _unname(place: Path) -> Path:
+    """Make a directory disappear at once; where it is then, to be deleted at leisure."""
     doomed = place.with_name(f".{uuid.uuid4().hex}")
-    place.replace(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{uuid.uuid4().hex}")
-    try:
-        shutil.copytree(source, scratch)
-        scratch.replace(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with suppress(FileNotFoundError):  # a crash came between
+        place.replace(doomed)
+    return doomed

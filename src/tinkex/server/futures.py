@@ -12,15 +12,17 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import GoneError, NotFoundError
+from tinkex.errors import GoneError, NotFoundError, RateLimitError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
+from .disk import told
 from .journal import Journal, Kind, Place, Record
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
@@ -64,6 +66,7 @@ class Promise:
     extra: dict[str, Any] = field(default_factory=dict)
     started_at: float | None = None
     result: Result | None = None
+    fetched_at: float | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     on_cancel: Callable[[], object] | None = None
 
@@ -101,6 +104,10 @@ class Feed:
         return [promise for number, promise in self.finished if number > cursor]
 
 
+_FINISHED: Final = asyncio.Event()
+_FINISHED.set()
+
+
 class Promises:
     """All promises that can still be asked for."""
 
@@ -109,9 +116,11 @@ class Promises:
         journal: Journal,
         *,
         memory_bytes: int = MEMORY_BYTES,
+        max_pending: int = 20_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal = journal
+        self._max_pending = max_pending
         self._clock = clock
         self._memory_bytes = memory_bytes
         self._promises: dict[str, Promise] = {}
@@ -119,12 +128,18 @@ class Promises:
         self._in_memory: OrderedDict[str, Promise] = OrderedDict()
         self._bytes_in_memory = 0
         self._pending_of: dict[str, int] = {}
+        self._unwritten: deque[Promise] = deque()
+        #: Changes of models, by scope, whose requests the journal has lost while it has their results.
+        self.lost: dict[str, int] = {}
         #: Called with every promise that is given, and with every one that got its result.
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
 
     def __iter__(self) -> Iterator[Promise]:
         return iter(list(self._promises.values()))
+
+    def __len__(self) -> int:
+        return len(self._promises)
 
     # -- accepting ---------------------------------------------------------------------------
 
@@ -140,6 +155,7 @@ class Promises:
         extra: dict[str, Any] | None = None,
     ) -> Promise:
         """Write a request down; it is safe once the journal is flushed."""
+        self.check_room(owner)
         request_id = uuid.uuid4().hex
         now = self._clock()
         head = {
@@ -165,6 +181,20 @@ class Promises:
 
     async def flushed(self) -> None:
         await self._journal.flushed()
+
+    async def settled(self) -> None:
+        """Wait until every result so far is on the disk, those too for which there was no room before."""
+        self._write_results()
+        await self._journal.flushed()
+
+    def check_room(self, owner: str) -> None:
+        """Refuse one more request of an owner who has many waiting."""
+        if self.pending(owner) >= self._max_pending:
+            raise RateLimitError(
+                f"{self._max_pending} requests of this key are waiting already; send more when some of "
+                "them are done.",
+                retry_after=1.0,
+            )
 
     def pending(self, owner: str) -> int:
         """How many requests of an owner have no result yet."""
@@ -201,7 +231,7 @@ class Promises:
             self._keep(promise, json_codec.encode(value), change=change)
 
     def fail(self, promise: Promise, error: BaseException) -> None:
-        self._keep(promise, json_codec.encode(failure_body(error)), failed=True)
+        self._keep(promise, json_codec.encode(failure_body(told(error))), failed=True)
 
     def _keep(
         self,
@@ -214,31 +244,44 @@ class Promises:
     ) -> None:
         if promise.done:  # cancelled meanwhile
             return
-        now = self._clock()
-        head = {
-            "id": promise.request_id,
-            "failed": failed,
-            "binary": binary,
-            "at": now,
-            "change": change,
-        }
-        try:
-            place = self._journal.append(Kind.RESULT, head, payload)
-        except OSError:  # a full disk: the answer lives as long as the service does
-            place = Place(-1, 0, len(payload))
-        self._set(promise, Result(failed, binary, place, payload, now, change))
-        if place.segment >= 0:
-            self._in_memory[promise.request_id] = promise
-            self._bytes_in_memory += len(payload)
-            self._evict()
+        nowhere = Place(-1, 0, len(payload))
+        self._set(promise, Result(failed, binary, nowhere, payload, self._clock(), change))
+        self._unwritten.append(promise)
+        with suppress(OSError):  # a full disk: the answer is in memory until there is room
+            self._write_results()
         for tell in self.on_finish:
             tell(promise)
+
+    def _write_results(self) -> None:
+        """Put results into the journal in the order in which they came, so that what it lacks is the newest."""
+        while self._unwritten:
+            promise = self._unwritten[0]
+            result = promise.result
+            assert result is not None
+            assert result.payload is not None
+            head: dict[str, Any] = {
+                "id": promise.request_id,
+                "failed": result.failed,
+                "binary": result.binary,
+                "at": result.at,
+                "change": result.change,
+            }
+            if result.change is not None:
+                head["scope"] = promise.scope
+            result.place = self._journal.append(Kind.RESULT, head, result.payload)
+            self._unwritten.popleft()
+            self._in_memory[promise.request_id] = promise
+            self._bytes_in_memory += len(result.payload)
+        self._evict()
 
     def _set(self, promise: Promise, result: Result) -> None:
         promise.result = result
         promise.request = None
         promise.on_cancel = None
         promise.finished.set()
+        promise.finished = (
+            _FINISHED  # those who wait have the other; one for each would be most of a promise
+        )
         self._pending_of[promise.owner] -= 1
         if not self._pending_of[promise.owner]:
             del self._pending_of[promise.owner]
@@ -256,12 +299,15 @@ class Promises:
         promise = self._promises.get(request_id)
         if promise is not None and promise.owner == owner:
             return promise
-        if promise is None and len(request_id) == 32 and request_id.isalnum():
-            # Samples are asked for again when they hear this; a 404 would end them.
+        if len(request_id) == 32 and request_id.isalnum():
+            # Samples are asked for again when they hear this; a 404 would end them. Another's request is gone
+            # too: nobody learns what there is of others.
             raise GoneError(f"The result of request {request_id!r} is no longer kept.")
         raise NotFoundError(f"There is no request {request_id!r:.100}.")
 
     def payload(self, promise: Promise) -> bytes:
+        """The result as it is told to somebody."""
+        promise.fetched_at = self._clock()
         assert promise.result is not None
         if promise.result.payload is not None:
             return promise.result.payload
@@ -275,8 +321,10 @@ class Promises:
             known = self._promises.get(record.head["id"])
             return known or self._add(_promise(record.head, record.place, None))
         promise = self._promises.get(record.head["id"])
+        head = record.head
+        if promise is None and "scope" in head:
+            self.lost[head["scope"]] = max(head["change"], self.lost.get(head["scope"], 0))
         if promise is not None and not promise.done:
-            head = record.head
             self._set(
                 promise,
                 Result(
@@ -304,6 +352,8 @@ class Promises:
         return request_id in self._promises
 
     def forget(self, promise: Promise) -> None:
+        if promise in self._unwritten:
+            return  # there is no room for it yet; later
         self._promises.pop(promise.request_id, None)
         if promise.key is not None and self._by_key.get(promise.key) is promise:
             del self._by_key[promise.key]

@@ -4,7 +4,8 @@ A record is on the disk before anybody is told that it is kept. Records that arr
 are cut into segments; when the records of the oldest one that somebody still needs are few, they are written anew
 at the end and the segment goes. A record keeps its number when it moves, so that whoever reads the journal meets a
 request before its result, however often either was moved. After a crash the last record may be torn: its checksum
-does not match, it was never acknowledged, and it is cut off.
+does not match, it was never acknowledged, and it is cut off. One that is damaged between others is told and passed
+over; what it was is missed by those who read the rest.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Kind(IntEnum):
     RESULT = 2
 
 
+_KINDS: Final = frozenset(Kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the body of a record lies."""
@@ -63,6 +67,7 @@ class _Segment:
     path: Path
     descriptor: int
     size: int
+    damaged: int = 0
 
 
 @dataclass
@@ -116,22 +121,28 @@ class Journal:
         self._segments.clear()
 
     def _scan(self, segment: _Segment) -> Iterator[Record]:
-        """The whole records of a segment, whose size then is where they end."""
+        """The whole records of a segment, whose size then is where they end.
+
+        Behind a damaged record the next one is looked for where its header says that it ends, and nowhere else:
+        a body may hold whatever its sender wanted to pass for a record.
+        """
         end = os.fstat(segment.descriptor).st_size
-        segment.size = 0
+        segment.size = segment.damaged = 0
         if os.pread(segment.descriptor, len(_MAGIC), 0) != _MAGIC:
             return
         segment.size = offset = len(_MAGIC)
         while offset + _HEADER.size <= end:
             header = os.pread(segment.descriptor, _HEADER.size, offset)
             checksum, kind, number, head_size, body_size = _HEADER.unpack(header)
-            body_at = offset + _HEADER.size + head_size
-            if body_at + body_size > end:
+            begin, body_at = offset, offset + _HEADER.size + head_size
+            offset = body_at + body_size
+            if offset > end or kind not in _KINDS:
                 break
-            rest = os.pread(segment.descriptor, head_size + body_size, offset + _HEADER.size)
+            rest = os.pread(segment.descriptor, head_size + body_size, begin + _HEADER.size)
             if zlib.crc32(rest, zlib.crc32(header[4:])) != checksum:
-                break
-            segment.size = offset = body_at + body_size
+                continue
+            segment.damaged += begin - segment.size
+            segment.size = offset
             place = Place(segment.number, body_at, body_size)
             yield Record(number, Kind(kind), orjson.loads(rest[:head_size]), place)
 
@@ -142,8 +153,11 @@ class Journal:
             excess = os.fstat(segment.descriptor).st_size - segment.size
             if excess and segment.number == last and segment.size:
                 os.ftruncate(segment.descriptor, segment.size)
-            elif excess:  # more than the end of a crash: left for a person to look at
-                logger.error("%s is damaged: %d bytes cannot be read.", segment.path, excess)
+                excess = 0
+            if (
+                lost := segment.damaged + excess
+            ):  # more than the end of a crash: left for a person to look at
+                logger.error("%s is damaged: %d bytes cannot be read.", segment.path, lost)
         if last < 0 or not 0 < self._segments[last].size <= self._segment_bytes:
             self._roll()
 

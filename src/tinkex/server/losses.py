@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinkex._wire.operations import operation
+from tinkex.engine.files import flush
 from tinkex.engine.values import TracedGraph
 from tinkex.errors import InvalidInputError
 from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
@@ -98,6 +99,7 @@ class Losses:
         self._directory.mkdir(parents=True, exist_ok=True)
         scratch = self._place(loss_id).with_suffix(".tmp")
         scratch.write_text(content)
+        flush(scratch)
         scratch.replace(self._place(loss_id))
 
     async def close_session(self, session_id: str) -> None:

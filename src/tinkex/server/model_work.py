@@ -17,8 +17,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from tinkex.engine import directories
 from tinkex.engine.values import LoraSpec
-from tinkex.errors import InvalidInputError
+from tinkex.errors import (
+    DecodeError,
+    InvalidInputError,
+    NotFoundError,
+    RequestErrorCategory,
+    RequestFailedError,
+    TinkerError,
+)
 from tinkex.types import (
     CreateModelRequest,
     CreateModelResponse,
@@ -76,12 +84,23 @@ class Model:
     snapshot: Snapshot | None = None
     unsaved_seconds: float = 0.0  # of work that a crash would cost
     saving: bool = False
+    #: Held while the snapshot is replaced, and while the model is made again from it.
+    kept: asyncio.Lock = field(default_factory=asyncio.Lock)
     life: int = -1  # the life of the engine that knows this model
     running: bool = False
     waiting_since: float = 0.0
-    failure: str | None = None
+    failure: str | None = None  # why it can do nothing any more
+    corrupted: bool = False
     made: asyncio.Event = field(default_factory=asyncio.Event)
     last_request_at: Any = None
+
+    def give_up(self, why: str = "it was found damaged before") -> None:
+        """What is kept of it does not make it again; whoever asks for something hears so."""
+        self.corrupted = True
+        self.failure = (
+            f"This run is corrupted, its state cannot be brought back: {why}. "
+            "Go on from its last checkpoint."
+        )
 
 
 class ModelWork:
@@ -166,17 +185,20 @@ class ModelWork:
             await self._call("snapshot", model.model_id, place)
             if model.failure is not None:
                 return
-            snapshot = Snapshot(place, changes, next_seq)
-            await self._db(self._snapshots.commit, model.model_id, snapshot)
+            # Else a request that the snapshot holds could seem not to be done yet, and be done twice.
+            await self._promises.settled()
+            async with model.kept:
+                snapshot = Snapshot(place, changes, next_seq)
+                await self._db(self._snapshots.commit, model.model_id, snapshot)
+                model.snapshot = snapshot
+                covered = [each for each in model.history if change_of(each) <= changes]
+                model.history = [each for each in model.history if change_of(each) > changes]
         except Exception as error:  # the journal still has everything
             if model.failure is None:  # else the model is gone, and its directory with it
                 logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
             return
         finally:
             model.saving = False
-        model.snapshot = snapshot
-        covered = [promise for promise in model.history if change_of(promise) <= changes]
-        model.history = [promise for promise in model.history if change_of(promise) > changes]
         await self._drop_loaded(model, covered)
 
     async def _bring_back(self, model: Model) -> None:
@@ -184,18 +206,35 @@ class ModelWork:
         life = self._engine.life
         if model.life == life:
             return
-        if model.snapshot is not None:
+        if model.snapshot is not None or model.history:
+            # If there is no base model to be had, that says nothing of what was made of it.
             await self._engine.model(model.base_model, "base_model")
+        try:
+            async with model.kept:
+                await self._make_again(model)
+        except TinkerError as error:
+            # An engine that knows nothing of a model it was just told of is another one.
+            if isinstance(error, NotFoundError) and self._engine.life != life:
+                raise
+            logger.warning("%s is corrupted: %s", model.model_id, error)
+            model.give_up(str(error))
+            await self._db(self._store.update_run, model.model_id, corrupted=True)
+            assert model.failure is not None
+            raise RequestFailedError(model.failure, category=RequestErrorCategory.Server) from error
+        model.life = life
+
+    async def _make_again(self, model: Model) -> None:
+        kept = 0 if model.snapshot is None else model.snapshot.changes
+        lost = set(range(kept + 1, model.changes + 1)).difference(map(change_of, model.history))
+        if lost:
+            raise DecodeError(f"the journal lacks change {min(lost)} of this model")
+        if model.snapshot is not None:
+            directory = model.snapshot.directory
             await self._call(
-                "restore_model",
-                model.model_id,
-                model.base_model,
-                model.snapshot.directory,
-                optimizer=True,
+                "restore_model", model.model_id, model.base_model, directory, optimizer=True
             )
         for promise in model.history:
             await self._once(model, promise)
-        model.life = life
 
     async def forget(self, model: Model) -> None:
         """Let go of what is kept on disk to bring a model back."""
@@ -244,7 +283,7 @@ class ModelWork:
                     f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
                     field="path",
                 )
-            await self._db(_copy, directory, kept)
+            await self._db(directories.copy, directory, kept)
             model.lora = loaded
         await self._engine.model(model.base_model, "path")
         await self._call(
@@ -420,11 +459,3 @@ def change_of(promise: Promise) -> int:
 
 def changes_model(promise: Promise) -> bool:
     return promise.operation.name in _CHANGING and not promise.extra.get("forward")
-
-
-def _copy(source: Any, target: Any) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch)
-    scratch.replace(target)

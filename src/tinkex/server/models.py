@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -10,9 +11,9 @@ from typing import Any, Final
 
 from tinkex._wire.operations import Operation
 from tinkex.errors import (
+    DecodeError,
     InvalidInputError,
     NotFoundError,
-    RateLimitError,
     RequestErrorCategory,
     RequestFailedError,
     TinkerError,
@@ -30,6 +31,8 @@ from .snapshots import Snapshots
 from .store import Database
 
 __all__ = ["Model", "Models"]
+
+logger = logging.getLogger("tinkex.server")
 
 #: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
 IN_LINE: Final = 2
@@ -50,7 +53,6 @@ class Models:
         *,
         snapshots: Snapshots,
         snapshot_every: float,
-        max_pending: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
@@ -60,7 +62,6 @@ class Models:
         self._work = work
         self._snapshots = snapshots
         self._snapshot_every = snapshot_every
-        self._max_pending = max_pending
         self._clock = clock
         self._models: dict[str, Model] = {}
         self._waiting: set[Model] = set()
@@ -92,7 +93,11 @@ class Models:
                     model_id, request.session_id, owner, base_model
                 )
                 extra = {"seed": secrets.randbits(31)}
-                known = self._accept(row, model, 0, request, body, "json", extra)
+                try:
+                    known = self._accept(row, model, 0, request, body, "json", extra)
+                except Exception:  # too many are waiting, or the disk is full: there is no model
+                    del self._models[model_id]
+                    raise
         await self._promises.flushed()
         return known
 
@@ -118,8 +123,6 @@ class Models:
                     f"request {seq_id} of this model was done or refused before, and its result is not kept",
                     field="seq_id",
                 )
-            if self._promises.pending(owner) >= self._max_pending:
-                raise _too_many(self._max_pending)
             extra = {"forward": True} if isinstance(request, ForwardRequest) else {}
             known = self._accept(row, model, seq_id, request, body, media, extra)
         await self._promises.flushed()
@@ -134,6 +137,13 @@ class Models:
         if self._promises.duplicate(model_id, seq_id) is None:
             model.line.refuse(seq_id)
             self._schedule()
+
+    def refuse_unread(self, owner: str) -> None:
+        """A request was turned away before it could be seen which one it was."""
+        for model in self._models.values():
+            if model.owner == owner:
+                model.line.doubt()
+        self._schedule()
 
     def _accept(
         self,
@@ -257,7 +267,10 @@ class Models:
             self._kept_bytes -= promise.place.length
         try:
             if model.failure is not None:
-                raise RequestFailedError(model.failure, category=RequestErrorCategory.User)
+                whose = (
+                    RequestErrorCategory.Server if model.corrupted else RequestErrorCategory.User
+                )
+                raise RequestFailedError(model.failure, category=whose)
             value = await self._work.do(model, promise)
             if promise.operation.name == "unload_model":
                 await self._forget(model, "was unloaded")
@@ -316,10 +329,12 @@ class Models:
 
     async def write_times(self) -> None:
         """Put down when models were last asked for something."""
-        for model in list(self._models.values()):  # others may come meanwhile
+        times = {}
+        for model in self._models.values():
             at, model.last_request_at = model.last_request_at, None
             if at is not None:
-                await self._db(self._store.update_run, model.model_id, last_request_at=at)
+                times[model.model_id] = at
+        await self._db(self._store.touch_runs, times)
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -358,19 +373,33 @@ class Models:
         for model in self._models.values():
             model.made.set()
             model.history.sort(key=change_of)
-            model.changes = max([model.changes, *map(change_of, model.history)])
+            lost = self._promises.lost.get(model.model_id, 0)
+            model.changes = max([model.changes, lost, *map(change_of, model.history)])
+            for promise in model.line.drop_done():
+                # It was done, or those after it would not have been; doing it again would do it twice.
+                why = "The request was done before the service was restarted; its result is lost."
+                over = RequestFailedError(why, promise.request_id, RequestErrorCategory.Server)
+                self._promises.fail(promise, over)
         self._schedule()
 
     async def _revive(self, model_id: str) -> None:
         """A model that has a snapshot, unless its session has ended."""
         run = await self._db(self._store.run, model_id)
-        snapshot = await self._db(self._snapshots.current, model_id)
-        if run is None or snapshot is None or not await self._is_active(run.session_id, run.owner):
+        if run is None or not await self._is_active(run.session_id, run.owner):
             await self._db(self._snapshots.forget, model_id)
             return
         model = Model(model_id, run.session_id, run.owner, run.base_model, lora_of(run.lora))
-        model.line.next_seq = snapshot.next_seq
-        model.changes, model.snapshot = snapshot.changes, snapshot
+        if run.corrupted:
+            model.give_up()
+        try:
+            model.snapshot = await self._db(self._snapshots.current, model_id)
+        except DecodeError as error:
+            logger.error("%s is corrupted: %s", model_id, error)  # noqa: TRY400 - no trace is needed
+            model.give_up(str(error))
+            await self._db(self._store.update_run, model_id, corrupted=True)
+        else:
+            model.line.next_seq = model.snapshot.next_seq
+            model.changes = model.snapshot.changes
         self._models[model_id] = model
 
     async def _revive_from(self, promise: Promise) -> Model | None:
@@ -394,6 +423,8 @@ class Models:
             return None
         lora = None if run is None else lora_of(run.lora)
         model = Model(promise.scope, session_id, promise.owner, base_model, lora)
+        if run is not None and run.corrupted:
+            model.give_up()
         self._models[promise.scope] = model
         return model
 
@@ -407,10 +438,3 @@ class Models:
 
 def _succeeded(promise: Promise) -> bool:
     return promise.result is not None and not promise.result.failed
-
-
-def _too_many(limit: int) -> TinkerError:
-    return RateLimitError(
-        f"{limit} requests of this key are waiting already; send more when some of them are done.",
-        retry_after=1.0,
-    )

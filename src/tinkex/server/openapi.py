@@ -20,6 +20,8 @@ from tinkex import types
 from tinkex._wire.operations import OPERATIONS, Body, Operation
 from tinkex.types.tensors import tensor_to_object
 
+from . import reports
+
 __all__ = ["document"]
 
 Schema: TypeAlias = dict[str, Any]
@@ -199,7 +201,29 @@ def _paths() -> dict[str, dict[str, Any]]:
             row = OPERATIONS[name]
             path = row.path.replace(*_CHECKPOINT_ID)
             paths.setdefault(path, {})[row.method.lower()] = _operation(row, theme, summary, path)
-    return paths
+    return paths | {reports.PATH: {"get": _list_telemetry()}}
+
+
+def _list_telemetry() -> dict[str, Any]:
+    """A call that the protocol does not have, and so the table neither."""
+    errors = {
+        str(error.status): {"$ref": f"#/components/responses/{error.name}"}
+        for error in _ERRORS
+        if error.status in {401, 422}
+    }
+    return {
+        "operationId": "list_telemetry",
+        "tags": [_THEMES[-1].name],
+        "summary": "Read the events that clients sent",
+        "description": "Those of one session or of all that the key has had, in the order in which they came.",
+        "parameters": _query_parameters(reports.ListTelemetryRequest),
+        "responses": {
+            "200": _answer(
+                "Answered at once.", _content(_JSON, _schema_of(reports.ListTelemetryResponse))
+            ),
+            **errors,
+        },
+    }
 
 
 def _operation(row: Operation[Any], theme: _Theme, summary: str, path: str) -> dict[str, Any]:
@@ -530,6 +554,7 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     types.RequestFailedResponse,
     types.AdamParams,
     types.DimuonParams,
+    reports.ListTelemetryResponse,
 )
 
 

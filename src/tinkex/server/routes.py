@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from email.utils import format_datetime
@@ -23,11 +23,11 @@ from tinkex._wire.operations import Operation
 from tinkex.engine.base_models import built_in
 from tinkex.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 
-from .checkpoints import checkpoint_of, now_utc, tinker_path
+from .checkpoints import checkpoint_of, tinker_path
 from .futures import Promise
 from .inputs import lora_of
 from .service import Service
-from .sessions import text_map
+from .sessions import text_map, utc
 from .store import CheckpointRow, RunRow, TelemetryRow
 
 __all__ = ["HANDLERS", "Call", "promise_response"]
@@ -52,6 +52,9 @@ class Call:
     body: bytes
     media: str
     base_url: str
+
+    def now(self) -> datetime:
+        return self.service.settings.now()
 
     @property
     def knows_external(self) -> bool:
@@ -123,7 +126,7 @@ async def client_dynamic_config(_: Call) -> types.ClientDynamicConfigResponse:
 async def auth_token(call: Call) -> types.AuthTokenResponse:
     signer = call.service.signer
     assert signer is not None
-    return types.AuthTokenResponse(jwt=signer.token(call.owner, now_utc() + timedelta(hours=1)))
+    return types.AuthTokenResponse(jwt=signer.token(call.owner, call.now() + timedelta(hours=1)))
 
 
 @_handles
@@ -500,13 +503,19 @@ async def _run(call: Call, run_id: str) -> RunRow:
     return row
 
 
-async def _training_run(call: Call, row: RunRow) -> types.TrainingRun:
-    database = call.service.database
-    rows = await database(database.store.checkpoints_of_run, row.run_id)
-    if row.owner != call.owner:
-        rows = [checkpoint for checkpoint in rows if checkpoint.public]
-    newest: dict[str, CheckpointRow] = {checkpoint.kind: checkpoint for checkpoint in rows}
-    training, sampler = newest.get("training"), newest.get("sampler")
+async def _training_runs(call: Call, rows: Sequence[RunRow]) -> list[types.TrainingRun]:
+    database, run_ids = call.service.database, [row.run_id for row in rows]
+    newest = await database(database.store.newest_checkpoints, run_ids, call.owner)
+    return [_training_run(row, newest, mine=row.owner == call.owner) for row in rows]
+
+
+def _training_run(
+    row: RunRow,
+    newest: Mapping[tuple[str, types.CheckpointType], CheckpointRow],
+    *,
+    mine: bool,
+) -> types.TrainingRun:
+    training, sampler = newest.get((row.run_id, "training")), newest.get((row.run_id, "sampler"))
     return types.TrainingRun(
         training_run_id=row.run_id,
         base_model=row.base_model,
@@ -517,7 +526,8 @@ async def _training_run(call: Call, row: RunRow) -> types.TrainingRun:
         last_request_time=row.last_request_at,
         last_checkpoint=None if training is None else checkpoint_of(training),
         last_sampler_checkpoint=None if sampler is None else checkpoint_of(sampler),
-        user_metadata=text_map(row.user_metadata),
+        # What was published are checkpoints, with what was said of them; not what was said of the run.
+        user_metadata=text_map(row.user_metadata) if mine else None,
     )
 
 
@@ -535,7 +545,7 @@ async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
         project_id=request.project_id,
     )
     return types.TrainingRunsResponse(
-        training_runs=[await _training_run(call, row) for row in rows],
+        training_runs=await _training_runs(call, rows),
         cursor=types.Cursor(offset=offset, limit=limit, total_count=total),
     )
 
@@ -543,7 +553,8 @@ async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
 @_handles
 async def get_training_run(call: Call) -> types.TrainingRun:
     await call.service.models.write_times()
-    return await _training_run(call, await _run(call, call.params["training_run_id"]))
+    row = await _run(call, call.params["training_run_id"])
+    return (await _training_runs(call, [row]))[0]
 
 
 @_handles
@@ -553,7 +564,11 @@ async def list_checkpoints(call: Call) -> types.CheckpointsListResponse:
     rows = await database(database.store.checkpoints_of_run, run.run_id)
     mine = run.owner == call.owner
     return types.CheckpointsListResponse(
-        checkpoints=_listed(call, [row for row in rows if mine or row.public])
+        checkpoints=[
+            checkpoint_of(row)
+            for row in rows
+            if (mine or row.public) and (row.kind != "external" or call.knows_external)
+        ]
     )
 
 
@@ -562,15 +577,17 @@ async def list_user_checkpoints(call: Call) -> types.CheckpointsListResponse:
     request: types.ListCheckpointsRequest = call.request
     limit, offset = _countable(request.limit), _countable(request.offset)
     database = call.service.database
-    rows, total = await database(database.store.checkpoints, call.owner, limit=limit, offset=offset)
+    rows, total = await database(
+        database.store.checkpoints,
+        call.owner,
+        limit=limit,
+        offset=offset,
+        external=call.knows_external,
+    )
     return types.CheckpointsListResponse(
-        checkpoints=_listed(call, rows),
+        checkpoints=[checkpoint_of(row) for row in rows],
         cursor=types.Cursor(offset=offset, limit=limit, total_count=total),
     )
-
-
-def _listed(call: Call, rows: list[CheckpointRow]) -> list[types.Checkpoint]:
-    return [checkpoint_of(row) for row in rows if row.kind != "external" or call.knows_external]
 
 
 async def _owned(call: Call) -> CheckpointRow:
@@ -626,7 +643,7 @@ async def get_external_weights_urls(call: Call) -> types.ExternalWeightsUrlsResp
         )
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
     signed = {name: _signed(call, f"/files/{_place(row)}/{quote(name)}") for name in names}
-    expires = min((until for _, until in signed.values()), default=now_utc())
+    expires = min((until for _, until in signed.values()), default=call.now())
     return types.ExternalWeightsUrlsResponse(
         urls={name: url for name, (url, _) in signed.items()}, expires=expires
     )
@@ -640,7 +657,7 @@ def _signed(call: Call, path: str) -> tuple[str, datetime]:
     """A URL that needs no key, and until when."""
     signer = call.service.signer
     assert signer is not None
-    expires = now_utc() + timedelta(seconds=call.service.settings.url_lifetime)
+    expires = call.now() + timedelta(seconds=call.service.settings.url_lifetime)
     return f"{call.base_url}{path}?{signer.sign(path, expires)}", expires
 
 
@@ -650,9 +667,11 @@ def _signed(call: Call, path: str) -> tuple[str, datetime]:
 @_handles
 async def telemetry(call: Call) -> types.TelemetryResponse:
     request: types.TelemetrySendRequest = call.request
-    now = now_utc()
+    now = call.now()
     rows = [
-        TelemetryRow(now, call.owner, request.session_id, event.model_dump(mode="json"))
+        TelemetryRow(
+            now, call.owner, request.session_id, event.model_dump(mode="json"), event.event_id
+        )
         for event in request.events
     ]
     if rows:
@@ -664,7 +683,7 @@ async def telemetry(call: Call) -> types.TelemetryResponse:
 @_handles
 async def get_audit_log(call: Call) -> types.AuditLogResponse:
     request: types.GetAuditLogRequest = call.request
-    day = request.day or now_utc().date()
+    day = request.day or call.now().date()
     if day == date.max:
         raise InvalidInputError("is the last day there can be", field="day")
     start = datetime.combine(day, time(), UTC)
@@ -693,8 +712,8 @@ async def get_audit_log(call: Call) -> types.AuditLogResponse:
 @_handles
 async def get_billing_usage(call: Call) -> types.BillingUsageResponse:
     request: types.GetBillingUsageRequest = call.request
-    start = _utc(request.starting_on, "starting_on")
-    end = _utc(request.ending_before, "ending_before")
+    start = utc(request.starting_on, "starting_on")
+    end = utc(request.ending_before, "ending_before")
     if not timedelta(0) < end - start <= timedelta(days=14):
         raise InvalidInputError(
             "must lie after starting_on, by at most 14 days", field="ending_before"
@@ -732,13 +751,6 @@ def _event_info(kind: str, count: int) -> types.BillingEventInfo:
     if kind == "sampling_sample":
         return types.SamplingSampleBillingEvent(token_count=count)
     return types.CheckpointBillingEvent(count=count)
-
-
-def _utc(moment: datetime, field: str) -> datetime:
-    try:
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except OverflowError:
-        raise InvalidInputError("is not a moment in UTC", field=field) from None
 
 
 @_handles

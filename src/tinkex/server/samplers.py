@@ -26,7 +26,6 @@ from tinkex.errors import (
     InternalServerError,
     InvalidInputError,
     NotFoundError,
-    RateLimitError,
     RequestErrorCategory,
     RequestFailedError,
     TinkerError,
@@ -82,7 +81,6 @@ class Samplers:
         usage: Usage,
         *,
         max_samples: int,
-        max_pending: int,
         open_limit: int = OPEN_LIMIT,
     ) -> None:
         self._directory = directory
@@ -92,7 +90,7 @@ class Samplers:
         self._promises = promises
         self._engine = engine
         self._usage = usage
-        self._max_samples, self._max_pending = max_samples, max_pending
+        self._max_samples = max_samples
         self._open_limit = open_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
         self._feeds: dict[tuple[str, int], Feed] = {}
@@ -204,7 +202,7 @@ class Samplers:
         sampler_id = sampler.row.sampler_id
         known = self._promises.duplicate(sampler_id, request.seq_id)
         if known is None:
-            self._check_room(owner)
+            self._promises.check_room(owner)
             job = sample_job(request, sampler_id, max_samples=self._max_samples)
             extra = {"num_samples": request.num_samples}
             known = self._promises.accept(
@@ -228,7 +226,7 @@ class Samplers:
     async def stream(self, owner: str, request: SampleRequest) -> AsyncIterator[SampleStreamChunk]:
         """Tokens as they are drawn; what is wrong with the request is raised before the first."""
         sampler = await self._sampler_of(owner, request)
-        self._check_room(owner)
+        self._promises.check_room(owner)
         job = sample_job(request, sampler.row.sampler_id, max_samples=self._max_samples)
         return self._stream(sampler, job)
 
@@ -261,14 +259,6 @@ class Samplers:
         raise InvalidInputError(
             "is required; create_sampling_session gives one", field="sampling_session_id"
         )
-
-    def _check_room(self, owner: str) -> None:
-        if self._promises.pending(owner) >= self._max_pending:
-            raise RateLimitError(
-                f"{self._max_pending} requests of this key are waiting already; send more when "
-                "some of them are done.",
-                retry_after=1.0,
-            )
 
     def _start(
         self, promise: Promise, sampler: _Sampler, job: SampleJob, request: SampleRequest

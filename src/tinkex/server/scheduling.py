@@ -18,7 +18,8 @@ T = TypeVar("T")
 #: Seconds that requests wait for a number that is missing before them.
 GAP_LIMIT: Final = 60.0
 #: The same, when one of them is not a pass: clients send it only once all before it were accepted, so what is
-#: missing then was used up inside the client.
+#: missing then was used up inside the client. Also when a request of the client was turned away unread, which may
+#: have been the missing one.
 SETTLED_GAP_LIMIT: Final = 5.0
 
 
@@ -36,6 +37,7 @@ class Sequencer(Generic[T]):
     _passed: set[int] = field(default_factory=set)
     _gap_since: float | None = None
     _settled: int = -1
+    _doubted: bool = False
 
     def offer(self, seq_id: int | None, request: T, *, settles: bool = False) -> T:
         """Put a request in line; the one that stands there already, if the number is taken.
@@ -59,6 +61,10 @@ class Sequencer(Generic[T]):
         if seq_id >= self.next_seq:
             self._passed.add(seq_id)
             self._skip_passed()
+
+    def doubt(self) -> None:
+        """A request was turned away before its number was known: the next one that is missing may be that one."""
+        self._doubted = True
 
     def take(self, now: float) -> T | None:
         """The next request, which then counts as run; None while there is none or a number is missing."""
@@ -84,8 +90,13 @@ class Sequencer(Generic[T]):
             return None
         if self._gap_since is None:
             self._gap_since = now
-        settled = self.next_seq < self._settled
+        settled = self._doubted or self.next_seq < self._settled
         return self._gap_since + (SETTLED_GAP_LIMIT if settled else GAP_LIMIT)
+
+    def drop_done(self) -> list[T]:
+        """Those whose turn is over, taken out of line: others after them have run."""
+        over = sorted(seq_id for seq_id in self._pending if seq_id < self.next_seq)
+        return [self._pending.pop(seq_id) for seq_id in over]
 
     def drain(self) -> list[T]:
         """All that is in line, taken out of it."""
@@ -106,6 +117,7 @@ class Sequencer(Generic[T]):
         if not self._gap_is_old(now):
             return False
         self.next_seq = min(self._pending)
+        self._doubted = False
         return True
 
     def _skip_passed(self) -> None:

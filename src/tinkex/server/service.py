@@ -7,9 +7,10 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final, Literal
 
@@ -77,6 +78,10 @@ class Settings:
     session_expiry: float = 6 * 3600
     #: Results can be asked for that long.
     result_retention: float = 6 * 3600
+    #: … unless there are more than so many. Then the oldest go that were told this long ago: whoever lost an
+    #: answer on its way asks again within two minutes.
+    kept_results: int = 20_000
+    told_retention: float = 300.0
     telemetry_retention: float = 30 * 86_400
     #: How long a poll is held open; clients give up after 45.
     hold: float = 30.0
@@ -87,6 +92,8 @@ class Settings:
     max_samples: int = 1024
     max_pending: int = 20_000
     use_retrieve_futures: bool = False
+    #: What time it is, for whatever expires.
+    now: Callable[[], datetime] = now_utc
 
 
 class Service:
@@ -99,7 +106,7 @@ class Service:
         url = settings.database_url or f"sqlite:///{data / 'tinkex.db'}"
         self.database = Database(Store(url))
         self.journal = Journal(data / "journal")
-        self.promises = Promises(self.journal)
+        self.promises = Promises(self.journal, max_pending=settings.max_pending)
         self.engine = Supervisor(
             Worker(
                 Setup(
@@ -113,9 +120,9 @@ class Service:
             ),
             on_demand=settings.on_demand,
         )
-        self.usage = Usage(self.database)
-        self.sessions = Sessions(self.database, expiry=settings.session_expiry)
-        self.checkpoints = Checkpoints(data / "checkpoints", self.database)
+        self.usage = Usage(self.database, settings.now)
+        self.sessions = Sessions(self.database, expiry=settings.session_expiry, now=settings.now)
+        self.checkpoints = Checkpoints(data / "checkpoints", self.database, settings.now)
         self.samplers = Samplers(
             data / "samplers",
             self.database,
@@ -125,7 +132,6 @@ class Service:
             self.engine,
             self.usage,
             max_samples=settings.max_samples,
-            max_pending=settings.max_pending,
         )
         self.losses = Losses(
             data / "losses", self.database, self.sessions, self.promises, self.engine
@@ -149,7 +155,6 @@ class Service:
             work,
             snapshots=self.snapshots,
             snapshot_every=settings.snapshot_every,
-            max_pending=settings.max_pending,
         )
         self.signer: Signer | None = None
         self.ready: Ready | None = None
@@ -170,6 +175,7 @@ class Service:
             self.snapshots.clear_scratch()
             records = await asyncio.to_thread(lambda: list(self.journal.open()))
             self.ready = await self.engine.start()
+            await self.sessions.restore()
             await self._restore(records)
         except BaseException:
             await self.stop()
@@ -190,8 +196,11 @@ class Service:
         await self.losses.stop()
         await self.engine.stop()
         if self.database.store.is_open:
-            await self.models.write_times()
-            await self.usage.write()
+            try:
+                await self.models.write_times()
+                await self.usage.write()
+            except OSError as error:  # a full disk; the rest has to end all the same
+                logger.warning("What was used last is not counted: %s", error)
         self.database.close()
         self.journal.close()
         self._lock.release()
@@ -229,7 +238,10 @@ class Service:
             return tinker_path(done)  # the same request again
         run = await self.database(store.run, source.run_id)
         assert run is not None
-        copied = replace(run, run_id=run_id, session_id=session_id, owner=owner)
+        metadata = run.user_metadata if run.owner == owner else None
+        copied = replace(
+            run, run_id=run_id, session_id=session_id, owner=owner, user_metadata=metadata
+        )
         await self.database(store.add_run, copied)
         return tinker_path(await self.checkpoints.copy(source, run_id, owner, request.ttl_seconds))
 
@@ -269,16 +281,22 @@ class Service:
         await self.usage.write()
         await self.database(
             self.database.store.forget_telemetry,
-            now_utc() - timedelta(seconds=self.settings.telemetry_retention),
+            self.settings.now() - timedelta(seconds=self.settings.telemetry_retention),
         )
         self._forget_results()
 
     def _forget_results(self) -> None:
-        limit = time.time() - self.settings.result_retention
+        now = time.time()
+        excess = len(self.promises) - self.settings.kept_results
         for promise in self.promises:
-            old = promise.result is not None and promise.result.at < limit
-            if old and not self.models.needs(promise):
+            if promise.result is None or self.models.needs(promise):
+                continue
+            told = promise.fetched_at is not None and (
+                now - promise.fetched_at > self.settings.told_retention
+            )
+            if (told and excess > 0) or now - promise.result.at > self.settings.result_retention:
                 self.promises.forget(promise)
+                excess -= 1
         while self._mostly_forgotten():
             needed = lambda record: self.promises.knows(record.head["id"])  # noqa: E731
             if not self.journal.compact(needed, self.promises.moved):
@@ -306,10 +324,18 @@ class _Lock:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._descriptor = descriptor
+                with suppress(OSError):  # a full disk: it is only for the message below
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                 return
             time.sleep(0.01)
+        pid = os.pread(descriptor, 20, 0).decode("ascii", "replace")
         os.close(descriptor)
-        raise ConfigError(f"{self.path.parent} is in use by another service", field="data_dir")
+        raise ConfigError(
+            f"{self.path.parent} is in use by another service"
+            + (f", process {pid}; stop that one, or choose another directory" if pid else ""),
+            field="data_dir",
+        )
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from tinkex._wire.json_codec import from_object
@@ -57,6 +57,12 @@ class Sessions:
         self._expiry = expiry
         self._now, self._monotonic = now, monotonic
         self._live: dict[str, _Live] = {}
+
+    async def restore(self) -> None:
+        """Take up the sessions of before a restart; from now on they may be silent for as long as any other."""
+        now = self._monotonic()
+        for row in await self._db(self._store.active_sessions):
+            self._live[row.session_id] = _Live(row.owner, now, dict(row.status))
 
     async def create(
         self, owner: str, request: CreateSessionRequest, idempotency_key: str | None
@@ -150,7 +156,10 @@ class Sessions:
         if wanted.type == "user" and names.isdisjoint(wanted.owner_urns):
             return SessionSearchResponse(sessions=[])
         cursor = request.cursor
-        before = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
+        before = None
+        if cursor is not None:
+            created = utc(cursor.last_created_at, "cursor.last_created_at")
+            before = created, cursor.last_session_id
         found: list[SessionRow] = []
         more = True
         while more and len(found) <= request.limit:
@@ -198,6 +207,14 @@ class Sessions:
             "checkpoint_storage_bytes": size,
         }
         return from_object(facts, SessionSummary)
+
+
+def utc(moment: datetime, field: str) -> datetime:
+    """A moment that somebody named, in UTC; without a zone it is meant to be."""
+    try:
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except OverflowError:
+        raise InvalidInputError("is not a moment in UTC", field=field) from None
 
 
 def text_map(metadata: Any) -> dict[str, str] | None:

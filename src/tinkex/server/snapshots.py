@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tinkex.engine.files import flush
+from tinkex.errors import DecodeError
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -38,12 +39,13 @@ class Snapshots:
     def place(self, model_id: str, changes: int) -> Path:
         return self._of(model_id) / str(changes)
 
-    def current(self, model_id: str) -> Snapshot | None:
+    def current(self, model_id: str) -> Snapshot:
+        """The snapshot that counts, of a model that has one."""
         try:
             content = json.loads((self._of(model_id) / _CURRENT).read_text())
-        except FileNotFoundError:
-            return None
-        changes, next_seq = int(content["changes"]), int(content["next_seq"])
+            changes, next_seq = int(content["changes"]), int(content["next_seq"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DecodeError(f"the file {_CURRENT} of its snapshot is damaged") from error
         return Snapshot(self.place(model_id, changes), changes, next_seq)
 
     def commit(self, model_id: str, snapshot: Snapshot) -> None:
@@ -61,7 +63,10 @@ class Snapshots:
     def clear_scratch(self) -> None:
         """Remove what a crash left half written."""
         for leftover in self._directory.glob("*/.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink()
 
     def forget(self, model_id: str) -> None:
         shutil.rmtree(self._of(model_id), ignore_errors=True)

@@ -7,6 +7,9 @@ back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold wha
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine, make_url
 
 from tinkex.types import CheckpointType
@@ -141,12 +145,26 @@ _telemetry = sa.Table(
     sa.Column("owner", sa.String, nullable=False),
     sa.Column("session_id", sa.String, nullable=False, index=True),
     sa.Column("event", sa.JSON, nullable=False),
+    sa.Column("event_id", sa.String),
+    sa.Index("telemetry_once", "owner", "session_id", "event_id", unique=True),
 )
 _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
 
 #: Statements that bring a database from each version to the next; a new database gets the newest at once.
-_MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = ()
+_MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
+    (
+        "ALTER TABLE telemetry ADD COLUMN event_id VARCHAR",
+        "CREATE UNIQUE INDEX telemetry_once ON telemetry (owner, session_id, event_id)",
+    ),
+)
+#: What SQLite says of a full disk, and of a file that may not grow.
+_NO_ROOM: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
 SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
+#: Inserts that can pass over rows that are there already; the same words in both dialects.
+_INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
 
 
 @dataclass(frozen=True)
@@ -231,6 +249,7 @@ class TelemetryRow:
     owner: str
     session_id: str
     event: Mapping[str, Any]
+    event_id: str | None  # unknown of what an older release kept
 
 
 class Store:
@@ -290,6 +309,12 @@ class Store:
             return _page(
                 connection, SessionRow, _sessions, owner, _sessions.c.created_at, limit, offset
             )
+
+    def active_sessions(self) -> list[SessionRow]:
+        """Everybody's sessions that have not ended."""
+        with self._transaction() as connection:
+            active = _sessions.c.status["type"].as_string() == "active"
+            return _all(connection, SessionRow, _sessions, active, _sessions.c.created_at)
 
     def update_session(self, session_id: str, **changes: Any) -> bool:
         return self._update(_sessions, _sessions.c.session_id == session_id, changes)
@@ -354,6 +379,15 @@ class Store:
     def update_run(self, run_id: str, **changes: Any) -> bool:
         return self._update(_runs, _runs.c.run_id == run_id, changes)
 
+    def touch_runs(self, times: Mapping[str, datetime]) -> None:
+        """Put down when runs were last asked for something."""
+        if not times:
+            return
+        touched = _runs.update().where(_runs.c.run_id == sa.bindparam("run"))
+        rows = [{"run": run_id, "at": at} for run_id, at in times.items()]
+        with self._transaction() as connection:
+            connection.execute(touched.values(last_request_at=sa.bindparam("at")), rows)
+
     # -- checkpoints -------------------------------------------------------------------------
 
     def put_checkpoint(self, checkpoint: CheckpointRow) -> None:
@@ -371,14 +405,37 @@ class Store:
             of_run = _checkpoints.c.run_id == run_id
             return _all(connection, CheckpointRow, _checkpoints, of_run, _checkpoints.c.created_at)
 
+    def newest_checkpoints(
+        self, run_ids: Sequence[str], viewer: str
+    ) -> dict[tuple[str, CheckpointType], CheckpointRow]:
+        """By run and kind, the newest that the viewer may see."""
+        columns = [_checkpoints.c[field.name] for field in fields(CheckpointRow)]
+        place = sa.func.row_number().over(
+            partition_by=(_checkpoints.c.run_id, _checkpoints.c.kind),
+            order_by=_checkpoints.c.created_at.desc(),
+        )
+        seen = sa.or_(_checkpoints.c.owner == viewer, _checkpoints.c.public)
+        ranked = sa.select(*columns, place.label("place")).where(
+            _checkpoints.c.run_id.in_(run_ids), seen
+        )
+        newest = ranked.subquery()
+        statement = sa.select(*(newest.c[column.name] for column in columns))
+        with self._transaction() as connection:
+            rows = connection.execute(statement.where(newest.c.place == 1))
+            found = [_made(CheckpointRow, row) for row in rows]
+        return {(row.run_id, row.kind): row for row in found}
+
     def checkpoints(
-        self, owner: str | None, *, limit: int, offset: int
+        self, owner: str | None, *, limit: int, offset: int, external: bool = True
     ) -> tuple[list[CheckpointRow], int]:
-        """A page of checkpoints, newest first, and how many there are."""
+        """A page of checkpoints, newest first, and how many there are; external ones only if they are wanted."""
+        where = None if external else _checkpoints.c.kind != "external"
         with self._transaction() as connection:
             order = _checkpoints.c.created_at
-            page = _page(connection, CheckpointRow, _checkpoints, owner, order, limit, offset)
-            return page, _count(connection, _checkpoints, owner)
+            page = _page(
+                connection, CheckpointRow, _checkpoints, owner, order, limit, offset, where
+            )
+            return page, _count(connection, _checkpoints, owner, where)
 
     def update_checkpoint(
         self, run_id: str, kind: CheckpointType, name: str, **changes: Any
@@ -480,16 +537,24 @@ class Store:
             return [_made(AuditRow, row) for row in connection.execute(statement)]
 
     def add_telemetry(self, rows: Sequence[TelemetryRow]) -> None:
+        """Keep events; a client that has not heard our answer sends them again, which changes nothing."""
         with self._transaction() as connection:
-            connection.execute(_telemetry.insert(), [_values(row) for row in rows])
+            insert = _INSERTS[connection.dialect.name](_telemetry)
+            connection.execute(insert.on_conflict_do_nothing(), [_values(row) for row in rows])
 
-    def telemetry(self, owner: str, session_id: str, *, limit: int = 1000) -> list[TelemetryRow]:
-        """What a session's clients reported, in the order in which it came."""
-        where = sa.and_(_telemetry.c.owner == owner, _telemetry.c.session_id == session_id)
+    def telemetry(
+        self, owner: str, session_id: str | None, *, limit: int, offset: int
+    ) -> tuple[list[TelemetryRow], int]:
+        """A page of what clients reported, in the order in which it came, and how much there is."""
+        where = None if session_id is None else _telemetry.c.session_id == session_id
         columns = [_telemetry.c[field.name] for field in fields(TelemetryRow)]
-        statement = sa.select(*columns).where(where).order_by(_telemetry.c.id).limit(limit)
+        statement = sa.select(*columns).where(_telemetry.c.owner == owner)
+        if where is not None:
+            statement = statement.where(where)
+        page = statement.order_by(_telemetry.c.id).limit(limit).offset(offset)
         with self._transaction() as connection:
-            return [_made(TelemetryRow, row) for row in connection.execute(statement)]
+            rows = [_made(TelemetryRow, row) for row in connection.execute(page)]
+            return rows, _count(connection, _telemetry, owner, where)
 
     def forget_telemetry(self, before: datetime) -> None:
         with self._transaction() as connection:
@@ -507,8 +572,14 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
         assert self._engine is not None, "the store is not open"
-        with self._engine.begin() as connection:
-            yield connection
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except sa.exc.OperationalError as error:
+            # Said as everywhere else that there is no room; nothing of the transaction was kept.
+            if getattr(error.orig, "sqlite_errorcode", None) in _NO_ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
 
     def _insert(self, table: sa.Table, row: Any) -> None:
         with self._transaction() as connection:

@@ -36,4 +36,8 @@ class Usage:
         counts, self._counts = self._counts, Counter()
         if counts:
             rows = [UsageRow(*key, count) for key, count in counts.items()]
-            await self._db(self._db.store.add_usage, rows)
+            try:
+                await self._db(self._db.store.add_usage, rows)
+            except Exception:  # a full disk: they are counted when there is room
+                self._counts.update(counts)
+                raise

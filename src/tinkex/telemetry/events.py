@@ -374,7 +374,7 @@ class CustomLossStop(CustomLossEvent):
 @_event("custom_loss.exception", "duration")
 class CustomLossException(CustomLossEvent):
     duration: float
-    reason: object
+    reason: str
 
 
 @_event()
@@ -401,7 +401,7 @@ class RegularizerStop(RegularizerEvent):
 @_event("regularizer.compute.exception", "duration")
 class RegularizerException(RegularizerEvent):
     duration: float
-    reason: object
+    reason: str
 
 
 # -- recovery --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from . import bus
-from .events import HttpRequestException, HttpRequestStop, QueueStateChange
+from .events import Event, HttpRequestException, HttpRequestStop, QueueStateChange
 
 __all__ = ["apply_log_level", "attach_logger"]
 
@@ -19,23 +19,31 @@ _LEVELS: Final = {
 }
 #: Libraries that log every request at INFO; an answer such as 429 looks alarming there and is not.
 _NOISY: Final = ("httpx", "httpcore", "pyqwest")
+_LOGGED: Final = (HttpRequestStop, HttpRequestException, QueueStateChange)
 
 
-def attach_logger(level: int = logging.INFO) -> int:
-    """Log requests and changes of the queue's state, failed requests as errors; `detach` by the number."""
+def attach_logger(level: int = logging.INFO, *kinds: type[Event]) -> int:
+    """Log requests and changes of the queue's state, or events of other kinds, and exceptions as errors.
 
-    def write(event: HttpRequestStop | HttpRequestException | QueueStateChange) -> None:
-        at = logging.ERROR if isinstance(event, HttpRequestException) else level
+    The number is what to `detach` by.
+    """
+
+    def write(event: Event) -> None:
+        at = logging.ERROR if event.name.endswith(".exception") else level
         if _logger.isEnabledFor(at):
             _logger.log(at, "%s", _line(event))
 
-    return bus.attach(write, HttpRequestStop, HttpRequestException, QueueStateChange)
+    return bus.attach(write, *kinds or _LOGGED)
 
 
-def _line(event: HttpRequestStop | HttpRequestException | QueueStateChange) -> str:
+def _line(event: Event) -> str:
     if isinstance(event, QueueStateChange):
         why = f": {event.queue_state_reason}" if event.queue_state_reason else ""
         return f"queue is {event.queue_state}{why} (request {event.request_id})"
+    if not isinstance(event, HttpRequestStop | HttpRequestException):
+        facts = (event.measurements | event.facts).items()
+        told = ", ".join(f"{name}={value}" for name, value in facts if value is not None)
+        return f"{event.name.removeprefix('tinkex.')}: {told}"
     request = f"{event.method} {event.path}"
     seconds = f"{event.duration * 1000:.0f} ms"
     if isinstance(event, HttpRequestException):

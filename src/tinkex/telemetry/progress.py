@@ -38,6 +38,7 @@ def progress(
     steps: int | None = None,
     *,
     samples: int | None = None,
+    done: int = 0,
     title: str = "",
     file: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -45,16 +46,17 @@ def progress(
     """Show steps, loss, tokens per second, the queue's state and the time left, in a `with` block.
 
     `steps` and `samples` say how many there will be, for the bar and the time left; without them there is
-    neither. It is written to `file`, else to stderr.
+    neither. A loop that goes on where another stopped has `done` some of its steps. It is written to `file`,
+    else to stderr.
     """
     for name, value in (("steps", steps), ("samples", samples)):
         if value is not None and value < 1:
             raise InvalidInputError(f"must be 1 or more, not {value}", field=name)
-    return Progress(steps, samples, title, file or sys.stderr, clock)
+    return Progress(steps, samples, done, title, file or sys.stderr, clock)
 
 
 class Progress(bus.Collector):
-    """What `progress` shows; `line` is the same as text."""
+    """What `progress` shows; `line` is the same as text, and `note` a word of your own in it."""
 
     kinds = (TrainingPass, TrainingStep, SampleStop)
 
@@ -62,13 +64,16 @@ class Progress(bus.Collector):
         self,
         total_steps: int | None,
         total_samples: int | None,
+        done: int,
         title: str,
         file: TextIO,
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
-        self.steps = self.samples = self.tokens = 0
+        self.steps = self._done = done
+        self.samples = self.tokens = 0
         self.loss: float | None = None
+        self.note = ""
         self._total_steps = total_steps
         self._total_samples = total_samples
         self._title = title
@@ -92,8 +97,10 @@ class Progress(bus.Collector):
             self.tokens += sum(column(events, "sampled_tokens"))
         else:
             self.tokens += sum(column(events, "tokens"))
-            losses = [loss for loss in column(events, "loss") if loss is not None]
-            self.loss = losses[-1] if losses else self.loss
+            passes = zip(column(events, "operation"), column(events, "loss"), strict=True)
+            for operation, loss in passes:
+                if loss is not None and operation != "forward":  # which does not train
+                    self.loss = loss
 
     def _queued(self, event: QueueStateChange) -> None:
         self.flush()
@@ -125,6 +132,8 @@ class Progress(bus.Collector):
             parts.append(f"sample {self.samples}{_of(self._total_samples)}")
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
+        if self.note:
+            parts.append(self.note)
         if speed := self._speed():
             parts.append(f"{_short(speed)} tok/s")
         since, why = self._waiting
@@ -144,10 +153,12 @@ class Progress(bus.Collector):
 
     def _time(self) -> str:
         spent = self._clock() - self._began
-        fraction = self.fraction
-        if not fraction or fraction == 1.0:
+        total, now, before = self._total_samples, self.samples, 0
+        if self._total_steps is not None:
+            total, now, before = self._total_steps, self.steps, self._done
+        if total is None or not before < now < total:
             return str(timedelta(seconds=round(spent)))
-        return f"{timedelta(seconds=round(spent * (1 - fraction) / fraction))} left"
+        return f"{timedelta(seconds=round(spent * (total - now) / (now - before)))} left"
 
     # -- where it is shown -------------------------------------------------------------------
 
@@ -165,8 +176,10 @@ class Progress(bus.Collector):
         self._shown.stop()  # which shows it a last time
 
     def write(self) -> None:
-        """Write a line, if something has changed."""
-        if (line := self.line) != self._last_line:
+        """Show how it is now: on a terminal anew, elsewhere as a line, if something has changed."""
+        if self._shown is not None and not isinstance(self._shown, _Lines):
+            self._shown.refresh()
+        elif (line := self.line) != self._last_line:
             self._last_line = line
             with suppress(OSError, ValueError):  # a closed pipe must not end the work
                 print(line, file=self._file, flush=True)

@@ -12,11 +12,15 @@ tokens of its input, with a custom loss twice; a prompt counts once, however man
 
 from __future__ import annotations
 
+import json
+import math
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import islice
 from operator import add, attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError
@@ -25,9 +29,22 @@ from . import bus
 from .events import Event, SampleStop, TrainingPass
 
 if TYPE_CHECKING:
-    from tinkex.types import BillingUsageResponse, Datum, ModelInput
+    from tinkex.types import BillingEventInfo, BillingUsageResponse, Datum, ModelInput
 
-__all__ = ["CallUsage", "Estimate", "Prices", "Rates", "Summary", "Tokens", "Usage", "estimate"]
+__all__ = [
+    "CallUsage",
+    "Estimate",
+    "Prices",
+    "Rates",
+    "Summary",
+    "Tokens",
+    "Usage",
+    "dollars",
+    "estimate",
+    "kind_of",
+    "tokens_of",
+    "total_cost",
+]
 
 _MILLION: Final = 1_000_000
 #: Stands for every model without a price of its own.
@@ -56,27 +73,29 @@ KINDS: Final = tuple(each.name for each in fields(Tokens))
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Dollars per million tokens; what is computed from a cache costs as much as what is not, unless said."""
+    """Dollars per million tokens of each kind; None is not known, and what is cached costs what is not unless said."""
 
-    training: float = 0.0
-    prefill: float = 0.0
-    sampled: float = 0.0
+    training: float | None = None
+    prefill: float | None = None
+    sampled: float | None = None
     cached_prefill: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
             rate = getattr(self, each.name)
-            if rate is not None and not rate >= 0:
+            if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
+                raise InvalidInputError(f"must be a number, not {rate!r:.80}", field=each.name)
+            if rate is not None and not 0 <= rate < math.inf:
                 raise InvalidInputError(f"must be 0 or more, not {rate}", field=each.name)
 
-    def cost(self, tokens: Tokens) -> float:
+    def cost(self, tokens: Tokens) -> float | None:
+        """What tokens cost; None if there are some of a kind whose price is not known."""
         cached = self.prefill if self.cached_prefill is None else self.cached_prefill
-        return (
-            tokens.training * self.training
-            + tokens.prefill * self.prefill
-            + tokens.cached_prefill * cached
-            + tokens.sampled * self.sampled
-        ) / _MILLION
+        rates = (self.training, self.prefill, cached, self.sampled)
+        used = [(getattr(tokens, kind), rate) for kind, rate in zip(KINDS, rates, strict=True)]
+        return total_cost(
+            None if rate is None else count * rate / _MILLION for count, rate in used if count
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,36 @@ class Prices:
     def cost(self, model: str | None, tokens: Tokens) -> float | None:
         """What tokens of a model cost; None if its price is not known."""
         rates = self.rates.get(model or ANY_MODEL) or self.rates.get(ANY_MODEL)
-        return None if rates is None else rates.cost(tokens)
+        return (rates or Rates()).cost(tokens)
+
+    @classmethod
+    def read(cls, file: str | Path) -> Prices:
+        """Read a file that has a table for each model; it is TOML, unless it is called `.json`.
+
+        ["meta-llama/Llama-3.1-8B"]
+        training = 0.40
+        prefill = 0.13
+        sampled = 0.40
+        """
+        path = Path(file)
+        parse = json.loads if path.suffix == ".json" else tomllib.loads
+        try:
+            tables = parse(path.read_text("utf-8"))
+        except ValueError as error:  # of either format, or no text at all
+            raise InvalidInputError(f"{path} cannot be read: {error}", field="prices") from None
+        if not isinstance(tables, dict):
+            raise InvalidInputError(f"{path} must hold a table for each model", field="prices")
+        return cls({model: _rates(model, table) for model, table in tables.items()})
+
+
+def _rates(model: str, table: Any) -> Rates:
+    if not isinstance(table, dict) or (unknown := table.keys() - set(KINDS)):
+        what = "is no table" if not isinstance(table, dict) else f"has unknown {sorted(unknown)}"
+        raise InvalidInputError(f"{model!r} {what}; known are {', '.join(KINDS)}", field="prices")
+    try:
+        return Rates(**table)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{model!r}: {error}", field="prices") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +162,7 @@ class Summary:
 
     @property
     def cost(self) -> float | None:
-        return _sum_or_none(row[3] for row in self.rows)
+        return total_cost(row[3] for row in self.rows)
 
     def __str__(self) -> str:
         heads = ("run", "model", *KINDS, "cost")
@@ -138,13 +186,18 @@ def _cells(
         "–" if run is None else run,
         "–" if model is None else model,
         *counts,
-        "unknown" if cost is None else f"${cost:,.4f}",
+        dollars(cost),
     )
 
 
-def _sum_or_none(costs: Iterable[float | None]) -> float | None:
+def total_cost(costs: Iterable[float | None]) -> float | None:
+    """All of it together; None if one of them is not known."""
     known = list(costs)
-    return None if any(cost is None for cost in known) else sum(filter(None, known))
+    return None if any(cost is None for cost in known) else sum(filter(None, known), 0.0)
+
+
+def dollars(cost: float | None) -> str:
+    return "unknown" if cost is None else f"${cost:,.4f}"
 
 
 class Usage(bus.Collector):
@@ -169,17 +222,11 @@ class Usage(bus.Collector):
 
     def add_from_service(self, usage: BillingUsageResponse) -> None:
         """Count what the service says was used, by session, as with `RestClient.get_billing_usage`."""
-        places = {"training": "training", "sampling_sample": "sampled"}
         for entry in usage.data:
-            info = entry.event_info
-            kind = places.get(info.type)
-            if info.type == "sampling_prefill":
-                kind = "cached_prefill" if info.cached else "prefill"
-            if kind is not None:
-                count = getattr(info, "token_count", 0)
-                counts = (count if each == kind else 0 for each in KINDS)
+            tokens = tokens_of(entry.event_info)
+            if tokens.total:
                 with self._lock:
-                    self._add(entry.session_id, entry.base_model, counts)
+                    self._add(entry.session_id, entry.base_model, astuple(tokens))
 
     @property
     def calls(self) -> list[CallUsage]:
@@ -222,6 +269,26 @@ class Usage(bus.Collector):
         )
 
 
+def kind_of(billed: BillingEventInfo) -> str | None:
+    """Which kind of tokens an entry of the service's is about; None if it is about something else."""
+    return _BILLED.get((billed.type, getattr(billed, "cached", False)))
+
+
+def tokens_of(billed: BillingEventInfo) -> Tokens:
+    """How many tokens an entry of the service's is about."""
+    kind = kind_of(billed)
+    return Tokens() if kind is None else Tokens(**{kind: getattr(billed, "token_count", 0)})
+
+
+#: By type, and whether it came from a cache.
+_BILLED: Final = {
+    ("training", False): "training",
+    ("sampling_prefill", False): "prefill",
+    ("sampling_prefill", True): "cached_prefill",
+    ("sampling_sample", False): "sampled",
+}
+
+
 def _counted(event: bus.Unmade) -> tuple[str | None, str | None, tuple[int, int, int, int]]:
     known, facts = event.keywords["metadata"], event.args
     run = known.get("model_id") or known.get("sampling_session_id")
@@ -256,8 +323,8 @@ class Estimate:
             for kind in KINDS
             if getattr(self.tokens, kind)
         )
-        cost = "unknown" if self.cost is None else f"at most ${self.cost:,.4f}"
-        return f"{counts or 'no'} tokens; cost {cost}"
+        most = "at most " if self.tokens.sampled and self.cost is not None else ""
+        return f"{counts or 'no'} tokens; cost {most}{dollars(self.cost)}"
 
 
 def estimate(

@@ -138,7 +138,12 @@ def _converted(array: Array, dtype: np.dtype[Any], field: str) -> Array:
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(f"unsupported dtype {array.dtype.name}", field=field)
     if dtype.kind == "f":
-        return array.astype(dtype)
+        with np.errstate(over="ignore"):
+            narrowed: Array = array.astype(dtype)
+        lost = np.isinf(narrowed)
+        if lost.any() and not np.isinf(array[lost]).all():
+            raise InvalidInputError(f"a number does not fit in {dtype.name}", field=field)
+        return narrowed
     if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
         raise InvalidInputError(f"expected integers, got {array.dtype.name} values", field=field)
     if array.size and array.dtype.kind != "b":

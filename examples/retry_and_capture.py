@@ -1,0 +1,61 @@
+"""Trying again: a service fails twice and then works, seen from outside; what cannot be helped is raised at once.
+
+python examples/retry_and_capture.py [--base-url local] [--base-model tinkex/tiny]
+"""
+
+from __future__ import annotations
+
+import tinkex
+from _shared import Answer, Between, parsed
+from tinkex.telemetry import attach, capture_exceptions, detach
+from tinkex.telemetry.events import RetryAttemptRetry
+
+PROMPT = tinkex.ModelInput.from_ints([65, 66, 67])
+PARAMS = tinkex.SamplingParams(max_tokens=4)
+#: At once, after 0.2 s, after 0.4 s, and no more.
+RETRIES = tinkex.RetryConfig(max_retries=2, retry_delay_base=0.2, jitter_factor=0)
+
+
+def main() -> None:
+    options = parsed(__doc__)
+    bad_days = 2
+
+    def sometimes(url: str) -> Answer | None:
+        nonlocal bad_days
+        if not url.endswith("/asample") or bad_days == 0:
+            return None
+        bad_days -= 1
+        return Answer(503, {"message": "out for lunch"})
+
+    retries: list[RetryAttemptRetry] = []
+    number = attach(retries.append, RetryAttemptRetry)
+    with tinkex.ServiceClient(base_url=options.base_url, http_client=Between(sometimes)) as service:
+        sampler = service.create_sampling_client(
+            base_model=options.base_model, retry_config=RETRIES
+        )
+        capture = capture_exceptions(service.get_telemetry())  # reports what leaves the block
+        with capture:
+            drawn = sampler.sample(PROMPT, 1, PARAMS).result()
+        for each in retries:
+            print(f"attempt {each.attempt} failed: {each.error}; again in {each.delay:.1f} s")
+        print(f"In the end: {drawn.sequences[0].tokens}")
+
+        bad_days = 10
+        try:
+            with capture:
+                sampler.sample(PROMPT, 1, PARAMS).result()
+        except tinkex.InternalServerError as error:
+            print(f"Too many in a row: {error}")
+        bad_days = 0
+        try:
+            with capture:
+                service.create_sampling_client(base_model="no/such-model")
+        except tinkex.TinkerError as error:
+            assert error.user_error
+            print(f"Not tried again, because that would not help: {error}")
+    detach(number)
+    assert [each.delay for each in retries] == [0.2, 0.4, 0.2, 0.4]
+
+
+if __name__ == "__main__":
+    main()

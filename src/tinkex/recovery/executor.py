@@ -1,0 +1,183 @@
+"""Restoring lost runs: one after another, each from a checkpoint, tried again when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinkex._client.budget import Lease, slots
+from tinkex._client.checks import check_count
+from tinkex._client.runtime import APIFuture, SampleFuture
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.events import (
+    CheckpointSelected,
+    ClientCreated,
+    RecoveryCompleted,
+    RecoveryExhausted,
+    RecoveryFailed,
+    RecoveryStarted,
+)
+from tinkex.types import TrainingRun
+
+from .policy import CheckpointLike, RecoveryError, RecoveryPolicy, checkpoint_path, logger
+
+if TYPE_CHECKING:
+    from tinkex._client.service import ServiceClient
+    from tinkex._client.training import TrainingClient
+
+__all__ = ["RecoveryExecutor", "Restored", "policy_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A run that goes on: `client` trains where `checkpoint` was saved."""
+
+    run_id: str
+    client: TrainingClient
+    checkpoint: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run_id: str
+    service: ServiceClient
+    policy: RecoveryPolicy
+    metadata: Mapping[str, Any]
+    old: TrainingClient | None
+    last_checkpoint: CheckpointLike | None
+    run: TrainingRun | None
+
+    def tell(self, kind: type[Any], attempt: int, *facts: Any) -> None:
+        if wants(kind):
+            strategy = self.policy.checkpoint_strategy
+            emit(kind(self.run_id, attempt, strategy, *facts, metadata=self.metadata))
+
+
+class RecoveryExecutor:
+    """Restores runs, `max_concurrent` at a time, in the order in which that was asked for."""
+
+    def __init__(self, *, max_concurrent: int = 1) -> None:
+        self._room = slots(check_count("max_concurrent", max_concurrent, 1))
+        self._pending: dict[str, APIFuture[Restored]] = {}
+
+    def recover(
+        self,
+        run: TrainingClient | str,
+        service: ServiceClient,
+        *,
+        policy: RecoveryPolicy | Mapping[str, Any] | None = None,
+        last_checkpoint: CheckpointLike | None = None,
+        known: TrainingRun | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> APIFuture[Restored]:
+        """Make a new training client of `service` from the run's last checkpoint.
+
+        `run` is the client of before or its id, `policy` by default the setting `recovery` of the service client.
+        `last_checkpoint`, a checkpoint or its path, saves asking the service which one that is; so does `known`,
+        what the service has said of the run. Cancelling the future ends the work.
+        """
+        run_id = run if isinstance(run, str) else run.model_id
+        future: SampleFuture[Restored] = SampleFuture()
+        session = service.holder
+        job = _Job(
+            run_id,
+            service,
+            policy_for(run_id, service, policy),
+            {**session.metadata, **(metadata or {})},
+            None if isinstance(run, str) else run,
+            last_checkpoint,
+            known,
+        )
+        if self._pending.setdefault(run_id, future) is not future:
+            raise RecoveryError(run_id, "already_pending")
+        future.add_done_callback(lambda _: self._pending.pop(run_id, None))
+        try:
+            return session.submit(self._recover(job), future)
+        except BaseException:  # a closed client
+            future.cancel()
+            raise
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The runs that are being restored or wait for it."""
+        return tuple(self._pending)
+
+    async def _recover(self, job: _Job) -> Restored:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                with Lease() as lease:
+                    await lease.take(self._room)
+                    restored = await _restore(job, attempt)
+            except Exception as error:
+                job.tell(RecoveryFailed, attempt, error)
+                wait = job.policy.wait_before_retry(error, attempt)
+                if wait is None:
+                    job.tell(RecoveryExhausted, attempt, error)
+                    await _call(job.policy.on_failure, job.run_id, error)
+                    raise
+                logger.warning(
+                    "Run %s could not be restored, next attempt in %g s: %s",
+                    job.run_id,
+                    wait,
+                    error,
+                )
+                await job.service.holder.clock.sleep(wait)
+            else:
+                job.tell(RecoveryCompleted, attempt, restored.checkpoint, restored.client)
+                await _call(job.policy.on_recovery, job.old, restored.client, restored.checkpoint)
+                return restored
+
+
+def policy_for(
+    run_id: str, service: ServiceClient, policy: RecoveryPolicy | Mapping[str, Any] | None
+) -> RecoveryPolicy:
+    """The policy that is given, or the one of the settings; it must be enabled."""
+    chosen = RecoveryPolicy.of(service.config.recovery if policy is None else policy)
+    if not chosen.enabled:
+        raise RecoveryError(run_id, "recovery_disabled")
+    return chosen
+
+
+async def _restore(job: _Job, attempt: int) -> Restored:
+    job.tell(RecoveryStarted, attempt)
+    checkpoint, run = await _choose(job)
+    job.tell(CheckpointSelected, attempt, checkpoint)
+    service = job.service
+    create = (
+        service.create_training_client_from_state_with_optimizer_async
+        if job.policy.restore_optimizer
+        else service.create_training_client_from_state_async
+    )
+    client = await create(checkpoint, user_metadata=None if run is None else run.user_metadata)
+    job.tell(ClientCreated, attempt, checkpoint, client)
+    return Restored(job.run_id, client, checkpoint, attempt)
+
+
+async def _choose(job: _Job) -> tuple[str, TrainingRun | None]:
+    """The checkpoint to go on from, and the run as far as it is known."""
+    strategy = job.policy.checkpoint_strategy
+    if strategy == "best":
+        raise RecoveryError(job.run_id, "unsupported_strategy")
+    given = job.last_checkpoint if strategy == "latest" else strategy
+    run = job.run
+    if given is None and (run is None or run.last_checkpoint is None):
+        run = await job.service.create_rest_client().get_training_run(job.run_id)
+    path = checkpoint_path(given or (None if run is None else run.last_checkpoint))
+    if path is None:
+        raise RecoveryError(job.run_id, "missing_checkpoint")
+    return path, run
+
+
+async def _call(callback: Callable[..., object] | None, *args: Any) -> None:
+    """Tell the user, on a thread where they may wait; what they do wrong there harms no run."""
+    if callback is None:
+        return
+    try:
+        await asyncio.to_thread(callback, *args)
+    except Exception:
+        logger.exception("A recovery callback failed: %r", callback)

@@ -1,0 +1,122 @@
+"""Watching runs: the service is asked now and then whether one is corrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tinkex._client.runtime import APIFuture, SampleFuture
+from tinkex.errors import TinkerError
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.events import RecoveryDetected, RecoveryPollError
+from tinkex.types import TrainingRun
+
+from .executor import RecoveryExecutor, Restored, policy_for
+from .policy import RecoveryPolicy, checkpoint_path, logger
+
+if TYPE_CHECKING:
+    from tinkex._client.service import ServiceClient
+    from tinkex._client.training import TrainingClient
+
+__all__ = ["RecoveryMonitor"]
+
+
+class RecoveryMonitor:
+    """Watches runs and has `executor` restore those that are lost; leaving its `with` block ends the watching."""
+
+    def __init__(self, executor: RecoveryExecutor) -> None:
+        self._executor = executor
+        self._watched: dict[str, APIFuture[Restored]] = {}
+
+    def monitor_run(
+        self,
+        run: TrainingClient | str,
+        service: ServiceClient,
+        *,
+        policy: RecoveryPolicy | Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> APIFuture[Restored]:
+        """Ask `service` every `poll_interval` seconds how a run is; the future tells how it was restored.
+
+        `run` is the run's training client or its id. Once it is found corrupted it is watched no longer; neither is
+        the one that goes on in its place. A run that is watched already gives the same future again.
+        """
+        run_id = run if isinstance(run, str) else run.model_id
+        chosen = policy_for(run_id, service, policy)
+        future: SampleFuture[Restored] = SampleFuture()
+        watched = self._watched.setdefault(run_id, future)
+        if watched is not future:
+            return watched
+        future.add_done_callback(lambda _: self._forget(run_id, future))
+        told = {**service.holder.metadata, **(metadata or {})}
+        try:
+            return service.holder.submit(self._watch(run, service, chosen, told, future), future)
+        except BaseException:  # a closed client
+            future.cancel()
+            raise
+
+    def stop_monitoring(self, run_id: str) -> bool:
+        """Watch a run no longer; whether it was watched."""
+        watched = self._watched.get(run_id)
+        return watched is not None and watched.cancel()
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs that are watched."""
+        return tuple(self._watched)
+
+    def close(self) -> None:
+        for run_id in self.runs:
+            self.stop_monitoring(run_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _forget(self, run_id: str, future: APIFuture[Restored]) -> None:
+        if self._watched.get(run_id) is future:
+            del self._watched[run_id]
+
+    async def _watch(
+        self,
+        run: TrainingClient | str,
+        service: ServiceClient,
+        policy: RecoveryPolicy,
+        metadata: Mapping[str, Any],
+        future: APIFuture[Restored],
+    ) -> Restored:
+        run_id = run if isinstance(run, str) else run.model_id
+        found = await _corrupted(run_id, service, policy, metadata)
+        logger.warning("Run %s is corrupted; it is being restored.", run_id)
+        if wants(RecoveryDetected):
+            checkpoint = checkpoint_path(found.last_checkpoint)
+            emit(RecoveryDetected(run_id, checkpoint, metadata=metadata))
+        self._forget(run_id, future)
+        return await self._executor.recover(
+            run, service, policy=policy, known=found, metadata=metadata
+        )
+
+
+async def _corrupted(
+    run_id: str, service: ServiceClient, policy: RecoveryPolicy, metadata: Mapping[str, Any]
+) -> TrainingRun:
+    """Ask until the service says that a run is corrupted."""
+    rest = service.create_rest_client()
+    while True:
+        try:
+            found = await rest.get_training_run(run_id)
+        except TinkerError as error:
+            if wants(RecoveryPollError):
+                emit(RecoveryPollError(run_id, error, metadata=metadata))
+        else:
+            if found.corrupted:
+                return found
+        await service.holder.clock.sleep(policy.poll_interval)

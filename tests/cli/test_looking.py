@@ -1,0 +1,200 @@
+"""Runs, sessions, models, the service itself: what is there, and in what state."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tinkex._version import __version__
+
+from ..scripted import Answer
+from .commands import payload, process, run
+from .conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def training(here):
+    training = here.client.create_lora_training_client(
+        TINY, rank=4, user_metadata={"of": "looking"}
+    )
+    training.save_state("last").result()
+    return training
+
+
+# -- runs and sessions -----------------------------------------------------------------------------
+
+
+def test_runs(here, training):
+    printed = here.ask("run list", "--limit", 1)
+    assert printed["shown"] == 1
+    assert printed["total"] >= 1
+    shown = here.type("run", "list", "--limit", 0)
+    head, *rows = shown.out.splitlines()
+    assert re.split(r"\s{2,}", head) == [
+        "Run ID", "Base Model", "Owner", "LoRA", "Status", "Last Update",
+    ]  # fmt: skip
+    (row,) = [row for row in rows if training.model_id in row]
+    assert "Yes (rank 4)" in row
+    assert "Active" in row
+    some = here.quick("run", "list", "--columns", "lora, run id", "--access-scope", "accessible")
+    assert some.out.splitlines()[0].split() == ["LoRA", "Run", "ID"]
+    wrong = here.quick("run", "list", "--columns", "colour")
+    assert wrong.code == 2
+    assert "Last Update" in wrong.err
+    assert here.quick("run", "list", "--access-scope", "stolen").code == 2
+
+
+def test_a_run(here, training):
+    printed = here.ask("run info", training.model_id)
+    assert printed["training_run_id"] == training.model_id
+    last = printed["last_checkpoint"]["tinker_path"]
+    by_path = here.quick("run", "info", last)
+    assert f"Last checkpoint:  {last}" in by_path.out
+    assert "of=looking" in by_path.out
+    unknown = here.type("run", "info", "nobody:train:0")
+    assert (unknown.code, unknown.out) == (1, "")
+    assert unknown.err.startswith("Error: ")
+    assert unknown.err.count("\n") == 1
+
+
+def test_sessions(here, training, tmp_path):
+    session_id = training.model_id.partition(":")[0]
+    printed = here.ask("session list", "--limit", 0)
+    assert session_id in printed["sessions"]
+    assert session_id in here.quick("session", "list", "--limit", 0).out
+    info = here.ask("session info", session_id)
+    assert training.model_id in info["training_run_ids"]
+    assert here.quick("session", "info", "nobody").code == 1
+    file = tmp_path / "trace"
+    fetched = here.quick("session", "export-trace", session_id, "-o", file, "--json")
+    printed = payload("session export-trace", fetched)
+    assert printed["destination"] == str(file)
+    assert list(tmp_path.iterdir()) == [file]
+    url = here.quick("session", "export-trace", session_id, "--url-only").out
+    assert url.startswith("http")
+    unknown = here.quick("session", "export-trace", "nobody", "-o", tmp_path / "none")
+    assert unknown.code == 1
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+
+def test_models(here):
+    printed = here.ask("model list")
+    (tiny,) = [model for model in printed["models"] if model["model_name"] == TINY]
+    assert tiny["max_context_length"] > 0
+    head, row = here.quick("model", "list", "TINY").out.splitlines()
+    assert head.split() == ["Model", "Context", "Train", "Sample"]
+    assert row.split() == [TINY, str(tiny["max_context_length"]), "yes", "yes"]
+    assert payload("model list", here.quick("model", "list", "none", "--json")) == {"models": []}
+
+
+def test_status_tells_what_runs_where_and_starts_nothing(here, training, tmp_path):
+    printed = here.ask("status", TINKEX_DATA_DIR=str(here.data_dir))
+    assert printed["base_url"] == printed["local_url"] == here.url
+    assert printed["running"] is True
+    assert TINY in printed["models"]
+    assert printed["runs"] >= 1
+    assert training.model_id in [one["training_run_id"] for one in printed["last_runs"]]
+    assert f"Service:          {here.url}" in here.quick("status").out
+    nowhere = tmp_path / "nowhere"
+    local = process("status", "--base-url", "local", "--json", TINKEX_DATA_DIR=str(nowhere))
+    printed = payload("status", local)
+    assert (printed["running"], printed["local_url"]) == (False, None)
+    assert not nowhere.exists()
+
+
+def test_doctor_finds_nothing_wrong_where_nothing_is(here):
+    findings = here.ask("doctor")["findings"]
+    assert {one["name"] for one in findings} == {
+        "settings", "packages", "disk", "service", "key", "base models",
+    }  # fmt: skip
+    assert all(one["ok"] for one in findings)
+
+
+def test_doctor_says_what_to_do(tmp_path):
+    gone = process("doctor", "--base-url", "http://127.0.0.1:1", "--json")
+    findings = payload("doctor", gone, 1)["findings"]
+    (service,) = [one for one in findings if not one["ok"]]
+    assert service["name"] == "service"
+    assert "tinkex serve" in service["advice"]
+    keyless = process("doctor", TINKER_API_KEY="", HOME=str(tmp_path))
+    assert keyless.code == 1
+    assert "TINKER_API_KEY" in keyless.out
+    wrong = process("doctor", "--base-url", "ftp://x")
+    assert wrong.code == 1
+    assert "base_url" in wrong.out
+
+
+def test_version():
+    printed = payload("version", process("version", "--json"))
+    assert printed["version"] == __version__
+    told = process("--version")
+    assert told.out == process("version").out
+    assert told.out.startswith(f"tinkex {__version__} (")
+
+
+# -- usage in full ---------------------------------------------------------------------------------
+
+
+def test_billing(here, training, tmp_path):
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    between = [(now + timedelta(hours=hours)).isoformat() for hours in (-1, 1)]
+    events, sessions = tmp_path / "events.csv", tmp_path / "sessions.csv"
+    printed = here.ask("billing usage", *between, "--csv", events, "--sessions-csv", sessions)
+    kinds = {event["event_info"]["type"] for event in printed["data"]}
+    with events.open(newline="") as file:
+        assert {row["type"] for row in csv.DictReader(file)} == kinds
+    assert kinds
+    assert "How much" in here.quick("billing", "usage", *between).out
+    assert here.quick("billing", "usage", "then", "now").code == 1
+    stored = here.ask("billing checkpoint-storage", "--csv", tmp_path / "storage.csv")
+    assert stored["data"][0]["checkpoint_count"] >= 1
+    assert "checkpoint_count" in (tmp_path / "storage.csv").read_text()
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def test_a_login_is_stored_used_and_forgotten(here, tmp_path):
+    home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
+    before = here.ask("auth status", code=1, **home)
+    assert (before["source"], before["accepted"]) == ("none", False)
+    here.ask("auth login", input="tml-abcdefgh\n", **home)
+    file = tmp_path / ".tinker" / "credentials.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    stored = json.loads(file.read_text())
+    assert stored["keys"][stored["default"]]["key"] == "tml-abcdefgh"
+    assert here.ask("auth status", **home)["source"] == "stored"
+    assert here.ask("auth logout", **home) == {"forgotten": True, "revoked": False}
+    assert "tml-abcdefgh" not in file.read_text()
+    assert here.type("run", "list", **home).code == 1
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_login_without_a_key_or_with_a_bad_one(here, tmp_path):
+    home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
+    for key in ("\n", "", "no key\n"):
+        outcome = here.type("auth", "login", input=key, **home)
+        assert outcome.code == 1
+        assert "Traceback" not in outcome.err
+    assert not (tmp_path / ".tinker").exists()
+
+
+def test_who_one_is(here, server):
+    unknown = here.quick("auth", "whoami")  # this service gives no tokens, which would say it
+    assert unknown.code == 1
+    assert "cannot say who you are" in unknown.err
+    content = {"exp": 4e9, "sub": "user-1", "org_id": "org-1", "email": "a@b.c"}
+    token = base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip("=")
+    server.on("POST /api/v1/client/config", Answer({"pjwt_auth_enabled": True}))
+    server.on("POST /api/v1/auth/token", Answer({"jwt": f"eyJ.{token}.x"}))
+    known = run("auth", "whoami", "--base-url", server.url, "--json")
+    assert payload("auth whoami", known)["org_urn"].endswith("org-1")

@@ -1,0 +1,215 @@
+"""The frame of the command line: exit codes, errors, help, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from tinkex.cli.main import cli, run
+from tinkex.cli.payloads import PAYLOADS
+
+from .commands import PROGRAM, SCHEMAS, environment, process
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+# -- exit codes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["checkpoint"], ["run", "-h"]])
+def test_help_is_no_failure(arguments, capsys):
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Usage: tinkex")
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["teleport"], "teleport"),
+        (["run", "list", "--colour"], "--colour"),
+        (["run", "list", "stray"], "stray"),
+        (["run", "--base-url", NOWHERE, "list"], "list"),
+        (["--format", "xml", "run", "list"], "xml"),
+        (["checkpoint", "info"], "CHECKPOINT_PATH"),
+        (["sample", "--prompt-file", "/no/such/file", "--base-model", "m"], "/no/such/file"),
+    ],
+)
+def test_a_wrong_call_is_2_and_named(arguments, named, capsys):
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert named in shown.err
+    assert "--help" in shown.err
+
+
+def test_a_failure_is_1_without_a_traceback_unless_that_is_wanted():
+    command = ["checkpoint", "info", "nonsense", "--base-url", NOWHERE]
+    plain = process(*command)
+    assert (plain.code, plain.out) == (1, "")
+    assert plain.err.startswith("Error: ")
+    assert "Traceback" not in plain.err
+    for debug in (["--debug", *command], [*command, "--debug"]):
+        traced = process(*debug)
+        assert traced.code == 1
+        assert "Traceback" in traced.err
+
+
+def test_what_may_pass_is_said(capsys):
+    assert run(["run", "list", "--base-url", NOWHERE, "--api-key", "tml-x"]) == 1
+    assert "consider trying again" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(tmp_path):
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
+    outcome = process("serve", PYTHONPATH=str(tmp_path))
+    assert outcome.code == 1
+    assert outcome.err == "Error: uvicorn is not installed: pip install 'tinkex[local]'\n"
+
+
+def test_no_key_anywhere(tmp_path):
+    outcome = process("run", "list", TINKER_API_KEY="", HOME=str(tmp_path))
+    assert outcome.code == 1
+    assert "TINKER_API_KEY" in outcome.err
+
+
+def test_a_reader_that_leaves_early_is_no_traceback():
+    with subprocess.Popen(
+        [*PROGRAM, "checkpoint", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as leaving:
+        assert leaving.stdout is not None
+        assert leaving.stderr is not None
+        leaving.stdout.close()
+        assert b"Traceback" not in leaving.stderr.read()
+
+
+# -- the form of the output ------------------------------------------------------------------------
+
+
+def leaves(command: click.Command, *path: str):
+    ctx = click.Context(command)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            yield from leaves(below, *path, name)
+    else:
+        yield " ".join(path), command
+
+
+def test_every_command_that_prints_json_says_how_it_looks():
+    can = {
+        name
+        for name, command in leaves(cli)
+        if any(parameter.name == "as_json" for parameter in command.params)
+    }
+    assert can == set(PAYLOADS)
+    assert set(PAYLOADS) <= set(json.loads(SCHEMAS.read_text())["$defs"])
+
+
+def test_every_command_has_a_word_of_help():
+    assert [name for name, command in leaves(cli) if not command.help] == []
+
+
+def test_the_form_can_be_asked_for_before_the_command(capsys):
+    assert run(["--format", "json", "version"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"]
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def test_help_loads_no_command():
+    script = (
+        "import sys; from tinkex.cli.main import run; run(['--help']); "
+        "print([m for m in sys.modules if m.startswith(('tinkex.cli.', 'pydantic', 'rich', 'numpy'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "['tinkex.cli.main']"
+
+
+def test_the_version_loads_neither_pydantic_nor_rich():
+    script = (
+        "import sys; from tinkex.cli.main import run; run(['version']); "
+        "print([m for m in sys.modules if m in ('pydantic', 'rich', 'numpy', 'asyncio')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# -- completion ------------------------------------------------------------------------------------
+
+
+def completed(shell: str, words: str, incomplete: str) -> str:
+    """What a shell gets when a user presses the tabulator after these words."""
+    count = len(words.split())
+    asked = f"{words} {incomplete}" if shell != "fish" else words
+    current = str(count) if shell != "fish" else incomplete
+    instruction = {"_TINKEX_COMPLETE": f"{shell}_complete"}
+    return process(**instruction, COMP_WORDS=asked, COMP_CWORD=current).out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_and_options_are_completed(shell):
+    assert "checkpoint" in completed(shell, "tinkex", "check")
+    assert "set-ttl" in completed(shell, "tinkex checkpoint", "set")
+    assert "--access-scope" in completed(shell, "tinkex run list", "--acc")
+    assert "accessible" in completed(shell, "tinkex run list --access-scope", "acc")
+    source = process("completion", shell)
+    assert source.code == 0
+    assert f"_TINKEX_COMPLETE={shell}_complete" in source.out
+
+
+def test_a_bash_completes(tmp_path):
+    """The script as a shell uses it, with a `tinkex` on its path."""
+    command = tmp_path / "tinkex"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tinkex "$@"\n')
+    command.chmod(0o755)
+    script = """
+        eval "$(tinkex completion bash)"
+        COMP_WORDS=(tinkex checkpoint unp); COMP_CWORD=2; COMP_LINE="tinkex checkpoint unp"
+        _tinkex_completion tinkex unp checkpoint
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(PATH=path),
+    )
+    assert done.stdout.split() == ["unpublish"]
+
+
+def test_completing_a_command_loads_only_what_it_needs():
+    script = (
+        "import sys; from tinkex.cli.main import run; code = run([]); "
+        "print([m for m in sys.modules if m.startswith('tinkex.cli.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(_TINKEX_COMPLETE="bash_complete", COMP_WORDS="tinkex c", COMP_CWORD="1"),
+    )
+    assert done.stdout.split()[:4] == [
+        "plain,chat",
+        "plain,checkpoint",
+        "plain,completion",
+        "['tinkex.cli.main']",
+    ]

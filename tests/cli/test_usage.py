@@ -1,0 +1,88 @@
+"""`tinkex usage` against a service that has been used."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import tinkex
+from tinkex.testing import service
+
+from ..client.helpers import datum
+from .commands import payload, run
+
+TINY = "tinkex/tiny"
+
+
+@pytest.fixture(scope="module")
+def used():
+    """A service on which 30 tokens were trained and 3 prompted for 5 sampled."""
+    with service("fake") as running:
+        client = running.client()
+        training = client.create_lora_training_client(running.base_model, rank=4)
+        for _ in range(3):
+            training.forward_backward([datum(*range(10))], "cross_entropy").result()
+            training.optim_step().result()
+        sampler = training.save_weights_and_get_sampling_client()
+        params = tinkex.SamplingParams(max_tokens=5, seed=1)
+        prompt = tinkex.ModelInput.from_ints([1, 2, 3])
+        drawn = sampler.sample(prompt, sampling_params=params).result()
+        yield running, client.holder.session_id, len(drawn.sequences[0].tokens)
+
+
+def told(running, *options):
+    """What is printed for people."""
+    outcome = run("usage", "--base-url", running.url, *options)
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+def usage(running, *options):
+    return payload("usage", run("usage", "--base-url", running.url, "--json", *options))
+
+
+def test_tokens_are_told_by_kind_and_without_prices_no_cost(used):
+    running, _, drawn = used
+    found = usage(running)
+    counts = {row["kind"]: row["count"] for row in found["usage"]}
+    assert counts.items() >= {"training": 30, "prefill": 3, "sampled": drawn}.items()
+    assert found["cost"] is None
+    assert "Cost" not in told(running)
+
+
+def test_prices_of_a_file_give_each_row_its_cost(used, tmp_path):
+    running, session_id, drawn = used
+    prices = tmp_path / "prices.toml"
+    prices.write_text(f'["{TINY}"]\ntraining = 1000\nprefill = 100\nsampled = 10')
+    found = usage(running, "--prices", prices, "--by", "session")
+    costs = {row["kind"]: row["cost"] for row in found["usage"] if row["group"] == session_id}
+    assert costs["training"] == pytest.approx(0.03)
+    assert costs["prefill"] == pytest.approx(0.0003)
+    assert costs["sampled"] == pytest.approx(drawn * 1e-5)
+    assert found["cost"] == pytest.approx(sum(cost for cost in costs.values() if cost))
+    lines = told(running, "--prices", prices, "--by", "model").splitlines()
+    assert [line.split()[-1] for line in lines if " training " in line] == ["$0.0300"]
+    assert any(" in all " in line for line in lines)
+
+
+def test_a_price_on_the_line_is_that_of_all_other_models(used, tmp_path):
+    running, _, _ = used
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps({"other/model": {"training": 1}}))
+    every = [f"--price={kind}={rate}" for kind, rate in [("training", 1000), ("prefill", 0)]]
+    found = usage(running, "--prices", prices, *every)
+    costs = {row["kind"]: row["cost"] for row in found["usage"]}
+    assert costs["training"] == pytest.approx(0.03)
+    assert costs["prefill"] == 0
+    assert costs["sampled"] is None  # nobody has said what that costs
+    assert found["cost"] is None
+
+
+def test_a_file_of_prices_that_cannot_be_read_is_named(used, tmp_path):
+    running, _, _ = used
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[x]\nwriting = 1")
+    refused = run("usage", "--base-url", running.url, "--prices", prices)
+    assert refused.code == 1
+    assert "has unknown ['writing']" in refused.err

@@ -1,0 +1,505 @@
+"""What is on the disk: whole, checked, given back when its time is over; and what happens when there is no room.
+
+A full disk is stood in for by a limit on the size of files (RLIMIT_FSIZE), which needs no privileges and works in any
+container: writes stop in the middle with an error, as they do on a disk that fills up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.chaos.served import Served
+from tinkex.server.app import build_app
+from tinkex.server.service import Service, Settings
+from tinkex.testing import service
+
+from .api import Api, Model, datum
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+# -- no room ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full(*pids: int, size: int = 512) -> Iterator[None]:
+    """No file of some processes can grow beyond so many bytes."""
+    before = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
+    for pid, (_, hard) in zip(pids, before, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        for pid, limits in zip(pids, before, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def served(tmp_path, request) -> Iterator[Served]:
+    """A service and its engine in processes of their own."""
+    running = Served(tmp_path, f"--engine={getattr(request, 'param', 'fake')}")
+    running.start()
+    yield running
+    running.stop()
+
+
+def engine_of(served: Served) -> int:
+    pid = served.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize("served", ["fake", "torch"], indirect=True)
+def test_a_full_disk_fails_the_save_and_the_run_goes_on(served, tmp_path):
+    with Api(served.url) as api:
+        model, undisturbed = api.model(), api.model()
+        for each in (model, undisturbed):
+            each.step()
+        kept = model.save("kept")
+        with full(engine_of(served)):
+            for operation, name in (
+                ("save_weights", "lost"),
+                ("save_weights", "kept"),
+                ("save_weights_for_sampler", "lost"),
+                ("save_weights_external", "lost"),
+            ):
+                options = {"overwrite": True} if operation == "save_weights" else {}
+                failed = model.do(operation, path=name, **options)
+                assert failed["category"] == "server"
+                assert "cannot write to its disk (File too large)" in failed["error"], failed
+            assert model.step() == undisturbed.step()
+        assert model.step() == undisturbed.step()
+        paths = [model.save("lost"), model.save("lost", "save_weights_for_sampler")]
+        listed = api.got(f"training_runs/{model.model_id}/checkpoints")["checkpoints"]
+        assert {entry["tinker_path"] for entry in listed} == {kept, *paths}
+        # What was there before is what it was, and nothing is left of what failed.
+        assert api.loaded(kept).logprobs() != model.logprobs()
+        assert api.loaded(paths[0]).logprobs() == undisturbed.logprobs()
+        assert not list((tmp_path / "checkpoints").glob("*/*/.*"))
+
+
+def test_a_service_without_room_refuses_and_goes_on_when_there_is_some(served):
+    """Nothing can be written down: not requests, not results, not rows."""
+    with Api(served.url) as api:
+        model, undisturbed = api.model(), api.model()
+        for each in (model, undisturbed):
+            each.step()
+        done = model.forward_backward()
+        api.retrieve(done)
+        number = model.seq()
+        with full(served.process.pid, engine_of(served)):
+            for path, body in (
+                ("forward_backward", training(model, number)),
+                ("create_session", {"tags": [], "sdk_version": "0.36.0"}),
+                (
+                    "create_model",
+                    {
+                        "session_id": model.session_id,
+                        "model_seq_id": 9,
+                        "base_model": "tinkex/tiny",
+                    },
+                ),
+            ):
+                refused = api.post(path, body)
+                assert refused.status_code == 507, (path, refused.text)
+                assert "nothing was changed" in refused.json()["detail"]
+            # What needs no room still works.
+            assert "metrics" in api.retrieve(done)
+            assert api.got("healthz") == {"status": "ok"}
+            heard = api.post("session_heartbeat", {"session_id": model.session_id})
+            assert heard.status_code == 200
+        # The client tries again with the same number; its steps are those of a run without any of this.
+        api.retrieve(api.told("forward_backward", training(model, number)))
+        undisturbed.forward_backward()
+        undisturbed.forward_backward()
+        for each in (model, undisturbed):
+            api.retrieve(each.optim_step())
+        assert model.logprobs() == undisturbed.logprobs()
+
+
+def training(model: Model, number: int) -> dict[str, object]:
+    inputs = {"data": [datum()], "loss_fn": "cross_entropy"}
+    return {"model_id": model.model_id, "seq_id": number, "forward_backward_input": inputs}
+
+
+def test_results_that_found_no_room_survive_a_crash_all_the_same(served, tmp_path):
+    """A step is done, its result cannot be written down, and the service dies: it is done again, once."""
+    with Api(served.url) as api:
+        model, undisturbed = api.model(), api.model()
+        for each in (model, undisturbed):
+            each.step()
+        # Two behind a number that is missing, so that they are accepted while there is room.
+        first, second, third = model.seq(), model.seq(), model.seq()
+        promises = [model.send("optim_step", seq_id=third, adam_params={"learning_rate": 0.01})]
+        before = on_disk(tmp_path / "journal")
+        promises.append(api.told("forward_backward", training(model, second)))
+        after = on_disk(tmp_path / "journal")
+        # There is room for one more request like the last, and for no result.
+        with full(served.process.pid, size=after + (after - before) + 30):
+            promises.append(api.told("forward_backward", training(model, first)))
+            for promise in promises:
+                assert "metrics" in api.retrieve(promise)
+            served.process.kill()
+            served.process.wait()
+        assert served.process.stdout is not None
+        served.process.stdout.close()
+        served.start()
+        for promise in promises:
+            assert "metrics" in api.retrieve(promise)
+        undisturbed.forward_backward()
+        undisturbed.forward_backward()
+        api.retrieve(undisturbed.optim_step())
+        assert model.logprobs() == undisturbed.logprobs()
+
+
+def test_what_was_used_is_counted_when_there_is_room_again(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            body = {"model_id": model, "seq_id": 1, "forward_input": inputs()}
+            with full(os.getpid()):
+                made.usage.add("local", model.partition(":")[0], "tinkex/tiny", "training", 3)
+                with pytest.raises(OSError, match="No space left"):
+                    await made.usage.write()
+            await told(client, "forward", body)
+            now = datetime.now(UTC)
+            day = timedelta(days=1)
+            span = {"starting_on": str(now - day), "ending_before": str(now + day)}
+            used = (await client.get("billing/usage/events", params=span)).json()["data"]
+            assert [event["event_info"]["token_count"] for event in used] == [6]
+
+    asyncio.run(scenario())
+
+
+def test_a_service_without_room_can_be_stopped_and_started_again(served, tmp_path):
+    with Api(served.url) as api:
+        model = api.model()
+        model.step()
+        with full(served.process.pid):
+            served.stop()
+        assert served.process.returncode == 0
+        served.start()
+        assert Model(api, model.model_id, model.next_seq).step() > 0
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "torn":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        file.unlink()
+
+
+class Restarting:
+    """A service on a data directory that something happens to while it is down."""
+
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
+        self.data_dir, self.settings = data_dir, settings
+        self.running = contextlib.ExitStack()
+
+    def start(self) -> Api:
+        started = service("fake", data_dir=self.data_dir, **self.settings)
+        return self.running.enter_context(Api(self.running.enter_context(started).url))
+
+    def stop(self) -> None:
+        self.running.close()
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Restarting(tmp_path, snapshot_every=0.0)
+    yield place
+    place.stop()
+
+
+@pytest.mark.parametrize("how", ["flipped", "torn", "gone"])
+@pytest.mark.parametrize("name", [WEIGHTS, "optimizer.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_never_loaded(tmp_path, how, name):
+    with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
+        model = api.model()
+        model.step()
+        path = model.save("one")
+        (directory,) = (tmp_path / "checkpoints").glob("*/training/one")
+        damage(directory / name, how)
+        body = {"session_id": api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+        failed = api.retrieve(api.told("load_weights", body))
+        assert f"the file {name} is damaged" in failed["error"]
+        copied = api.told("copy_weights", {"source_path": path})["tinker_path"]
+        again = api.retrieve(api.told("load_weights", {**body, "model_seq_id": 1, "path": copied}))
+        assert f"the file {name} is damaged" in again["error"]
+        if name == WEIGHTS:
+            sampled = api.sampler(model_path=path).sample()
+            assert f"the file {name} is damaged" in sampled["error"]
+        # The model it was saved from does not need it.
+        assert model.step() > 0
+
+
+def snapshots(place: Restarting, model: Model) -> Path:
+    return place.data_dir / "snapshots" / model.model_id
+
+
+def wait_for_snapshot(place: Restarting, api: Api, model: Model) -> Path:
+    """Snapshots are written beside the work; the directory of the newest."""
+    while True:
+        model.step()
+        with contextlib.suppress(FileNotFoundError):
+            current = json.loads((snapshots(place, model) / "current.json").read_text())
+            return snapshots(place, model) / str(current["changes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (WEIGHTS, "flipped"),
+        (WEIGHTS, "torn"),
+        ("optimizer.safetensors", "flipped"),
+        ("optimizer.safetensors", "gone"),
+        ("tinkex.json", "torn"),
+        ("../current.json", "torn"),
+    ],
+)
+def test_a_damaged_snapshot_is_named_and_never_loaded(place, caplog, name, how):
+    api = place.start()
+    model, other = api.model(), api.model()
+    wait_for_snapshot(place, api, model)
+    path = model.save("last")
+    expected = other.logprobs()
+    place.stop()
+    newest = json.loads((snapshots(place, model) / "current.json").read_text())["changes"]
+    damage(snapshots(place, model) / str(newest) / name, how)
+    api = place.start()
+    broken = Model(api, model.model_id, model.next_seq)
+    failed = broken.do("optim_step", adam_params={})
+    assert failed["category"] == "server"
+    assert Path(name).name in failed["error"]
+    assert "corrupted" in failed["error"]
+    assert api.got(f"training_runs/{model.model_id}")["corrupted"] is True
+    # A person finds it in the log, and the run goes on from its checkpoint; others never notice.
+    assert f"{model.model_id} is corrupted" in caplog.text
+    assert api.loaded(path).step() > 0
+    assert Model(api, other.model_id, other.next_seq).logprobs() == expected
+
+
+def test_what_a_snapshot_left_half_written_is_cleared(place):
+    api = place.start()
+    model = api.model()
+    directory = wait_for_snapshot(place, api, model)
+    place.stop()
+    shutil.copytree(snapshots(place, model), place.data_dir / "copy")
+    (directory.parent / ".current.json").write_text("{")
+    (directory.parent / ".half").mkdir()
+    (directory.parent / ".half" / WEIGHTS).write_bytes(b"half")
+    api = place.start()
+    assert Model(api, model.model_id, model.next_seq).step() > 0
+    assert not list(directory.parent.glob(".half"))
+
+
+def request_of(segment: Path, model: Model, number: int) -> int:
+    """Where in a journal the head of a request begins."""
+    seq, scope = f'"seq":"{number}"'.encode(), f'"scope":"{model.model_id}"'.encode()
+    content = segment.read_bytes()
+    at = content.index(scope + b"," + seq)
+    return content.rindex(b'{"id":', 0, at)
+
+
+@pytest.mark.parametrize("which", ["request", "newest request", "result"])
+def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
+    """A model is made again from all that changed it, or not at all."""
+    place = Restarting(tmp_path)
+    api = place.start()
+    model, other = api.model(), api.model()
+    for each in (model, other):
+        for _ in range(3):
+            each.step()
+    expected = other.logprobs()
+    place.stop()
+    (segment,) = (tmp_path / "journal").iterdir()
+    content = bytearray(segment.read_bytes())
+    begin = request_of(segment, model, 6 if which == "newest request" else 3)
+    if which == "result":
+        request_id = content[begin + 7 : begin + 39]
+        begin = content.index(b'{"id":"' + request_id, begin + 1)
+    content[begin + 9] ^= 1
+    segment.write_bytes(content)
+    try:
+        api = place.start()
+        assert f"{segment} is damaged" in caplog.text
+        failed = Model(api, model.model_id).do("forward", forward_input=inputs(), seq_id=None)
+        assert "corrupted" in failed["error"]
+        assert "the journal lacks change" in failed["error"]
+        assert api.got(f"training_runs/{model.model_id}")["corrupted"] is True
+        assert Model(api, other.model_id, other.next_seq).logprobs() == expected
+    finally:
+        place.stop()
+
+
+def inputs() -> dict[str, Any]:
+    return {"data": [datum()], "loss_fn": "cross_entropy"}
+
+
+def test_the_torn_end_of_a_journal_is_what_nobody_was_told_of(tmp_path):
+    place = Restarting(tmp_path)
+    api = place.start()
+    model, undisturbed = api.model(), api.model()
+    for each in (model, undisturbed):
+        each.step()
+    place.stop()
+    (segment,) = (tmp_path / "journal").iterdir()
+    with segment.open("ab") as file:
+        file.write(
+            b"\x01\x02\x03\x04\x01" + bytes(8) + b"\x90\x00\x00\x00\x00\x01\x00\x00half of it"
+        )
+    try:
+        api = place.start()
+        models = [Model(api, each.model_id, each.next_seq) for each in (model, undisturbed)]
+        assert models[0].step() == models[1].step()
+    finally:
+        place.stop()
+
+
+# -- giving back -------------------------------------------------------------------------------------
+
+
+def on_disk(directory: Path) -> int:
+    """What files take, each once however many names it has."""
+    files = {file.stat().st_ino: file.stat() for file in directory.rglob("*") if file.is_file()}
+    return sum(facts.st_size for facts in files.values())
+
+
+@contextlib.asynccontextmanager
+async def housed(data_dir: Path, **settings: Any):
+    """A service whose parts can be reached, and a client of it, without a network between."""
+    made = Service(
+        Settings(
+            data_dir=data_dir,
+            base_models=("tinkex/tiny",),
+            engine="fake",
+            engine_in_process=True,
+            **settings,
+        )
+    )
+    await made.start()
+    transport = httpx.ASGITransport(build_app(made))
+    try:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://service/api/v1/"
+        ) as client:
+            yield made, client
+    finally:
+        await made.stop()
+
+
+async def told(client: httpx.AsyncClient, path: str, body: object) -> dict[str, str]:
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, str] = answer.json()
+    if set(content) >= {"request_id"}:
+        return await told(client, "retrieve_future", {"request_id": content["request_id"]})
+    return content
+
+
+async def new_model(client: httpx.AsyncClient) -> str:
+    session = (await told(client, "create_session", {"tags": [], "sdk_version": "0"}))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tinkex/tiny"}
+    return (await told(client, "create_model", body))["model_id"]
+
+
+def test_old_results_leave_the_disk(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path, result_retention=-1.0) as (made, client):
+            model = await new_model(client)
+            padding = " " * (9 << 20)
+            for number in range(1, 10):
+                body = {"model_id": model, "seq_id": number, "forward_input": inputs()}
+                answer = await client.post("forward", content=json.dumps(body) + padding)
+                promise = {"request_id": answer.json()["request_id"]}
+                assert "metrics" in await told(client, "retrieve_future", promise)
+            assert on_disk(tmp_path / "journal") > 80 << 20
+            await made.keep_house()
+            assert on_disk(tmp_path / "journal") < 40 << 20
+            gone = await client.post("retrieve_future", json=promise)
+            assert gone.status_code == 410
+            # What made the model is needed as long as the model is.
+            body = {"model_id": model, "seq_id": 10, "forward_input": inputs()}
+            assert "metrics" in await told(client, "forward", body)
+        async with housed(tmp_path) as (_, client):
+            body = {"model_id": model, "seq_id": 11, "forward_input": inputs()}
+            assert "metrics" in await told(client, "forward", body)
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_ends_gives_back_what_it_took(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path, snapshot_every=0.0) as (made, client):
+            model = await new_model(client)
+            session = model.partition(":")[0]
+            for number in range(1, 40, 2):
+                passed = {"model_id": model, "forward_backward_input": inputs()}
+                await told(client, "forward_backward", passed | {"seq_id": number})
+                step: dict[str, Any] = {"model_id": model, "adam_params": {}}
+                await told(client, "optim_step", step | {"seq_id": number + 1})
+            unnamed = {"model_id": model, "seq_id": 41, "sampling_session_seq_id": 0}
+            await told(client, "save_weights_for_sampler", unnamed)
+            named = {"model_id": model, "seq_id": 42, "path": "kept"}
+            await told(client, "save_weights", named)
+            assert on_disk(tmp_path / "samplers") > 0
+            kept = on_disk(tmp_path / "checkpoints")
+            assert kept > 0
+            await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
+            await made.models.stop()  # a snapshot that is being written goes with its model
+            assert on_disk(tmp_path / "samplers") == 0
+            assert on_disk(tmp_path / "snapshots") == 0
+            assert on_disk(tmp_path / "checkpoints") == kept
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_is_gone_from_the_disk_when_its_time_is_over(tmp_path):
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
+    async def scenario() -> None:
+        async with housed(tmp_path, now=lambda: moment[0]) as (made, client):
+            model = await new_model(client)
+            body = {"model_id": model, "seq_id": 1, "path": "old", "ttl_seconds": 3600}
+            await told(client, "save_weights", body)
+            assert on_disk(tmp_path / "checkpoints") > 0
+            moment[0] += timedelta(hours=1)
+            await made.keep_house()
+            assert on_disk(tmp_path / "checkpoints") == 0
+            listed = (await client.get("checkpoints")).json()
+            assert listed["checkpoints"] == []
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_can_be_deleted_from_a_full_disk(served, tmp_path):
+    """Whatever becomes of the list, the room is there again."""
+    with Api(served.url) as api:
+        model = api.model()
+        model.save("one")
+        place = f"training_runs/{model.model_id}/checkpoints/weights/one"
+        with full(served.process.pid):
+            assert api.ask("DELETE", place).status_code in {200, 507}
+            assert on_disk(tmp_path / "checkpoints") == 0
+        assert api.ask("DELETE", place).status_code in {200, 404}
+        assert api.got("checkpoints")["checkpoints"] == []
+        assert not list((tmp_path / "checkpoints" / model.model_id / "training").iterdir())
