@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import config as config
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import regularizers as regularizers
     from . import telemetry as telemetry
     from . import types as types
+    from ._client.downloads import download_checkpoint as download_checkpoint
     from ._client.http import APIResponse as APIResponse
     from ._client.http import StreamResponse as StreamResponse
     from ._client.rest import AdminClient as AdminClient
@@ -108,6 +109,7 @@ __title__ = "tinkex"
 # Where each name lives; the block above says the same to type checkers, and a test keeps them equal.
 _MODULES = ("config", "errors", "objectives", "recovery", "regularizers", "telemetry", "types")
 _NAMES = {
+    "._client.downloads": "download_checkpoint",
     "._client.http": "APIResponse StreamResponse",
     "._client.rest": "AdminClient RestClient",
     "._client.retry": "RetryConfig",

@@ -71,7 +71,7 @@ def target_name(tinker_path: str) -> str:
 def download_checkpoint(
     rest: Any,
     tinker_path: str,
-    output: Path,
+    output: Path | str = ".",
     *,
     force: bool = False,
     progress: Progress = lambda _done, _total: None,
@@ -81,6 +81,7 @@ def download_checkpoint(
 
     One that is there already is kept, unless `force` replaces it by the new one once that is complete.
     """
+    output = Path(output)
     destination = output / target_name(tinker_path)
     if destination.exists() and not force:
         raise InvalidInputError(f"{destination} exists; force replaces it", field="output")
