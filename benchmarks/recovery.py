@@ -177,9 +177,10 @@ def snapshots(options: Any) -> dict[str, Any]:
             spent[kind] += served.processor_seconds
         size = services["always"].snapshot_bytes
     mean = {kind: statistics.fmean(seconds) for kind, seconds in steps.items()}
+    median = {kind: statistics.median(seconds) for kind, seconds in steps.items()}
     counted = {kind: len(numbers - {0}) for kind, numbers in taken.items()}
     many = max(1, counted["always"])
-    extra = (mean["always"] - mean["never"]) * len(steps["always"]) / many
+    extra = (median["always"] - median["never"]) * len(steps["always"]) / many
     extra_spent = (spent["always"] - spent["never"]) / many
     of_processor = spent["never"] / sum(steps["never"])  # how many it had, on average
     return {
@@ -187,9 +188,7 @@ def snapshots(options: Any) -> dict[str, Any]:
         "snapshots": counted,
         "snapshot_megabytes": round(size / 1e6, 1),
         "ms_per_step": {kind: round(1000 * value, 1) for kind, value in mean.items()},
-        "median_ms_per_step": {
-            kind: round(1000 * statistics.median(seconds), 1) for kind, seconds in steps.items()
-        },
+        "median_ms_per_step": {kind: round(1000 * value, 1) for kind, value in median.items()},
         "share_as_measured": round(mean["default"] / mean["never"] - 1, 4),
         "seconds_per_snapshot": round(extra, 3),
         "share_by_snapshot": round(extra / DEFAULT, 4),
