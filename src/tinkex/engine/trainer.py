@@ -176,10 +176,10 @@ def _unembed(
     for start in range(0, len(hidden_ND), rows):
         part = slice(start, start + rows)
         here = {name: tensor[part] for name, tensor in inputs.items()}
-        logits_NV = base.logits(hidden_ND[part])
         targets = here["target_tokens"]
-        chosen = logits_NV.gather(-1, targets if targets.dim() == 2 else targets[:, None])
-        logp = chosen - logits_NV.logsumexp(-1, keepdim=True)
+        logp: Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+            base.logits(hidden_ND[part]), targets if targets.dim() == 2 else targets[:, None]
+        )
         logp = logp if targets.dim() == 2 else logp.squeeze(-1)
         value = loss(logp, here)
         if backward:
@@ -187,6 +187,22 @@ def _unembed(
         total += float(value.detach())
         logprobs.append(logp.detach())
     return total, torch.cat(logprobs)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Logprobs of the targets. Its gradient takes the place of the logits, which nobody needs after it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
+        total = logits_NV.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits_NV, total, targets_NK)
+        return logits_NV.gather(-1, targets_NK) - total
+
+    @staticmethod
+    def backward(ctx: Any, g_NK: Tensor) -> tuple[Tensor, None]:
+        logits_NV, total, targets_NK = ctx.saved_tensors
+        gradient = logits_NV.sub_(total).exp_().mul_(-g_NK.sum(-1, keepdim=True))
+        return gradient.scatter_add_(-1, targets_NK, g_NK), None
 
 
 def _padded(sequences: Sequence[Array], device: Any) -> tuple[Tensor, Tensor]:
