@@ -394,34 +394,51 @@ def poll_delay(poll_backoff: PollBackoffOption | None, iteration: int) -> float:
     return min(initial * 2.0 ** min(iteration, 60), maximum)
 
 
-def is_breakdown(status: int | None) -> bool:
-    """Whether the service is unwell: no answer at all, or a 5xx."""
-    return status is None or status >= 500
+def is_breakdown(status: int) -> bool:
+    """Whether the service is unwell."""
+    return status >= 500
+
+
+def _function(value: Any) -> Any:
+    _require(callable(value), "must be a function")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreaker:
     """When to stop asking a service that fails, and for how many seconds.
 
-    After `failure_threshold` failures in a row no request of that kind (session, training, sampling, futures,
-    telemetry) is sent for `reset_timeout` seconds; then `half_open_max_calls` of them find out how the service is.
-    `is_failure` judges a status, None where there was no answer.
+    After `failure_threshold` failures in a row no new call of that kind (session, training, sampling) is begun for
+    `reset_timeout` seconds; then `half_open_max_calls` of them find out how the service is. Calls that are under way
+    go on. No answer is a failure; `is_failure` judges the status of those that come. As part of a sampling client that
+    is pickled it must be a function with a name, not a lambda.
     """
 
     failure_threshold: int = 5
     reset_timeout: float = 30.0
     half_open_max_calls: int = 1
-    is_failure: Callable[[int | None], bool] = is_breakdown
+    is_failure: Callable[[int], bool] = is_breakdown
+
+    def __post_init__(self) -> None:
+        for name, check in _BREAKER_CHECKS.items():
+            try:
+                check(getattr(self, name))
+            except _SettingError as error:
+                raise ConfigError(str(error), field=name) from None
+
+
+_BREAKER_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "failure_threshold": _whole(1),
+    "reset_timeout": _seconds,
+    "half_open_max_calls": _whole(1),
+    "is_failure": _function,
+}
 
 
 def _circuit_breaker(value: Any) -> CircuitBreaker | None:
     if isinstance(value, bool):
         return CircuitBreaker() if value else None
     _require(isinstance(value, CircuitBreaker), "must be a bool or a CircuitBreaker")
-    for count in (value.failure_threshold, value.half_open_max_calls):
-        _require(_is_int(count) and count >= 1, "must have whole numbers of at least 1")
-    _require(_is_wait(value.reset_timeout), "must have a positive reset_timeout in seconds")
-    _require(callable(value.is_failure), "must have a function as is_failure")
     return value  # type: ignore[no-any-return]
 
 
@@ -560,9 +577,9 @@ class Config:
         _whole(1), 20, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
     recovery: Option[Any, Any] = setting("Recovery policy, kept as given.", lambda value: value)
     heartbeat_max_failures: Option[int, int | None] = setting(
-        "Heartbeats that may fail in a row; after one more the session is given up.", _whole(0))
+        "Heartbeats that may fail in a row; after one more the session is given up and calls fail.", _whole(0))
     heartbeat_max_silence: Option[float, float | None] = setting(
-        "Seconds without a heartbeat that succeeds, after which the session is given up.", _seconds)
+        "Seconds without a heartbeat that succeeds, after which the session is given up and calls fail.", _seconds)
     warn_on_base_url_mismatch: Option[bool, bool] = setting(
         "Warn when base_url is not the process default, whose pools then do not serve it.",
         _flag, True)

@@ -9,23 +9,28 @@ from typing import Any
 import pytest
 
 from tinkex._client.breaker import Circuit, Circuits
-from tinkex._client.retry import HTTPRetryPolicy, RetryConfig, SampleRetryPolicy
+from tinkex._client.retry import RetryConfig
 from tinkex._client.runtime import SampleFuture, TaskGroup, runtime
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError, InternalServerError
 
-from ..scripted import Answer, FakeClock, Hang, promise
+from ..scripted import Answer, FakeClock, Hang, Raw, promise
 from .helpers import (
+    CONFIG,
+    PASS,
     POLL,
     SAMPLE,
     STEP,
     answer_training,
     datum,
+    flags,
     new_sampler,
     new_trainer,
     sample,
     sampled,
     seq_ids,
+    seq_of,
+    until,
 )
 
 
@@ -89,72 +94,88 @@ def test_after_a_while_one_request_may_try(circuit, clock):
 def test_a_success_closes_it(circuit, clock):
     broken(circuit)
     clock.advance(30)
-    assert outcome(circuit.call(answered(200))) == 200
+    assert outcome(circuit.learn_from(answered(200))) == 200
     assert circuit.state == "closed"
     circuit.record_failure()
     assert circuit.state == "closed"  # it has forgotten what was before
 
 
-def test_a_failure_opens_it_again(circuit, clock):
+def test_a_probe_that_fails_leaves_it_open(circuit, clock):
     broken(circuit)
     clock.advance(30)
-    assert outcome(circuit.call(silence())) is APIConnectionError
+    assert circuit.allow_request()
+    assert outcome(circuit.learn_from(silence())) is APIConnectionError
     assert (circuit.state, circuit.retry_after) == ("open", 30)
 
 
 def test_failures_that_come_together_are_all_counted(circuit):
     async def together() -> list[Any]:
         return await asyncio.gather(
-            *(circuit.call(silence()) for _ in range(3)), return_exceptions=True
+            *(circuit.learn_from(silence()) for _ in range(3)), return_exceptions=True
         )
 
     assert len(asyncio.run(together())) == 3
     assert circuit.state == "open"
 
 
-def test_who_comes_late_does_not_keep_it_open(circuit, clock):
+@pytest.mark.parametrize("seconds", [29, 31])
+def test_who_comes_late_does_not_keep_it_open(circuit, clock, seconds):
     broken(circuit)
-    clock.advance(29)
+    clock.advance(seconds)
     circuit.record_failure()  # sent before it opened
-    assert circuit.retry_after == 1
+    assert circuit.retry_after == max(0, 30 - seconds)
 
 
-def test_a_request_that_was_given_up_leaves_its_place_to_another(circuit, clock):
+def test_a_probe_that_is_never_heard_of_again_leaves_its_place_to_another(circuit, clock):
     broken(circuit)
     clock.advance(30)
+    assert circuit.allow_request()
+    assert (circuit.allow_request(), circuit.retry_after) == (False, 30)
+    clock.advance(30)
+    assert circuit.allow_request()
 
-    async def give_up() -> None:
-        trying = asyncio.ensure_future(circuit.call(asyncio.sleep(3600, Told(200))))
-        await asyncio.sleep(0)
-        assert circuit.refuses
-        trying.cancel()
-        await asyncio.gather(trying, return_exceptions=True)
 
-    asyncio.run(give_up())
-    assert outcome(circuit.call(answered(200))) == 200
+def test_several_probes_may_be_sent(clock):
+    circuit = broken(Circuit("training", CircuitBreaker(half_open_max_calls=2), clock.monotonic))
+    clock.advance(30)
+    assert [circuit.allow_request() for _ in range(3)] == [True, True, False]
 
 
 def test_the_callers_own_deadline_says_nothing_of_the_service(circuit, clock):
     for _ in range(5):
-        assert outcome(circuit.call(silence(), deadline=clock.now)) is APIConnectionError
+        assert outcome(circuit.learn_from(silence(), deadline=clock.now)) is APIConnectionError
     assert circuit.state == "closed"
 
 
 @pytest.mark.parametrize(("status", "state"), [(500, "open"), (503, "open"), (404, "closed")])
 def test_a_refusal_of_the_service_is_no_failure(circuit, status, state):
     for _ in range(3):
-        assert outcome(circuit.call(answered(status))) == status
+        assert outcome(circuit.learn_from(answered(status))) == status
     assert circuit.state == state
 
 
 def test_what_a_failure_is_can_be_chosen(clock):
     policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status == 429)
     circuit = Circuit("sampling", policy, clock.monotonic)
-    assert outcome(circuit.call(silence())) is APIConnectionError
-    assert outcome(circuit.call(answered(500))) == 500
+    assert outcome(circuit.learn_from(answered(500))) == 500
     assert circuit.allow_request()
-    outcome(circuit.call(answered(429)))
+    assert outcome(circuit.learn_from(answered(429))) == 429
     assert not circuit.allow_request()
+
+
+def test_silence_is_a_failure_of_which_no_opinion_is_asked(clock):
+    policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status >= 500)
+    circuit = Circuit("sampling", policy, clock.monotonic)
+    assert outcome(circuit.learn_from(silence())) is APIConnectionError
+    assert circuit.state == "open"
+
+
+def test_an_opinion_that_fails_does_not_cost_the_answer(clock, caplog):
+    policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status / 0 > 1)
+    circuit = Circuit("sampling", policy, clock.monotonic)
+    assert outcome(circuit.learn_from(answered(200))) == 200
+    assert circuit.state == "open"
+    assert "is_failure failed" in caplog.text
 
 
 def test_circuits_have_names_and_do_not_share_their_fate(clock):
@@ -173,17 +194,6 @@ def test_circuits_have_names_and_do_not_share_their_fate(clock):
 
 
 # -- what is made of a refusal -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [HTTPRetryPolicy(), SampleRetryPolicy(RetryConfig())])
-def test_a_new_call_fails_at_once_and_one_under_way_waits(policy):
-    error = CircuitOpenError(retry_after=12.0)
-    assert policy.wait_before_retry(error, 0, 0.0, 0.0) is None
-    assert policy.wait_before_retry(error, 1, 0.0, 0.0) > 0
-
-
-def test_one_under_way_waits_until_it_may_try():
-    assert HTTPRetryPolicy().wait_before_retry(CircuitOpenError(retry_after=12.0), 1, 0, 0) == 12
 
 
 def impatient(client: Any) -> Any:
@@ -236,12 +246,84 @@ def test_a_call_under_way_outlives_an_open_circuit(server, service):
     assert len(server.asked(STEP)) == 6
 
 
-def test_a_promised_result_is_waited_for_though_polls_are_refused(server, service):
+def test_a_batch_that_may_begin_is_sent_whole(server, service, clock):
+    # All chunks have numbers. One that was kept back would be passed over, and the rest count twice when repeated.
+    answer_training(server)
+    flags(server, fwdbwd_max_chunk_len=1)
+    client = service(circuit_breaker=True)
+    trainer = new_trainer(client)
+    broken(client.holder.transport.circuits.of("training"))
+    clock.now += 30
+    data = [datum(1, 2) for _ in range(4)]
+    assert trainer.forward_backward(data, "cross_entropy").result(10).metrics == {"loss:sum": 4.0}
+    trainer.optim_step().result(10)
+    assert sorted(map(seq_of, server.asked(PASS))) == [1, 2, 3, 4]
+    assert seq_ids(server.asked(STEP)) == [5]
+
+
+def test_an_operation_that_has_its_number_is_sent_though_the_circuit_opens(server, service):
+    answer_training(server)
+    client = service(circuit_breaker=True)
+    trainer = new_trainer(client)
+    room = client.holder.training_room
+    full = room.size + 1
+    assert room.try_take(full)  # it waits for room with its number in hand
+    waiting = trainer.forward([datum(1, 2)], "cross_entropy")
+    until(lambda: room.waiting == 1)
+    broken(client.holder.transport.circuits.of("training"))
+    runtime().post(room.give_back, full)
+    assert waiting.result(10).metrics == {"loss:sum": 1.0}
+
+
+def test_a_new_token_may_be_had_for_a_probe(server, service, clock):
+    flags(server, pjwt_auth_enabled=True)
+    server.on("POST /api/v1/auth/token", Answer({"jwt": "eyJ.eyJleHAiOjEwOTB9.x"}))  # until 1090
+    server.on("GET /api/v1/healthz", Answer({"status": "ok"}))
+    client = service(circuit_breaker=True)
+    client.health()
+    broken(client.holder.transport.circuits.of("session"))
+    clock.now += 100
+    assert client.health()
+    assert len(server.asked("POST /api/v1/auth/token")) > 1
+
+
+def test_polls_are_no_business_of_the_circuit(server, service, clock):
     server.on(SAMPLE, promise("s"))
-    server.on_future("s", *[Answer({}, 503)] * 4, sampled(7))
-    breaker = CircuitBreaker(failure_threshold=2, reset_timeout=5.0)
-    assert sample(new_sampler(service(circuit_breaker=breaker))).result(10).sequences
-    assert len(server.asked(POLL)) == 5
+    server.on_future("s", *[Answer({}, 503)] * 4, Raw(), sampled(7))
+    client = service(circuit_breaker=CircuitBreaker(failure_threshold=2))
+    assert sample(new_sampler(client)).result(10).sequences
+    assert len(server.asked(POLL)) == 6
+    assert "futures" not in client.holder.transport.circuits.names()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.get_server_capabilities(),
+        lambda client: client.http.get("/api/v1/healthz").result(10),
+        lambda client: client.create_rest_client().get_audit_log().result(10),
+        lambda client: client.create_rest_client().get_checkpoint_archive_url("r", "c").result(10),
+        new_sampler,
+    ],
+)
+def test_every_new_call_is_refused(server, service, call):
+    client = service(circuit_breaker=True)
+    new_sampler(client)
+    broken(client.holder.transport.circuits.of("session"))
+    before = len(server.requests)
+    with pytest.raises(CircuitOpenError):
+        call(client)
+    assert len(server.requests) == before
+
+
+def test_a_service_that_was_never_reached_is_not_asked_by_every_call_anew(server, service):
+    server.on(CONFIG, Answer({}, 500))
+    client = service(circuit_breaker=True, max_retries=4)
+    with pytest.raises(InternalServerError):
+        new_sampler(client)
+    with pytest.raises(CircuitOpenError):
+        new_sampler(client)
+    assert len(server.asked(CONFIG)) == 5
 
 
 def test_a_call_that_was_cancelled_counts_for_nothing(server, service):
@@ -260,4 +342,7 @@ def test_it_belongs_to_the_loop_of_the_clients():
     # Nothing here takes a lock; two threads never see the same circuit.
     done: SampleFuture[Told] = SampleFuture()
     circuit = Circuit("session", CircuitBreaker(), FakeClock().monotonic)
-    assert runtime().submit(circuit.call(answered(204)), done, TaskGroup()).result(10).status == 204
+    assert (
+        runtime().submit(circuit.learn_from(answered(204)), done, TaskGroup()).result(10).status
+        == 204
+    )

@@ -142,6 +142,67 @@ def test_what_does_not_fit_to_what_is_there_begins_anew(server, tmp_path, waits,
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
+def chunked(body: bytes, **headers: str) -> Raw:
+    """An answer of unknown length that breaks off after one chunk."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"HTTP/1.1 200 Torn\r\ntransfer-encoding: chunked\r\n{lines}\r\n{len(body):x}\r\n"
+    return Raw(head.encode() + body + b"\r\n")
+
+
+def test_a_length_that_is_first_heard_of_later_is_no_other_file(server, tmp_path, waits):
+    content, read = CONTENT * 300, 1 << 20  # so much is read at a time
+    server.on("GET /file", chunked(content[: read + 9]), rest_of(content, read))
+    fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
+    assert (tmp_path / "file").read_bytes() == content
+    assert [each.headers.get("range") for each in server.requests] == [None, f"bytes={read}-"]
+
+
+def test_a_checksum_is_remembered_while_the_rest_is_fetched(server, tmp_path, waits):
+    wrong = f"sha-256={digest(b'other', 'sha256')}"
+    server.on("GET /file", torn(CONTENT, 9, digest=wrong), rest_of(CONTENT, 9))
+    with pytest.raises(APIResponseValidationError, match="sha256"):
+        fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
+
+
+def test_the_checksum_of_another_file_is_forgotten(server, tmp_path, waits):
+    wrong = f"sha-256={digest(b'other', 'sha256')}"
+    server.on("GET /file", torn(CONTENT, 9, digest=wrong), Answer(CONTENT))
+    fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+class Listed:
+    """Stands for a REST client that lists the files of an export, each time with other links."""
+
+    def __init__(self, *listings: dict[str, str]) -> None:
+        self.listings = list(listings)
+
+    def get_external_weights_urls(self, _: str) -> SimpleNamespace:
+        urls = self.listings.pop(0)
+        return SimpleNamespace(result=lambda: SimpleNamespace(urls=urls))
+
+
+EXTERNAL = "tinker://run:train:0/external_weights/one"
+
+
+def test_the_files_of_an_export_are_listed_once(server, tmp_path, waits):
+    server.on("GET /a", Answer(b"a"))
+    server.on("GET /b", Answer(b"b"))
+    listed = Listed({"one": f"{server.url}/a", "two": f"{server.url}/b"})
+    found = download_checkpoint(listed, EXTERNAL, tmp_path, sleep=waits)
+    assert {file.name: file.read_bytes() for file in found.iterdir()} == {"one": b"a", "two": b"b"}
+
+
+def test_a_link_of_an_export_is_renewed_when_its_time_is_over(server, tmp_path, waits):
+    server.on("GET /old", Answer(b"", 403))
+    server.on("GET /new", Answer(b"a"))
+    old, new = {"one": f"{server.url}/old"}, {"one": f"{server.url}/new"}
+    found = download_checkpoint(Listed(old, new), EXTERNAL, tmp_path, sleep=waits)
+    assert (found / "one").read_bytes() == b"a"
+    with pytest.raises(APIResponseValidationError, match="'one' no longer"):
+        download_checkpoint(Listed(old, {}), EXTERNAL, tmp_path, force=True, sleep=waits)
+
+
 def test_a_transfer_that_never_gets_further_ends(server, tmp_path, waits):
     server.on("GET /file", torn(CONTENT, 100))
     with pytest.raises(APIConnectionError, match="100 of 5120 bytes"):

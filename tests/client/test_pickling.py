@@ -16,6 +16,7 @@ import pytest
 import tinkex
 from tinkex._client.retry import RetryConfig
 from tinkex.errors import InvalidInputError
+from tinkex.recovery import RecoveryPolicy
 
 from ..scripted import Answer
 from .helpers import (
@@ -65,6 +66,14 @@ def test_a_copy_keeps_its_settings(server, service, copies):
     assert server.asked(SAMPLE)[0].json["record_stability_info"] is True
     assert copied._retry_config == config
     assert copied.holder.config == original.holder.config
+
+
+def test_callbacks_of_recovery_stay_behind(server, service, copies):
+    policy = RecoveryPolicy(enabled=True, on_recovery=lambda *_: None)
+    copied = copies(new_sampler(service(recovery=policy)))
+    assert copied.holder.config.recovery is None
+    answer_samples(server, 7)
+    assert sample(copied).result(10).sequences[0].tokens == [7]
 
 
 def test_copies_are_numbered_by_the_service_where_it_offers_that(server, service, copies):

@@ -255,8 +255,14 @@ def test_410_is_a_lost_result_that_may_be_asked_for_anew(polls):
 def test_a_conflict_and_a_lost_result_are_believed_when_they_are_repeated(polls, status):
     said = Answer({"detail": "no"}, status)
     polls.finish(*[said] * 5, Answer({}, 408), *[said] * 5, DONE)
-    assert polls.clock.slept == []
+    assert polls.clock.slept == [1, 2, 4, 8] * 2  # after the first at once
     assert polls.fail(said).status_code == status
+
+
+def test_answers_of_two_kinds_are_doubted_each_by_itself(polls):
+    conflict, bad = Answer({"detail": "no"}, 409), Answer(b"", 400)
+    polls.finish(*[conflict] * 5, *[bad] * 3, DONE)
+    assert polls.fail(*[conflict, bad] * 9).status_code == 400  # and not for ever
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 413, 418, 422])
@@ -301,7 +307,7 @@ def test_400_is_polled_three_times_more_and_then_raised(polls):
     error = polls.fail(Answer(b"", 400))
     assert isinstance(error, BadRequestError)
     assert len(polls.asked) == 4
-    assert polls.clock.slept == []
+    assert polls.clock.slept == [1, 2]
 
 
 def test_400_is_counted_anew_after_any_other_answer(polls):

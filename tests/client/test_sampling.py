@@ -476,6 +476,23 @@ def test_samples_are_left_alone_while_any_of_them_moves(server, service, clock):
     assert slow.result(10).sequences[0].tokens == [9]
 
 
+def test_how_long_ago_the_last_of_them_moved_is_what_counts(server, service, clock):
+    held = threading.Event()
+    server.on(SAMPLE, promise("slow"), sampled(7))
+    server.on_future("slow", Answer(sampled(9).body, wait_for=held))
+    sampler = new_sampler(service(), retry_config=RetryConfig(progress_timeout=30))
+    slow = sample(sampler)
+    server.wait_for(POLL)
+    clock.advance(29)
+    sample(sampler).result(10)
+    clock.advance(2)
+    flight = sampler._flight
+    assert flight is not None
+    until(lambda: not flight._look())  # type: ignore[func-returns-value]
+    held.set()
+    assert slow.result(10).sequences[0].tokens == [9]
+
+
 # -- limits --------------------------------------------------------------------------------------
 
 

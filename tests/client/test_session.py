@@ -284,9 +284,16 @@ def test_a_session_may_be_given_up_after_so_many_failures(
     server, service, clock, caplog, limit, beats
 ):
     server.on(HEARTBEAT, Answer({}, 401))
-    new_sampler(service(**limit))
+    server.on(SAMPLE, promise("s"))
+    server.on_future("s", Hang())
+    sampler = new_sampler(service(**limit))
+    drawing = sample(sampler)
     wait_until_beating(server, clock, beats)
     until(lambda: "Session s-1 is given up" in caplog.text)
+    for each in (drawing, sample(sampler)):  # what is under way, and what comes later
+        with pytest.raises(APIConnectionError, match="given up") as caught:
+            each.result(10)
+        assert isinstance(caught.value.__cause__, AuthenticationError)
     clock.advance(600)
     server.wait_for(DYNAMIC, 2)
     assert len(server.asked(HEARTBEAT)) == beats

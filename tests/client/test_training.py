@@ -792,6 +792,27 @@ def test_a_checkpoint_that_is_no_adapter_is_refused(server, service, info):
     assert server.asked(CREATE_MODEL) == []
 
 
+def test_a_model_into_which_nothing_could_be_loaded_is_not_left_behind(server, service, optimizer):
+    server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True, "lora_rank": 4}))
+    server.on(LOAD, promise("loading"))
+    server.on_future("loading", failed("torn"))
+    server.on(UNLOAD, Answer({"model_id": "s-1:train:0"}))
+    with pytest.raises(RequestFailedError, match="torn"):
+        restore(service(), optimizer)(PATH)
+    (sent,) = server.wait_for(UNLOAD)
+    assert sent.json["model_id"] == "s-1:train:0"
+
+
+def test_an_observer_of_steps_that_fails_costs_no_step(server, trainer, caplog):
+    answer_training(server)
+    seen = []
+    trainer.observe_steps(lambda: 1 / 0)
+    trainer.observe_steps(lambda: seen.append(1))
+    trainer.optim_step().result(10)
+    assert seen == [1]
+    assert "An observer of steps failed" in caplog.text
+
+
 def test_a_path_to_no_checkpoint_is_refused_before_anything_is_sent(server, service, optimizer):
     with pytest.raises(InvalidPathError):
         restore(service(), optimizer)("checkpoint")

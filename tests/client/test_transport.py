@@ -354,6 +354,20 @@ def test_a_refused_connection_is_a_connection_error(use, library, closed_port):
     assert error.status_code is None
 
 
+def test_a_path_that_went_dead_is_found_out_once_and_not_once_per_kept_connection(server, use):
+    async def work(transport: Transport) -> None:
+        server.on("POST /api/v1/session_heartbeat", Answer({}))
+        await asyncio.gather(*(transport.call(BEAT, {}) for _ in range(5)))
+        assert server.open_connections == 5
+        server.on("POST /api/v1/session_heartbeat", Hang())
+        with pytest.raises(APITimeoutError):
+            await transport.call(BEAT, {}, deadline=transport.clock.monotonic() + 0.05)
+        while server.open_connections:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+
+    use(work)
+
+
 def test_no_answer_in_time_is_a_timeout(server, use, library):
     server.on("POST /api/v1/asample", Hang())
     error = failed(use, lambda t: t.call(operation("asample"), {}), timeout=0.05, **library)

@@ -77,6 +77,16 @@ def test_a_run_that_is_known_is_not_asked_for(server, service):
     assert server.asked(ASK) == []
 
 
+def test_what_is_known_is_good_for_one_attempt(server, service):
+    answer_restoring(server)
+    server.on(ASK, run(checkpoint=OTHER))
+    server.on(LOAD, promise("gone"), Answer({"path": OTHER, "model_id": NEW}))
+    server.on_future("gone", failed("no such checkpoint"))
+    restored = recover(service(), known=TrainingRun.model_validate(run().body))
+    assert loaded(server) == [PATH, OTHER]
+    assert (restored.checkpoint, restored.attempt) == (OTHER, 2)
+
+
 def test_a_policy_may_name_the_checkpoint(server, service):
     answer_restoring(server)
     policy = RecoveryPolicy(enabled=True, checkpoint_strategy=OTHER)

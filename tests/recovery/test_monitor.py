@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tinkex.errors import APIStatusError, ClientClosedError
@@ -8,7 +10,7 @@ from tinkex.telemetry.events import RecoveryDetected, RecoveryEvent, RecoveryPol
 
 from ..client.helpers import LOAD, until
 from ..scripted import Answer
-from .scripts import ASK, ENABLED, PATH, RUN, answer_restoring, run
+from .scripts import ASK, ENABLED, NEW, PATH, RUN, answer_restoring, run
 
 
 @pytest.fixture
@@ -89,6 +91,33 @@ def test_a_run_is_watched_once(server, service, clock, monitor):
     client = service()
     future = monitor.monitor_run(RUN, client, policy=ENABLED)
     assert monitor.monitor_run(RUN, client, policy=ENABLED) is future
+
+
+@pytest.fixture
+def restoring(server, service, monitor):
+    """A run that was found corrupted and is being restored; its client and its future."""
+    answer_restoring(server)
+    hold = threading.Event()
+    server.on(ASK, run())
+    server.on(LOAD, Answer({"path": PATH, "model_id": NEW}, wait_for=hold))
+    client = service()
+    future = monitor.monitor_run(RUN, client, policy=ENABLED)
+    server.wait_for(LOAD)
+    yield client, future
+    hold.set()
+
+
+def test_a_run_that_is_being_restored_is_not_restored_twice(monitor, restoring):
+    client, future = restoring
+    assert monitor.monitor_run(RUN, client, policy=ENABLED) is future
+
+
+def test_a_restore_under_way_can_be_ended(monitor, restoring):
+    _, future = restoring
+    assert monitor.runs == (RUN,)
+    assert monitor.stop_monitoring(RUN)
+    assert future.cancelled()
+    until(lambda: monitor._executor.pending == ())
 
 
 def test_nothing_is_watched_unless_recovery_is_enabled(server, service, monitor):

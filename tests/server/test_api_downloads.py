@@ -105,8 +105,10 @@ def test_an_archive_can_be_asked_about(api):
     url = link(api, api.model().save("one"))
     whole, about = api.http.get(url), api.http.head(url)
     assert (about.status_code, about.content) == (200, b"")
+    part = api.http.head(url, headers={"range": "bytes=100-"})
+    assert part.status_code == 200
     for name in ("content-length", "etag", "accept-ranges", "content-type"):
-        assert about.headers[name] == whole.headers[name]
+        assert about.headers[name] == part.headers[name] == whole.headers[name]
 
 
 def test_external_weights_can_be_had_in_parts(api):

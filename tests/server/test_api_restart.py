@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.server.journal import Journal
+from tinkex.server.journal import Journal, Kind
 from tinkex.testing import service
 
 from .api import PROTO, Api, Model, Sampler, datum, training_request
@@ -288,6 +288,21 @@ def test_two_services_do_not_share_a_data_directory(place):
     assert place.api.model().step() > 0
 
 
+def test_a_request_that_this_release_cannot_read_does_not_keep_it_from_starting(place, tmp_path):
+    place.api.got("healthz")
+    place.running.close()
+    journal = Journal(tmp_path / "journal")
+    journal.open()
+    for number, operation in enumerate(("asample", "create_custom_loss")):
+        named = {"id": f"{number:032}", "op": operation, "owner": "local", "scope": "s:x"}
+        head = {**named, "seq": "1", "media": "json", "at": 1.0, "extra": {}}
+        journal.append(Kind.REQUEST, head, b'{"of": "another release"}')
+    journal.close()
+    api = place.restart()
+    for number in range(2):
+        assert "error" in api.retrieve(f"{number:032}")
+
+
 # -- runs that cannot be brought back ----------------------------------------------------------
 
 
@@ -340,12 +355,13 @@ def test_a_journal_with_a_gap_makes_a_run_corrupted(place, tmp_path):
 
 
 def rewrite_without_change(directory, lost):
-    """Take the result of one request out of a journal."""
+    """Take one request and its result out of a journal."""
     old, new = Journal(directory), Journal(directory.with_name("rewritten"))
     records = old.open()
     new.open()
+    (gone,) = (record.head["id"] for record in records if record.head.get("change") == lost)
     for record in records:
-        if record.head.get("change") != lost:
+        if record.head["id"] != gone:
             new.append(record.kind, record.head, old.read(record.place))
     old.close()
     new.close()

@@ -278,18 +278,25 @@ def test_a_checkpoint_that_is_saved_anew_ends_the_stream_with_an_error(tmp_path)
         list(tar.chunks())
 
 
-def test_a_file_that_grows_is_cut_where_its_header_says(tmp_path):
-    (tmp_path / "file").write_bytes(b"before")
+def test_a_file_that_grows_while_it_is_sent_is_cut_where_its_header_says(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(3 * MIB))
     expected = b"".join(Tar.of(tmp_path, ["file"]).chunks())
     chunks = Tar.of(tmp_path, ["file"]).chunks()
-    (tmp_path / "file").write_bytes(b"before and after")
-    assert b"".join(chunks) == expected
+    sent = next(chunks) + next(chunks)
+    (tmp_path / "file").write_bytes(bytes(3 * MIB) + b"and after")
+    assert sent + b"".join(chunks) == expected
 
 
-def test_a_file_that_shrinks_ends_the_stream_with_an_error(tmp_path):
-    (tmp_path / "file").write_bytes(b"before")
+@pytest.mark.parametrize("after", [b"b", b"behind", b"before and after"])
+def test_a_file_that_has_changed_ends_the_stream_with_an_error(tmp_path, after):
+    """The same number does not make it the same file: numbers of deleted files are given out again."""
+    file = tmp_path / "file"
+    file.write_bytes(b"before")
+    facts = file.stat()
     chunks = Tar.of(tmp_path, ["file"]).chunks()
-    (tmp_path / "file").write_bytes(b"b")
+    file.write_bytes(after)
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+    assert file.stat().st_ino == facts.st_ino
     with pytest.raises(InternalServerError, match="file changed"):
         list(chunks)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
 from tinkex.server.service import Service, Settings
@@ -85,6 +87,58 @@ def test_what_has_expired_is_deleted_and_the_rest_stays(checkpoints, database, c
 
     asyncio.run(scenario())
     assert events(database) == ["checkpoint_created"] * 3 + ["checkpoint_expired"] * 2
+
+
+def test_what_took_the_place_of_an_expired_one_stays(checkpoints, clock):
+    async def scenario():
+        old = await save(checkpoints, "a", ttl_seconds=3600)
+        extended = await save(checkpoints, "b", ttl_seconds=3600)
+        clock.now += timedelta(hours=1)
+        # Both are about to be swept up when their owner comes.
+        new = await checkpoints.add(RUN, "training", "a", "me", 1, ttl_seconds=None)
+        await checkpoints.set_ttl(extended, None)
+        for row in (old, extended):
+            await checkpoints.delete(row, "checkpoint_expired")
+        for row in (new, extended):
+            assert (await checkpoints.readable("me", tinker_path(row)))[1].is_dir()
+
+    asyncio.run(scenario())
+
+
+def test_a_name_is_free_once_its_checkpoint_has_expired(checkpoints, database, clock):
+    async def scenario():
+        await save(checkpoints, ttl_seconds=3600)
+        clock.now += timedelta(hours=1)
+        new = await save(checkpoints)
+        assert await checkpoints.delete_expired() == 0
+        assert (await checkpoints.readable("me", tinker_path(new)))[1].is_dir()
+
+    asyncio.run(scenario())
+    created = "checkpoint_created"
+    assert events(database) == [created, "checkpoint_expired", created]
+
+
+def test_a_copy_under_way_holds_up_nobody(checkpoints, database, monkeypatch):
+    begun, go, copy = threading.Event(), threading.Event(), directories.copy
+
+    def slow(source, target):
+        begun.set()
+        assert go.wait(30)
+        copy(source, target)
+
+    monkeypatch.setattr(directories, "copy", slow)
+    database.store.add_run(RunRow("t", "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START))
+
+    async def scenario():
+        row = await save(checkpoints)
+        copying = asyncio.create_task(checkpoints.copy(row, "t", "me", None))
+        await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.wait_for(checkpoints.owned("me", RUN, "weights/a"), 30) == row
+        go.set()
+        copied = await copying
+        assert (await checkpoints.readable("me", tinker_path(copied)))[1].is_dir()
+
+    asyncio.run(scenario())
 
 
 def test_a_life_span_counts_from_when_it_is_set(checkpoints, clock):

@@ -250,6 +250,27 @@ def test_old_results_leave_memory_and_are_read_from_the_journal(tmp_path):
         assert answers == list(range(30))
 
 
+def test_a_result_that_was_told_leaves_memory(tmp_path):
+    with desk(tmp_path) as at:
+        made = [at.step(number) for number in range(2)]
+        for promise in made:
+            at.promises.finish(promise, metrics())
+        for _ in range(2):
+            assert at.answer(made[0]) == {"metrics": {"loss": 1.0}}
+        kept = [promise.result.payload for promise in made if promise.result is not None]
+        assert kept[0] is None
+        assert kept[1] is not None
+
+
+def test_promises_share_what_they_have_in_common(tmp_path):
+    with desk(tmp_path) as at:
+        at.sample(1), at.sample(2)
+    with desk(tmp_path) as at:  # where every text was read anew
+        one, other = at.promises
+        for name in ("owner", "scope", "media", "extra"):
+            assert getattr(one, name) is getattr(other, name)
+
+
 def test_a_result_larger_than_the_memory_is_read_from_the_journal(tmp_path):
     with desk(tmp_path, memory_bytes=3) as at:
         promise = at.step()
@@ -382,6 +403,23 @@ def facts(promise: Promise) -> Any:
     )
 
 
+def test_what_was_done_again_after_a_restart_has_its_later_result(tmp_path):
+    with desk(tmp_path) as at:
+        at.promises.fail(at.step(1), InvalidInputError("is wrong", field="x"))
+    with desk(tmp_path) as at:
+        (promise,) = at.promises
+        at.promises.reopen(promise)
+        assert not promise.finished.is_set()
+        assert at.promises.pending("me") == 1
+        at.promises.finish(promise, metrics(3.0), change=12)
+    with desk(tmp_path) as at:
+        (promise,) = at.promises
+        assert promise.result is not None
+        assert (promise.result.failed, promise.result.change) == (False, 12)
+        assert at.answer(promise)["metrics"] == {"loss": 3.0}
+        assert at.promises.pending("me") == 0
+
+
 def test_a_restart_gives_equal_promises_and_results(tmp_path):
     with desk(tmp_path) as at:
         made = [at.step(1), at.step(None, owner="other"), at.sample(BEYOND), at.step(2), at.step(3)]
@@ -448,9 +486,8 @@ def test_forgotten_promises_may_come_back_with_a_restart_until_their_segment_goe
             at.promises.finish(promise, metrics())
             at.promises.forget(promise)
         kept = made[-1]
-        while at.journal.compact(
-            lambda record: at.promises.knows(record.head["id"]), at.promises.moved
-        ):
+        needed = lambda record: at.promises.knows(record.head["id"])  # noqa: E731
+        while asyncio.run(at.journal.compact(needed, at.promises.moved)):
             pass
         assert at.promises.request_of(kept).seq_id == 9
     with desk(tmp_path) as at:
@@ -466,7 +503,7 @@ def test_results_and_requests_are_found_where_compaction_moved_them(tmp_path):
             at.promises.finish(promise, metrics(number))
         for _ in range(5):
             before = [facts(promise) for promise in made]
-            at.journal.compact(lambda _: True, at.promises.moved)
+            asyncio.run(at.journal.compact(lambda _: True, at.promises.moved))
             assert [facts(promise) for promise in made] != before
             assert [at.answer(promise)["metrics"]["loss"] for promise in made] == list(range(6))
             assert [at.promises.request_of(promise).seq_id for promise in made] == list(range(6))

@@ -309,9 +309,11 @@ def test_a_token_ends_with_the_key_it_was_made_for(tmp_path):
         token = ann.told("auth/token")["jwt"]
         with Api(running.url, token) as same:
             assert same.got("auth/apikey/me")["name"] == "ann"
-    file.write_text("bob: tml-key-of-bob\n")
-    with (
-        service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running,
-        Api(running.url, token) as ann,
-    ):
-        assert ann.get("auth/apikey/me").status_code == 401
+    for left in ("", "ann: tml-another-key-of-ann\n"):
+        file.write_text(f"{left}bob: tml-key-of-bob\n")
+        with (
+            service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running,
+            Api(running.url, token) as ann,
+        ):
+            assert ann.get("auth/apikey/me").status_code == 401
+            assert ann.post("auth/token", {}).status_code == 401

@@ -58,6 +58,10 @@ def body(number: int) -> Entry:
     return (REQUEST, {"id": str(number)}, bytes([number % 256]) * 50)
 
 
+def compact(journal: Journal, needed, moved) -> bool:
+    return asyncio.run(journal.compact(needed, moved))
+
+
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """No file can grow beyond `size` bytes; a write is cut short there, as on a disk that fills up."""
@@ -247,9 +251,7 @@ def test_compacting_keeps_what_is_needed_and_says_where_it_is_now(tmp_path):
             asked.append(record.head["id"])
             return bool(record.head["id"] == "1")
 
-        assert journal.compact(
-            needed, lambda record: moved.update({record.head["id"]: record.place})
-        )
+        assert compact(journal, needed, lambda each: moved.update({each.head["id"]: each.place}))
         assert set(asked) == in_oldest
         assert set(moved) == {"1"}
         assert moved["1"] != places["1"]
@@ -268,7 +270,7 @@ def test_a_request_moved_behind_its_result_is_still_met_first(tmp_path):
     with opened(tmp_path, segment_bytes=100) as (journal, _):
         journal.append(REQUEST, {"id": "a"}, b"." * 200)
         journal.append(RESULT, {"id": "a"}, b"")
-        assert not journal.compact(lambda _: True, lambda _: None)  # moved, and nothing gained
+        assert not compact(journal, lambda _: True, lambda _: None)  # moved, and nothing gained
         journal.append(RESULT, {"id": "b"}, b"")
     with opened(tmp_path) as (journal, records):
         assert [(record.kind, record.head["id"]) for record in records] == [
@@ -282,7 +284,7 @@ def test_a_request_moved_behind_its_result_is_still_met_first(tmp_path):
 def test_the_segment_that_is_written_to_is_never_compacted(tmp_path):
     with opened(tmp_path) as (journal, _):
         journal.append(*ENTRIES[0])
-        assert not journal.compact(lambda _: False, lambda _: None)
+        assert not compact(journal, lambda _: False, lambda _: None)
     assert found(tmp_path) == ENTRIES[:1]
 
 
@@ -291,7 +293,7 @@ def test_compacting_says_when_it_gains_nothing(tmp_path):
         for number in range(20):
             journal.append(*body(number))
         needed = lambda record: record.head["id"] != "9"  # noqa: E731
-        gains = [journal.compact(needed, lambda _: None) for _ in range(8)]
+        gains = [compact(journal, needed, lambda _: None) for _ in range(8)]
     assert gains == [False, False, True, False, False, False, False, False]
     assert found(tmp_path) == [body(number) for number in range(20) if number != 9]
 
@@ -302,11 +304,11 @@ def test_a_crash_between_moving_and_removing_leaves_each_record_once(tmp_path):
             journal.append(*body(number))
         oldest = min(tmp_path.iterdir())
         saved = oldest.read_bytes()
-        journal.compact(lambda _: True, lambda _: None)
+        compact(journal, lambda _: True, lambda _: None)
     oldest.write_bytes(saved)
     with opened(tmp_path, segment_bytes=300) as (journal, records):
         assert entries(journal, records) == [body(number) for number in range(8)]
-        journal.compact(lambda _: True, lambda _: None)
+        compact(journal, lambda _: True, lambda _: None)
     assert found(tmp_path, segment_bytes=300) == [body(number) for number in range(8)]
 
 
@@ -325,7 +327,7 @@ def test_what_was_moved_is_on_the_disk_before_the_old_copy_goes(tmp_path):
         asyncio.run(journal.flushed())
         synced.clear()
         places: list[Place] = []
-        journal.compact(lambda _: True, lambda record: places.append(record.place))
+        compact(journal, lambda _: True, lambda record: places.append(record.place))
         assert len({place.segment for place in places}) == 2  # they did not fit into one
         assert {file.stat().st_ino for file in tmp_path.iterdir()} <= synced
 
@@ -373,9 +375,9 @@ def test_a_disk_that_fills_up_while_compacting_loses_nothing(tmp_path):
             full_disk(last.stat().st_size + 100),
             pytest.raises(OSError, match="too large"),
         ):
-            journal.compact(lambda _: True, moved)
+            compact(journal, lambda _: True, moved)
         assert [journal.read(place) for place in places.values()] == [entry[2] for entry in many]
-        journal.compact(lambda _: True, moved)
+        compact(journal, lambda _: True, moved)
         assert [journal.read(place) for place in places.values()] == [entry[2] for entry in many]
     assert found(tmp_path) == many
 
@@ -440,6 +442,24 @@ def test_a_flush_that_is_under_way_does_not_count_for_what_comes_after(tmp_path)
         asyncio.run(overlap(journal))
 
 
+def test_what_was_flushed_is_known(tmp_path):
+    with opened(tmp_path, segment_bytes=20) as (journal, _):
+        first, second = (journal.append(REQUEST, {}, b"") for _ in range(2))
+        assert not journal.is_flushed(first)
+        asyncio.run(journal.flushed())
+        assert journal.is_flushed(first)
+        assert journal.is_flushed(second)
+        assert not journal.is_flushed(journal.append(*body(1)))
+
+
+def test_what_was_there_before_is_flushed_too(tmp_path):
+    written(tmp_path, *(body(number) for number in range(6)), segment_bytes=150)
+    synced: set[int] = set()
+    with opened(tmp_path, sync=lambda each: synced.add(os.fstat(each).st_ino)) as (journal, _):
+        asyncio.run(journal.flushed())
+    assert synced == {file.stat().st_ino for file in tmp_path.iterdir()}
+
+
 def test_every_segment_that_was_written_to_is_flushed(tmp_path):
     synced: set[int] = set()
 
@@ -491,21 +511,57 @@ def test_who_stops_waiting_does_not_disturb_the_others(tmp_path):
         asyncio.run(leave(journal))
 
 
-def test_nothing_is_compacted_under_a_flush(tmp_path):
+def test_a_segment_is_not_closed_under_a_flush(tmp_path):
     disk = SlowDisk()
 
-    async def compact(journal: Journal) -> None:
+    async def overlap(journal: Journal) -> None:
         for number in range(12):
             journal.append(*body(number))
         flushing = asyncio.create_task(journal.flushed())
         await asyncio.to_thread(disk.begun.acquire)
-        assert not journal.compact(lambda _: False, lambda _: None)
+        compacting = asyncio.create_task(journal.compact(lambda _: False, lambda _: None))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert oldest.exists()
         disk.go.set()
         await flushing
-        assert journal.compact(lambda _: False, lambda _: None)
+        assert await compacting
+        assert not oldest.exists()
 
     with opened(tmp_path, segment_bytes=300, sync=disk) as (journal, _):
-        asyncio.run(compact(journal))
+        oldest = min(tmp_path.iterdir())
+        asyncio.run(overlap(journal))
+
+
+def test_others_have_their_turns_while_a_segment_is_compacted(tmp_path):
+    large = 100 << 10
+    turns = 0
+
+    async def overlap(journal: Journal) -> None:
+        places = {str(n): journal.append(REQUEST, {"id": str(n)}, bytes(large)) for n in range(9)}
+
+        async def others() -> None:
+            nonlocal turns
+            while not compacting.done():
+                turns += 1
+                assert all(len(journal.read(place)) == large for place in places.values())
+                journal.append(RESULT, {"id": f"meanwhile {turns}"}, b"")
+                await asyncio.sleep(0)
+
+        compacting = asyncio.create_task(
+            journal.compact(
+                lambda record: record.head["id"] != "3",
+                lambda record: places.update({record.head["id"]: record.place}),
+            )
+        )
+        del places["3"]
+        await asyncio.gather(others(), compacting)
+
+    with opened(tmp_path, segment_bytes=large * 8) as (journal, _):
+        asyncio.run(overlap(journal))
+    assert turns > 5
+    kept = {entry[1]["id"] for entry in found(tmp_path)}
+    assert kept == {*map(str, range(9)), *(f"meanwhile {n + 1}" for n in range(turns))} - {"3"}
 
 
 def test_a_closed_journal_does_not_let_anybody_wait(tmp_path):

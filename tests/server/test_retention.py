@@ -3,40 +3,100 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 
-from .test_storage import housed, new_model, told
+import httpx
+
+from .test_storage import full, housed, new_model, told
 
 STEP = {"adam_params": {"learning_rate": 0.1}}
+
+
+async def drawn(client: httpx.AsyncClient, count: int) -> list[dict[str, str]]:
+    """As many samples that are done, and for which nobody has asked."""
+    session = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
+    body = {
+        "session_id": session["session_id"],
+        "sampling_session_seq_id": 0,
+        "base_model": "tinkex/tiny",
+    }
+    sampler = await told(client, "create_sampling_session", body)
+    promises = []
+    for number in range(count):
+        request = {
+            "sampling_session_id": sampler["sampling_session_id"],
+            "seq_id": number,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 1},
+        }
+        answer = await client.post("asample", json=request)
+        promises.append({"request_id": answer.json()["request_id"]})
+    return promises
+
+
+async def asked(client: httpx.AsyncClient, promises: list[dict[str, str]]) -> list[int]:
+    answers = [await client.post("retrieve_future", json=each) for each in promises]
+    return [answer.status_code for answer in answers]
 
 
 def test_of_many_results_those_go_that_were_told(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with housed(tmp_path, kept_results=5, told_retention=-1.0) as (made, client):
-            session = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
-            body = {
-                "session_id": session["session_id"],
-                "sampling_session_seq_id": 0,
-                "base_model": "tinkex/tiny",
-            }
-            sampler = await told(client, "create_sampling_session", body)
-            promises = []
-            for number in range(12):
-                request = {
-                    "sampling_session_id": sampler["sampling_session_id"],
-                    "seq_id": number,
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-                    "sampling_params": {"max_tokens": 1},
-                }
-                answer = await client.post("asample", json=request)
-                promises.append({"request_id": answer.json()["request_id"]})
-            for promise in promises[2:]:
-                await told(client, "retrieve_future", promise)
+            promises = await drawn(client, 12)
+            await asked(client, promises[2:])
             await made.keep_house()
             assert len(made.promises) == 5
-            answers = [await client.post("retrieve_future", json=each) for each in promises]
             # Of those that nobody has asked for none goes; of the others the newest stay.
-            assert [each.status_code for each in answers] == [200] * 2 + [410] * 7 + [200] * 3
+            assert await asked(client, promises) == [200] * 2 + [410] * 7 + [200] * 3
+
+    asyncio.run(scenario())
+
+
+def test_of_too_many_results_the_oldest_go_and_those_that_were_told_first(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with housed(tmp_path, max_results=5) as (made, client):
+            promises = await drawn(client, 12)
+            for promise in made.promises:
+                await promise.finished.wait()
+            await asked(client, promises[6:9])
+            await made.keep_house()
+            assert len(made.promises) == 5
+            assert await asked(client, promises) == [410] * 4 + [200] * 2 + [410] * 3 + [200] * 3
+
+    asyncio.run(scenario())
+
+
+def test_everything_is_dated_by_the_clock_of_the_service(tmp_path: Path) -> None:
+    then = datetime(2020, 2, 2, tzinfo=UTC)
+
+    async def scenario() -> None:
+        async with housed(tmp_path, now=lambda: then) as (made, client):
+            await asked(client, await drawn(client, 1))
+            model = await new_model(client)
+            await made.keep_house()
+            run = await made.database(made.database.store.run, model)
+            sample, created = made.promises
+            sampler = await made.samplers.get(sample.scope, "local")
+            assert run is not None
+            assert {run.created_at, run.last_request_at, sampler.created_at} == {then}
+            for moment in (sample.accepted_at, created.started_at, created.finished_at):
+                assert moment == then.timestamp()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_no_longer_listens_holds_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with housed(tmp_path, result_retention=-1.0) as (made, client):
+            promises = await drawn(client, 3)
+            await asked(client, promises)
+            sampler = made.promises.get(promises[0]["request_id"], "local").scope
+            feed = await made.samplers.feed(sampler, 0, "local")
+            assert len(feed.after(0)) == 3
+            await made.keep_house()
+            assert feed.after(0) == []
 
     asyncio.run(scenario())
 
@@ -49,5 +109,38 @@ def test_what_a_model_needs_stays_however_much_there_is(tmp_path: Path) -> None:
                 await told(client, "optim_step", {"model_id": model, "seq_id": number, **STEP})
             await made.keep_house()
             assert len(made.promises) == 6
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_is_asked_for_again_is_the_one_that_lives(tmp_path: Path) -> None:
+    """The first promise of it is forgotten; the model is not."""
+
+    async def scenario() -> None:
+        settings = {"kept_results": 0, "told_retention": -1.0, "snapshot_every": 0.0}
+        async with housed(tmp_path, **settings) as (made, client):
+            model_id = await new_model(client)
+            (model,) = made.models
+            number = 0
+            while model.snapshot is None:  # written beside the work
+                number += 1
+                await told(client, "optim_step", {"model_id": model_id, "seq_id": number, **STEP})
+            await made.keep_house()
+            assert made.promises.duplicate(model_id, 0) is None
+            changes = model.changes
+            session, _, seq = model_id.split(":")
+            body = {"session_id": session, "model_seq_id": int(seq), "base_model": "tinkex/tiny"}
+            with full(os.getpid()):
+                assert (await client.post("create_model", json=body)).status_code == 507
+            assert await told(client, "create_model", body) == {
+                "model_id": model_id,
+                "type": "create_model",
+            }
+            assert list(made.models) == [model]
+        async with housed(tmp_path) as (made, client):
+            (model,) = made.models
+            assert model.changes == changes
+            body = {"model_id": model_id, "seq_id": number + 1, **STEP}
+            assert "metrics" in await told(client, "optim_step", body)
 
     asyncio.run(scenario())

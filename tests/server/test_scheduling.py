@@ -53,17 +53,6 @@ def test_a_repeated_number_finds_the_first_request():
     assert not sequencer.knows(2)
 
 
-def test_a_number_that_may_have_been_refused_unread_is_not_waited_for_long():
-    sequencer: Sequencer[str] = Sequencer()
-    sequencer.offer(3, "third")
-    assert sequencer.wakes_at(10.0) == 10.0 + GAP_LIMIT
-    sequencer.doubt()
-    assert sequencer.wakes_at(11.0) == 10.0 + SETTLED_GAP_LIMIT
-    assert sequencer.take(10.0 + SETTLED_GAP_LIMIT) == "third"
-    sequencer.offer(5, "fifth")  # another gap is another matter
-    assert sequencer.wakes_at(20.0) == 20.0 + GAP_LIMIT
-
-
 def test_whose_turn_is_over_can_be_taken_out_of_line():
     sequencer: Sequencer[int] = Sequencer(next_seq=4)
     for number in (2, 6, 3, 4):
@@ -71,6 +60,21 @@ def test_whose_turn_is_over_can_be_taken_out_of_line():
     assert sequencer.drop_done() == [2, 3]
     assert drain(sequencer) == [4]
     assert sequencer.drop_done() == []
+
+
+def test_what_is_to_run_again_goes_before_all_others():
+    sequencer: Sequencer[int] = Sequencer(next_seq=4)
+    sequencer.run_again([2, 3])
+    assert sequencer.ready(0.0)
+    assert sequencer.goes_back
+    sequencer.offer(4, 4)
+    sequencer.offer(None, 9)
+    assert len(sequencer) == 4
+    assert drain(sequencer) == [2, 3, 4, 9]
+    assert not sequencer.goes_back
+    sequencer.run_again([2])
+    assert sequencer.drain() == [2]
+    assert len(sequencer) == 0
 
 
 def test_a_refused_number_is_not_waited_for():

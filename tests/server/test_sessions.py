@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from typing import Any
 
+import pytest
+
+from tinkex._wire.json_codec import from_object
+from tinkex.errors import GoneError
 from tinkex.server.sessions import Sessions
 from tinkex.server.store import Database, SessionRow, Store
+from tinkex.types import CreateSessionRequest, FinishSessionRequest
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+async def expired(sessions: Sessions) -> list[str]:
+    return [session_id async for session_id in sessions.expire()]
 
 
 def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
@@ -27,12 +37,12 @@ def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
     async def scenario() -> None:
         sessions = Sessions(database, expiry=100, monotonic=lambda: clock[0])
         await sessions.restore()
-        assert await sessions.expire() == []  # the time counts from the restart
+        assert await expired(sessions) == []  # the time counts from the restart
         clock[0] += 90
         await sessions.heartbeat("heard", "me")
         clock[0] += 20
-        assert await sessions.expire() == ["silent"]
-        assert await sessions.expire() == []
+        assert await expired(sessions) == ["silent"]
+        assert await expired(sessions) == []
 
     try:
         asyncio.run(scenario())
@@ -41,5 +51,72 @@ def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
         }
         assert found == {"heard": "active", "silent": "cancelled", "over": "client_finished"}
         assert [row.session_id for row in store.active_sessions()] == ["heard"]
+    finally:
+        database.close()
+
+
+def test_sessions_that_have_ended_are_not_kept_at_hand(tmp_path):
+    store = Store(f"sqlite:///{tmp_path}/tinkex.db")
+    store.open()
+    database = Database(store)
+    begin = CreateSessionRequest(tags=[], sdk_version="0")
+    finish = from_object({"reason": {"type": "success"}}, FinishSessionRequest)
+
+    async def scenario() -> None:
+        sessions = Sessions(database, expiry=100)
+        kept = await sessions.create("me", begin, None)
+        for number in range(5):
+            ended = await sessions.create("me", begin, f"{number}")
+            assert await sessions.finish(ended, "me", finish)
+            assert not await sessions.finish(ended, "me", finish)
+            with pytest.raises(GoneError):
+                await sessions.heartbeat(ended, "me")
+            assert await sessions.create("me", begin, f"{number}") == ended
+        assert len(sessions) == 1
+        await sessions.heartbeat(kept, "me")
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        database.close()
+
+
+class FullStore(Store):
+    """Has no room for the end of one session."""
+
+    full = True
+
+    def update_session(self, session_id: str, **changes: Any) -> bool:
+        if self.full and session_id == "second":
+            raise OSError(28, "No space left on device")
+        return super().update_session(session_id, **changes)
+
+
+def test_a_session_whose_end_cannot_be_written_has_not_ended(tmp_path):
+    clock = [1000.0]
+    store = FullStore(f"sqlite:///{tmp_path}/tinkex.db")
+    store.open()
+    for name in ("first", "second"):
+        row = SessionRow(name, "me", NOW, NOW, [], None, "0", "p", None, {"type": "active"})
+        store.add_session(row)
+    database = Database(store)
+    over = from_object({"reason": {"type": "success"}}, FinishSessionRequest)
+
+    async def scenario() -> None:
+        sessions = Sessions(database, expiry=100, monotonic=lambda: clock[0])
+        await sessions.restore()
+        with pytest.raises(OSError, match="No space"):
+            await sessions.finish("second", "me", over)
+        await sessions.check_active("second", "me")
+        clock[0] += 200
+        ending = sessions.expire()
+        assert await anext(ending) == "first"  # what belongs to it can go before the next one fails
+        with pytest.raises(OSError, match="No space"):
+            await anext(ending)
+        store.full = False
+        assert await sessions.finish("second", "me", over)
+
+    try:
+        asyncio.run(scenario())
     finally:
         database.close()

@@ -12,7 +12,9 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import pytest
 from tests.chaos.served import Served
 from tinkex.server.app import build_app
 from tinkex.server.service import Service, Settings
+from tinkex.server.snapshots import Snapshot, Snapshots
 from tinkex.testing import service
 
 from .api import Api, Model, datum
@@ -114,7 +117,7 @@ def test_a_service_without_room_refuses_and_goes_on_when_there_is_some(served):
             ):
                 refused = api.post(path, body)
                 assert refused.status_code == 507, (path, refused.text)
-                assert "nothing was changed" in refused.json()["detail"]
+                assert "Free some space" in refused.json()["detail"]
             # What needs no room still works.
             assert "metrics" in api.retrieve(done)
             assert api.got("healthz") == {"status": "ok"}
@@ -179,6 +182,81 @@ def test_what_was_used_is_counted_when_there_is_room_again(tmp_path):
             span = {"starting_on": str(now - day), "ending_before": str(now + day)}
             used = (await client.get("billing/usage/events", params=span)).json()["data"]
             assert [event["event_info"]["token_count"] for event in used] == [6]
+
+    asyncio.run(scenario())
+
+
+def test_housekeeping_gives_room_back_before_it_needs_some(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path, result_retention=-1.0) as (made, client):
+            model = await new_model(client)
+            body = {"model_id": model, "seq_id": 1, "forward_input": inputs()}
+            await told(client, "forward", body)
+            assert len(made.promises) == 2
+            with full(os.getpid()):
+                await made.keep_house()
+                assert len(made.promises) == 1
+
+    asyncio.run(scenario())
+
+
+def test_runs_can_be_listed_on_a_full_disk(tmp_path):
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
+    async def scenario() -> None:
+        async with housed(tmp_path, now=lambda: moment[0]) as (made, client):
+            model = await new_model(client)
+            with full(os.getpid()):
+                for path in ("training_runs", f"training_runs/{model}"):
+                    assert (await client.get(path)).status_code == 200
+            (each,) = made.models
+            asked = each.last_request_at
+            assert asked is not None
+            run = (await client.get(f"training_runs/{model}")).json()
+            assert datetime.fromisoformat(run["last_request_time"]) == asked
+            assert each.last_request_at is None
+
+    asyncio.run(scenario())
+
+
+def test_a_session_can_be_ended_once_there_is_room(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            session = (await new_model(client)).partition(":")[0]
+            finish = f"sessions/{session}/finish", {"reason": {"type": "success"}}
+            with full(os.getpid()):
+                assert (await client.post(finish[0], json=finish[1])).status_code == 507
+            assert made.models.count == 1
+            await told(client, *finish)
+            assert made.models.count == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_no_reason_to_refuse_a_report(tmp_path, caplog):
+    event = {"event": "SESSION_START", "event_id": "e", "event_session_index": 0}
+    event |= {"severity": "INFO", "timestamp": "2026-01-02T03:04:05Z"}
+    body = {"events": [event], "platform": "Linux", "sdk_version": "0", "session_id": "s"}
+
+    async def scenario() -> None:
+        async with housed(tmp_path) as (_, client):
+            with full(os.getpid()):
+                assert await told(client, "telemetry", body) == {"status": "accepted"}
+
+    asyncio.run(scenario())
+    assert "1 reported events are not kept" in caplog.text
+
+
+def test_a_service_whose_database_is_lost_ends_all_the_same(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, _):
+            made.usage.add("local", "s", "tinkex/tiny", "training", 3)
+            with sqlite3.connect(tmp_path / "tinkex.db") as other:
+                other.execute("DROP TABLE usage")
+            other.close()
+        assert made.database.store.is_open is False
+        made._lock.take()
+        made._lock.release()
 
     asyncio.run(scenario())
 
@@ -320,7 +398,7 @@ def request_of(segment: Path, model: Model, number: int) -> int:
     return content.rindex(b'{"id":', 0, at)
 
 
-@pytest.mark.parametrize("which", ["request", "newest request", "result"])
+@pytest.mark.parametrize("which", ["request", "newest request"])
 def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
     """A model is made again from all that changed it, or not at all."""
     place = Restarting(tmp_path)
@@ -334,9 +412,6 @@ def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
     (segment,) = (tmp_path / "journal").iterdir()
     content = bytearray(segment.read_bytes())
     begin = request_of(segment, model, 6 if which == "newest request" else 3)
-    if which == "result":
-        request_id = content[begin + 7 : begin + 39]
-        begin = content.index(b'{"id":"' + request_id, begin + 1)
     content[begin + 9] ^= 1
     segment.write_bytes(content)
     try:
@@ -349,6 +424,69 @@ def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
         assert Model(api, other.model_id, other.next_seq).logprobs() == expected
     finally:
         place.stop()
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (4,), (6,), (2, 3), (1, 4, 6)])
+def test_a_result_that_is_lost_between_others_is_had_again(tmp_path, lost):
+    """The end of the machine can take a result that was told, and leave later ones: its request is there."""
+    place = Restarting(tmp_path)
+    api = place.start()
+    model = api.model()
+    requests = [call for _ in range(3) for call in (model.forward_backward, model.optim_step)]
+    promises = [request() for request in requests]
+    promises.append(model.send("forward", forward_input=inputs()))
+    told = [api.retrieve(promise) for promise in promises]
+    place.stop()
+    lose_results(tmp_path / "journal", model, lost)
+    try:
+        for _ in range(2):  # what was done again has two results by then
+            api = place.start()
+            assert [api.retrieve(promise) for promise in promises] == told
+            model = Model(api, model.model_id, model.next_seq)
+            logprobs = model.logprobs()
+            assert logprobs == [told[-1]["loss_fn_outputs"][0]["logprobs"]["data"]]
+            assert api.got(f"training_runs/{model.model_id}")["corrupted"] is False
+            place.stop()
+    finally:
+        place.stop()
+
+
+def lose_results(journal: Path, model: Model, numbers: Sequence[int]) -> None:
+    (segment,) = journal.iterdir()
+    content = bytearray(segment.read_bytes())
+    for number in numbers:
+        begin = request_of(segment, model, number)
+        request_id = content[begin + 7 : begin + 39]
+        begin = content.index(b'{"id":"' + request_id, begin + 1)
+        content[begin + 9] ^= 1
+    segment.write_bytes(content)
+
+
+def test_no_snapshot_says_that_more_was_done_than_it_holds(tmp_path, monkeypatch):
+    """Of what is done again after a loss, some would then be lost to the next crash."""
+    place = Restarting(tmp_path)
+    model = place.start().model()
+    for _ in range(3):
+        model.step()
+    place.stop()
+    lose_results(tmp_path / "journal", model, (2, 4, 6))
+    committed: list[tuple[int, int]] = []
+    commit = Snapshots.commit
+
+    def noted(self: Snapshots, model_id: str, snapshot: Snapshot) -> None:
+        committed.append((snapshot.changes, snapshot.next_seq))
+        commit(self, model_id, snapshot)
+
+    monkeypatch.setattr(Snapshots, "commit", noted)
+
+    async def scenario() -> None:
+        async with housed(tmp_path, snapshot_every=0.0) as (made, client):
+            body = {"model_id": model.model_id, "forward_input": inputs()}
+            await told(client, "forward", body)
+            await asyncio.gather(*made.models._tasks)
+            assert committed == [(7, 7)]
+
+    asyncio.run(scenario())
 
 
 def inputs() -> dict[str, Any]:
@@ -373,6 +511,40 @@ def test_the_torn_end_of_a_journal_is_what_nobody_was_told_of(tmp_path):
         assert models[0].step() == models[1].step()
     finally:
         place.stop()
+
+
+def test_nothing_is_run_before_its_request_is_on_the_disk(tmp_path):
+    """Else the end of the machine could leave a change, and not what made it."""
+    begun, go = threading.Event(), threading.Event()
+
+    def sync(descriptor: int) -> None:
+        begun.set()
+        assert go.wait(30)
+        os.fsync(descriptor)
+
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            started: list[str] = []
+            call = made.engine.worker.call
+
+            async def noted(method: str, *args: Any, **options: Any) -> Any:
+                started.append(method)
+                return await call(method, *args, **options)
+
+            made.engine.worker.call = noted
+            made.journal._sync = sync
+            body = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            asked = asyncio.ensure_future(told(client, "optim_step", body))
+            assert await asyncio.to_thread(begun.wait, 30)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert started == []
+            go.set()
+            assert "metrics" in await asked
+            assert started == ["optim_step"]
+
+    asyncio.run(scenario())
 
 
 # -- giving back -------------------------------------------------------------------------------------
@@ -469,6 +641,84 @@ def test_a_session_that_ends_gives_back_what_it_took(tmp_path):
             assert on_disk(tmp_path / "samplers") == 0
             assert on_disk(tmp_path / "snapshots") == 0
             assert on_disk(tmp_path / "checkpoints") == kept
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_written_after_its_session_has_ended_goes_too(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path, snapshot_every=0.0) as (made, client):
+            model = await new_model(client)
+            session = model.partition(":")[0]
+            call = made.engine.worker.call
+
+            async def ends_first(method: str, *args: Any, **options: Any) -> Any:
+                result = await call(method, *args, **options)
+                if method == "snapshot":  # is still being written when the session ends
+                    shutil.copytree(args[1], tmp_path / "late")
+                    await told(
+                        client, f"sessions/{session}/finish", {"reason": {"type": "success"}}
+                    )
+                    shutil.copytree(tmp_path / "late", args[1])
+                return result
+
+            made.engine.worker.call = ends_first
+            await told(client, "optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+            await asyncio.gather(*made.models._tasks)
+            assert (tmp_path / "late").is_dir()
+            assert not list((tmp_path / "snapshots").iterdir())
+
+    asyncio.run(scenario())
+
+
+def test_snapshots_of_models_that_are_gone_are_cleared(place):
+    place.start()
+    place.stop()
+    left = place.data_dir / "snapshots" / "session:train:0" / "7"
+    left.mkdir(parents=True)
+    place.start()
+    assert not left.parent.exists()
+
+
+def test_a_run_whose_session_ends_while_the_engine_is_away_is_not_corrupted(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            session = model.partition(":")[0]
+            made.engine._alive.clear()  # it died …
+            body = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            answer = (await client.post("optim_step", json=body)).json()
+            await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
+            made.engine.life += 1  # … and is another one
+            made.engine._alive.set()
+            promise = {"request_id": answer["request_id"]}
+            failed = await told_failure(client, promise)
+            assert failed["category"] == "user"
+            assert "unloaded when its session ended" in failed["error"]
+            run = (await client.get(f"training_runs/{model}")).json()
+            assert run["corrupted"] is False
+
+    asyncio.run(scenario())
+
+
+async def told_failure(client: httpx.AsyncClient, promise: dict[str, str]) -> dict[str, str]:
+    answer = await client.post("retrieve_future", json=promise)
+    content: dict[str, str] = answer.json()
+    return content
+
+
+def test_a_copy_of_a_corrupted_run_is_not(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            saved = await told(
+                client, "save_weights", {"model_id": model, "seq_id": 1, "path": "a"}
+            )
+            update = made.database.store.update_run
+            await made.database(update, model, corrupted=True)
+            copied = await told(client, "copy_weights", {"source_path": saved["path"]})
+            copy = copied["tinker_path"].split("/")[2]
+            assert (await client.get(f"training_runs/{copy}")).json()["corrupted"] is False
 
     asyncio.run(scenario())
 

@@ -94,6 +94,22 @@ def test_a_handler_may_detach_itself_while_it_is_called():
     assert heard_by == ["once", "always", "always"]
 
 
+class Counter(bus.Collector):
+    kinds = (HttpRequestStop,)
+    counted = 0
+
+    def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
+        self.counted += len(events)
+
+
+def test_no_collector_gathers_without_end_because_another_counts_early():
+    with Counter() as patient, Counter() as eager:
+        for _ in range(5000):
+            bus.emit(STOP)
+            eager.flush()
+        assert (patient.counted, eager.counted) == (5000, 5000)
+
+
 def test_many_threads_attach_and_detach_while_events_are_emitted(heard):
     everything = heard()
     stop = threading.Event()

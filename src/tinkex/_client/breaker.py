@@ -1,10 +1,14 @@
-"""A circuit breaker: once too many requests in a row have failed, none is sent for a while.
+"""A circuit breaker: once too many requests in a row have failed, nothing new is begun for a while.
 
-| state       | requests                                      | becomes                                        |
-|-------------|-----------------------------------------------|------------------------------------------------|
-| `closed`    | are sent                                      | open, after `failure_threshold` failures in a row |
-| `open`      | are refused with `CircuitOpenError`           | half open, after `reset_timeout` seconds       |
-| `half_open` | `half_open_max_calls` are sent, others refused | closed by a success, open by a failure        |
+| state       | what is new                        | becomes                                             |
+|-------------|------------------------------------|-----------------------------------------------------|
+| `closed`    | is begun                           | open, after `failure_threshold` failures in a row   |
+| `open`      | is refused with `CircuitOpenError` | half open, after `reset_timeout` seconds            |
+| `half_open` | is begun, to find out              | open again, after `half_open_max_calls` such probes |
+
+Any success closes it. What has been begun is never refused, because it may have taken a number that the service waits
+for; it is tried again with a patience of its own. A probe that is never heard of again, or heard of late, needs no
+care: after `reset_timeout` seconds comes the next.
 
 Used on the runtime's loop only, so failures that come together are all counted without a lock.
 """
@@ -17,6 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError
 
+from .notices import logger
 from .retry import Clock
 
 __all__ = ["Circuit", "Circuits", "State"]
@@ -43,9 +48,8 @@ class Circuit:
 
     def reset(self) -> None:
         """Forget all failures."""
-        self._failures = 0
+        self._failures = self._probes = 0
         self._opened_at: float | None = None
-        self._probes = 0
 
     @property
     def state(self) -> State:
@@ -55,77 +59,61 @@ class Circuit:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until a request may be tried."""
+        """Seconds until something new may be tried."""
         if self._opened_at is None:
             return 0.0
         return max(0.0, self._opened_at + self._policy.reset_timeout - self._monotonic())
 
-    @property
-    def refuses(self) -> bool:
-        """Whether a request would be turned away now."""
-        if self.state == "half_open":
-            return self._probes >= self._policy.half_open_max_calls
-        return self.state == "open"
-
     def allow_request(self) -> bool:
-        """Whether a request may be sent; who is told so says later how it went."""
-        if self.refuses:
-            return False
-        self._probes += self.state == "half_open"
-        return True
+        """Whether something new may be begun; each asker who is told so counts."""
+        state = self.state
+        if state == "half_open":
+            self._probes += 1
+            if self._probes >= self._policy.half_open_max_calls:
+                self._open()
+        return state != "open"
 
     def record_success(self) -> None:
         self.reset()
 
     def record_failure(self) -> None:
         self._failures += 1
-        # One that was sent before the circuit opened says nothing new when it fails too.
-        if self.state == "half_open" or (
-            self.state == "closed" and self._failures >= self._policy.failure_threshold
-        ):
-            self._opened_at = self._monotonic()
-            self._probes = 0
+        # Once it is open, a failure says nothing new, whether a probe's or of a request that was sent before.
+        if self._opened_at is None and self._failures >= self._policy.failure_threshold:
+            self._open()
 
-    def check(self) -> None:
-        """Raise where a request would be turned away."""
-        if self.refuses:
+    def _open(self) -> None:
+        self._opened_at, self._probes = self._monotonic(), 0
+
+    def admit(self) -> None:
+        """Raise where nothing new may be begun."""
+        if not self.allow_request():
             raise CircuitOpenError(
                 message=f"The circuit breaker is open: {self._failures} {self.name} requests in a row "
                 f"failed. This one was not sent; the next may be in {self.retry_after:.0f} s.",
                 retry_after=self.retry_after,
             )
 
-    async def call(self, work: Coroutine[Any, Any, A], deadline: float | None = None) -> A:
-        """Do `work` if it may be done, and learn from it; running into the caller's own deadline is no lesson."""
-        try:
-            self.check()
-        except CircuitOpenError:
-            work.close()
-            raise
-        probing = self.state == "half_open"
-        self.allow_request()
-        learned = False
+    async def learn_from(self, work: Coroutine[Any, Any, A], deadline: float | None = None) -> A:
+        """Do `work` and take note of how it went; running into the caller's own deadline is no lesson."""
         try:
             answer = await work
-            self._learn(answer.status)
-            learned = True
-        except CircuitOpenError:  # of something that had to be done first
-            raise
         except APIConnectionError:
             if deadline is None or self._monotonic() < deadline:
-                self._learn(None)
-                learned = True
+                self.record_failure()
             raise
-        finally:
-            if probing and not learned:
-                self._probes = max(0, self._probes - 1)
-        return answer
-
-    def _learn(self, status: int | None) -> None:
-        if self._policy.is_failure(status):
+        if self._is_failure(answer.status):
             self.record_failure()
         else:
             self.record_success()
+        return answer
+
+    def _is_failure(self, status: int) -> bool:
+        try:
+            return self._policy.is_failure(status)
+        except Exception:  # the answer is worth more than what is thought of it
+            logger.exception("The circuit breaker's is_failure failed: %r", self._policy.is_failure)
+            return True
 
 
 class Circuits:

@@ -22,7 +22,6 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -111,9 +110,14 @@ def _fetch_files(
         found: dict[str, str] = rest.get_external_weights_urls(tinker_path).result().urls
         return found
 
-    for name in urls():
-        link = partial(lambda name: urls()[name], name)
-        fetch(link, target / _plain(name), progress, sleep=sleep)
+    def links(name: str, first: str) -> Iterator[str]:
+        yield first
+        while link := urls().get(name):
+            yield link
+        raise APIResponseValidationError(message=f"The service lists {name!r:.200} no longer.")
+
+    for name, url in urls().items():
+        fetch(links(name, url).__next__, target / _plain(name), progress, sleep=sleep)
 
 
 # -- fetching --------------------------------------------------------------------------------------
@@ -246,14 +250,16 @@ class _Transfer:
             part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("content-range", ""))
             start = -1 if part is None else int(part[1])
             total = self._total if part is None or part[2] == "*" else int(part[2])
-        if start != self.done or (start and total != self._total):
+        another = self._total is not None and total != self._total
+        if start == 0 or start != self.done or another:
             self._begin_anew()
         if start != self.done:
             raise _BrokenError("the server sent another part than was asked for")
         self._total = total
         tag = headers.get("etag", "")
         self._same = tag if tag.startswith('"') else headers.get("last-modified")
-        self._digests = _digests(headers)
+        # A part may come without the checksums of the whole.
+        self._digests = _digests(headers) or self._digests
 
     def _read(self, response: Any) -> bytes:
         try:
@@ -265,6 +271,7 @@ class _Transfer:
     def _begin_anew(self) -> None:
         self._file.seek(0)
         self._file.truncate()
+        self._digests = {}
 
     def check(self) -> None:
         """Compare the whole with the checksums that the server gave, if it did."""

@@ -192,6 +192,7 @@ class HTTPClient:
             extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
         row, deadline = _row(method, path), session.deadline(timeout)
         started, attempts = session.clock.monotonic(), 0
+        transport.admit(row.pool)
 
         async def once(attempt: int) -> RawResponse:
             nonlocal attempts

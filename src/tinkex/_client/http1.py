@@ -99,6 +99,17 @@ class HTTP1Client:
         finally:
             connection.close()
 
+    def drop_idle(self) -> None:
+        """Keep no connection, for when one has fallen silent.
+
+        A path that went dead while the machine slept took all of them with it. The next request shall not have
+        to find that out once more.
+        """
+        for origin in self._origins.values():
+            for kept in list(origin.idle):
+                kept.close()
+            origin.idle.clear()
+
     async def aclose(self) -> None:
         self._closed = True
         for connection in list(self._open):
@@ -127,12 +138,6 @@ class HTTP1Client:
             response = await connection.exchange(head, content)
         except BaseException:
             connection.close()  # also when cancelled: the answer may still come, for nobody
-            if connection.fell_silent:
-                # A path that went dead while the machine slept took all kept connections with it. The next
-                # request shall not have to find that out once more.
-                for kept in list(origin.idle):
-                    kept.close()
-                origin.idle.clear()
             raise
         if connection.reusable and len(origin.idle) < self._max_idle:
             origin.idle.append(connection)
@@ -218,11 +223,6 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self.reusable = False
         self.on_lost: Any = None
-
-    @property
-    def fell_silent(self) -> bool:
-        """Whether it had answered before and says nothing now, neither a word nor that it is closed."""
-        return self._exchanges > 1 and not self._heard and not self._closed
 
     async def exchange(self, head: bytes, content: bytes | None) -> HTTP1Response:
         self._begin(head, content)

@@ -6,11 +6,11 @@
 | 200 try_again, 408            | poll again; the queue state goes to the observers                   |
 | 200 complete_metadata         | wait for room for that many bytes, then fetch it                    |
 | 200 {error, category}         | RequestFailedError                                                  |
-| 409, 410                      | five times more, then ConflictError or GoneError                    |
+| 409, 410                      | five times more within 15 s, then ConflictError or GoneError        |
 | 5xx                           | poll again at once, or after `poll_backoff`                         |
 | 429, no answer                | poll again after 1, 2, 4 … 30 s                                     |
 | 402                           | poll again every 5 s for as long as the service allows              |
-| 400                           | three times more, then BadRequestError                              |
+| 400                           | three times more within 3 s, then BadRequestError                   |
 | other 4xx                     | the error it stands for                                             |
 """
 
@@ -77,7 +77,7 @@ _PAUSED_WAIT: Final = 1.0
 _DOUBTED: Final = {400: 3, 409: 5, 410: 5}
 #: A service that has not answered for so long is taken to be gone for good …
 UNREACHABLE_LIMIT: Final = 7200.0
-#: … if it was asked at least so often: a laptop that slept has not been asking.
+#: … if it was asked at least so often: a process that was stopped, or a machine that slept, has not been asking.
 _UNREACHABLE_POLLS: Final = 10
 
 
@@ -281,10 +281,13 @@ class Poll(Generic[R]):
         elif status == 402 and state.unpaid < self.transport.billing_window:
             state.unpaid += BILLING_WAIT
             await self._wait(BILLING_WAIT, error)
-        elif state.refusals < _DOUBTED.get(status, 0):
-            state.refusals += 1
         else:
-            raise error
+            doubts = state.refusals.get(status, 0)
+            if doubts >= _DOUBTED.get(status, 0):
+                raise error
+            state.refusals[status] = doubts + 1
+            if doubts:  # at once, then after 1, 2, 4 … s: what said it may need a while to be well
+                await self.transport.clock.sleep(backoff(doubts - 1))
 
     @property
     def _backoff(self) -> Any:
@@ -327,7 +330,7 @@ class _Progress:
     iteration: int = 0
     silences: int = 0
     busy: int = 0
-    refusals: int = 0
+    refusals: dict[int, int] = field(default_factory=dict)
     unpaid: float = 0.0
     reserved: bool = False
     last_error: TinkerError | None = None
@@ -340,8 +343,8 @@ class _Progress:
             self.busy = 0
         if status != 402:
             self.unpaid = 0.0
-        if status not in _DOUBTED:
-            self.refusals = 0
+        if self.refusals and status not in _DOUBTED:
+            self.refusals.clear()
 
 
 def _failure(error: TinkerError) -> type[FutureFailure]:

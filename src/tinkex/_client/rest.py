@@ -125,6 +125,7 @@ class AdminClient(_Sessionless, AdminClientAsync):
     async def _audit_log(self, request: GetAuditLogRequest) -> AuditLogResponse:
         await self._session.configured()
         transport, row = self._session.transport, operation("get_audit_log")
+        transport.admit(row.pool)
         response = await transport.send(row, request)
         if response.status >= 300:  # a long log lies elsewhere, under a signed address
             location = response.headers.get("location")
@@ -353,6 +354,7 @@ class RestClient(RestClientAsync, AdminClient):
             self._session.transport,
             operation("get_checkpoint_archive_url"),
         )
+        transport.admit(row.pool)
         for attempt in range(ARCHIVE_ATTEMPTS):
             try:
                 response = await transport.send(

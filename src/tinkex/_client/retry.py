@@ -18,7 +18,6 @@ from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
     BillingError,
-    CircuitOpenError,
     GoneError,
     InvalidInputError,
     TinkerError,
@@ -91,8 +90,6 @@ class HTTPRetryPolicy:
     def wait_before_retry(
         self, error: TinkerError, attempt: int, elapsed: float, chance: float
     ) -> float | None:
-        if _was_never_sent(error, attempt):
-            return None
         if isinstance(error, BillingError):
             return BILLING_WAIT if elapsed + BILLING_WAIT <= self.billing_window else None
         should = _should_retry(error)
@@ -105,11 +102,6 @@ class HTTPRetryPolicy:
         if should is None and elapsed < self.window:
             return min(_asked_wait(error) or 30.0, self.window - elapsed)
         return None
-
-
-def _was_never_sent(error: TinkerError, attempt: int) -> bool:
-    # What a circuit breaker is for: a new call fails at once. One that may have been done already goes on.
-    return attempt == 0 and isinstance(error, CircuitOpenError)
 
 
 def is_transient(error: TinkerError) -> bool:
@@ -180,7 +172,7 @@ class SampleRetryPolicy:
         self, error: TinkerError, attempt: int, elapsed: float, chance: float
     ) -> float | None:
         config = self.config
-        if not config.enable_retry_logic or _was_never_sent(error, attempt):
+        if not config.enable_retry_logic:
             return None
         if config.max_retries is not None and attempt >= config.max_retries:
             return None

@@ -109,17 +109,20 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; raises TimeoutError if it is not there within `timeout` seconds."""
+        self._wait_attentively(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; what `result` would raise, or None."""
+        self._wait_attentively(timeout)
+        return super().exception(timeout)
+
+    def _wait_attentively(self, timeout: float | None) -> None:
         self._check_waiting_helps(blocking=True)
         if timeout is None:
             with self._condition:
                 while not self.done():
                     self._condition.wait(_NOTICE)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; what `result` would raise, or None."""
-        self._check_waiting_helps(blocking=True)
-        return super().exception(timeout)
 
     def cancel(self) -> bool:
         if not super().cancel():

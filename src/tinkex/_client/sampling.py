@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, cast
 import orjson
 
 from tinkex._wire import json_codec
-from tinkex._wire.operations import operation
+from tinkex._wire.operations import Pool, operation
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
 from tinkex.config import Config
 from tinkex.errors import (
@@ -322,7 +322,9 @@ class SamplingClient(SamplingClientAsync):
     def __reduce__(self) -> tuple[Any, ...]:
         session = self._session
         return _revive, (
-            session.config,
+            session.config.replace(
+                recovery=None
+            ),  # of no use to a sampler; may hold what has no name
             session.session_id,
             self._sampling_session_id,
             self._retry_config,
@@ -366,12 +368,12 @@ class SamplingClient(SamplingClientAsync):
     ) -> SampleResponse:
         session = self._session
         await session.opened()
+        session.transport.admit(Pool.SAMPLING)
         flight = self._flight or self._take_off()
-
-        ticket = _Ticket()
+        unanswered = _Unanswered()
 
         async def once(_: int) -> SampleResponse:
-            return await self._attempt(fields, weight, deadline, flight, ticket)
+            return await self._attempt(fields, weight, deadline, flight, unanswered)
 
         def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
             limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
@@ -398,7 +400,7 @@ class SamplingClient(SamplingClientAsync):
         weight: int,
         deadline: float | None,
         flight: _Flight,
-        ticket: _Ticket,
+        unanswered: _Unanswered,
     ) -> SampleResponse:
         """Submit once and wait for the result.
 
@@ -410,13 +412,13 @@ class SamplingClient(SamplingClientAsync):
         if not flight.room.try_take(1):
             await flight.room.take(1)
         try:
-            if ticket.seq_id is None:
-                ticket.seq_id = next(self._seq_ids or await self._join())
-            seq_id = ticket.seq_id
+            if unanswered.seq_id is None:
+                unanswered.seq_id = next(self._seq_ids or await self._join())
+            seq_id = unanswered.seq_id
             if wants(HttpEvent) and (call := current_call()) is not None:
                 call.metadata = {**call.metadata, "seq_id": seq_id}
             promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
-            ticket.seq_id = None
+            unanswered.seq_id = None
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
             request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
@@ -578,7 +580,7 @@ async def open_sampling_session(
     return cast("str", created.sampling_session_id)
 
 
-class _Ticket:
+class _Unanswered:
     """The number of a sample that was sent and of which no promise is known."""
 
     __slots__ = ("seq_id",)
@@ -602,13 +604,12 @@ class _Flight:
         )
         self._watched = config.enable_stuck_detection
         self._look_every = min(_STUCK_CHECK, config.progress_timeout)
-        self._idle = 0.0
-        self._last_look = 0.0
+        self._last_progress = self._last_look = 0.0
         self._aboard: set[asyncio.Task[Any]] = set()
         self._check: asyncio.TimerHandle | None = None
 
     def progressed(self) -> None:
-        self._idle = 0.0
+        self._last_progress = self._clock.monotonic()
 
     def boarding(self) -> _Boarding:
         if self._watched and self._check is None:
@@ -625,9 +626,10 @@ class _Flight:
         self._check = None
         if not self._aboard:
             return
-        # Where the clock has leapt, the machine was asleep, and nothing could move.
-        self._idle += min(self._clock.monotonic() - self._last_look, 2 * self._look_every)
-        if self._idle > self.progress_timeout:
+        # Where the clock has leapt, the process was stopped or the machine paused, and nothing could move.
+        now = self._clock.monotonic()
+        self._last_progress += max(0.0, now - self._last_look - 2 * self._look_every)
+        if now - self._last_progress > self.progress_timeout:
             for task in list(self._aboard):
                 _stuck.add(task)
                 task.cancel()

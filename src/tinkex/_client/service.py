@@ -328,7 +328,11 @@ class ServiceClient(ServiceClientAsync):
             base_model or info.base_model, lora_config, user_metadata, chosen, deadline
         )
         load = client.load_state_with_optimizer if load_optimizer else client.load_state
-        await load(path, token)
+        try:
+            await load(path, token)
+        except BaseException:  # nobody else knows of the new model
+            client.unload_model()
+            raise
         return client
 
     def create_custom_loss(

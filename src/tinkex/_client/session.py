@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
-from tinkex._wire.operations import Operation, operation
+from tinkex._wire.operations import Operation, Pool, operation
 from tinkex.config import LOCAL, Config
 from tinkex.errors import (
+    APIConnectionError,
     APITimeoutError,
     ClientClosedError,
     DecodeError,
@@ -297,6 +298,7 @@ class Session:
 
     async def _configure(self) -> ClientConfigResponse:
         await self._locate()
+        self.transport.admit(Pool.SESSION)
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             flags: ClientConfigResponse = await self.transport.call(
@@ -328,6 +330,7 @@ class Session:
     async def _open(self) -> str:
         await self.configured()
         if self.session_id is None:
+            self.transport.admit(Pool.SESSION)
             created = await self.transport.call(
                 operation("create_session"),
                 CreateSessionRequest(
@@ -392,7 +395,7 @@ class Session:
                         error,
                     )
                 if self._gives_up(failures, silent):
-                    logger.warning("Session %s is given up; its heartbeat stops.", session_id)
+                    self._give_up(session_id, silent, error)
                     return
             else:
                 finished = failures = 0
@@ -401,6 +404,14 @@ class Session:
     def _gives_up(self, failures: int, silent: float) -> bool:
         most, longest = self.config.heartbeat_max_failures, self.config.heartbeat_max_silence
         return (most is not None and failures > most) or (longest is not None and silent > longest)
+
+    def _give_up(self, session_id: str, silent: float, last: TinkerError) -> None:
+        """Fail what is under way and what comes later: a session without a heartbeat may be gone any moment."""
+        told = f"Session {session_id} is given up after {silent:.0f} s without a heartbeat; make a new client."
+        logger.warning("%s", told)
+        error = APIConnectionError(message=told)
+        error.__cause__ = last
+        self._group.close(error)
 
     async def _refresh(self) -> None:
         """Keep the flags that may change while the session lives."""
@@ -441,8 +452,10 @@ class Session:
     ) -> Any:
         """An operation that is answered at once and needs no session."""
         await self.configured()
+        row = operation(name)
+        self.transport.admit(row.pool)
         return await self.transport.call(
-            operation(name), request, path=path, headers=headers, deadline=deadline
+            row, request, path=path, headers=headers, deadline=deadline
         )
 
     async def promise(
@@ -501,6 +514,7 @@ class Session:
         """Submit a queued operation and wait for its result."""
         await self.configured()
         row = operation(name)
+        self.transport.admit(row.pool)
         promised, seconds = await self.promise(row, request, deadline=deadline)
         return await self.outcome(row, promised, seconds, observers=observers, deadline=deadline)
 

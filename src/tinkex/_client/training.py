@@ -53,6 +53,7 @@ from ._async_twins import TrainingClientAsync
 from .budget import Lease
 from .checks import check_data, check_loss, check_name
 from .custom_loss import CustomLossFn
+from .notices import logger
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
@@ -113,7 +114,8 @@ class TrainingClient(TrainingClientAsync):
     def observe_steps(self, observer: Callable[[], object]) -> Callable[[], None]:
         """Call `observer()` after every call of `optim_step`; what is returned ends that.
 
-        What the observer calls has its turn right after the step, whether that is done or not.
+        What the observer calls has its turn right after the step, whether that is done or not. What it raises is
+        logged: the step is on its way, and its future must reach the caller.
         """
         self._after_step = (*self._after_step, observer)
 
@@ -220,8 +222,11 @@ class TrainingClient(TrainingClientAsync):
             timeout,
             report=_report_step,
         )
-        for tell in self._after_step:
-            tell()
+        for observer in self._after_step:
+            try:
+                observer()
+            except Exception:
+                logger.exception("An observer of steps failed: %r", observer)
         return stepped
 
     # -- weights -----------------------------------------------------------------------------
@@ -537,7 +542,7 @@ class TrainingClient(TrainingClientAsync):
     ) -> Any:
         async with turn:
             await self._session.opened()
-            self._check_time(deadline)
+            self._check_may_start(deadline)
             seq_id = turn.next_seq() if numbered else 0
             numbered_request = request(seq_id)
             if wants(Event):
@@ -613,7 +618,7 @@ class TrainingClient(TrainingClientAsync):
     ) -> list[tuple[Any, float]]:
         """Post all chunks of one pass; the first goes last, so that none is begun before all are there."""
         await self._session.opened()
-        self._check_time(deadline)
+        self._check_may_start(deadline)
         flags = self._session.flags
         chunks = list(
             chunking.split(
@@ -647,11 +652,11 @@ class TrainingClient(TrainingClientAsync):
             raise refused[0]
         return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
-    def _check_time(self, deadline: float | None) -> None:
+    def _check_may_start(self, deadline: float | None) -> None:
         """Give up before a number is taken: the service waits for whoever has one and does not come."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
             raise APITimeoutError(message="The operation's time was up before its turn came.")
-        self._session.transport.check_circuit(Pool.TRAINING)
+        self._session.transport.admit(Pool.TRAINING)
 
     async def _post_pass(
         self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None

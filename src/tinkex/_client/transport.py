@@ -61,6 +61,8 @@ R = TypeVar("R")
 _CONNECTIONS: Final = {Pool.SESSION: 16, Pool.TRAINING: 16, Pool.FUTURES: 400, Pool.TELEMETRY: 4}
 #: Exchanges under way per purpose over HTTP/2, where they share a connection.
 _STREAMS: Final = 1000
+#: What a circuit breaker may stop. Polls wait for what is under way, and telemetry is nobody's call.
+_BREAKABLE: Final = frozenset({Pool.SESSION, Pool.TRAINING, Pool.SAMPLING})
 
 
 class RawResponse(Protocol):
@@ -88,7 +90,7 @@ class Transport:
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # a client that was given to us, for its owner to close
         self._limits: dict[Pool, Budget] = {}
-        #: One circuit per pool, where the settings want any.
+        #: One circuit per pool of `_BREAKABLE`, where the settings want any.
         self.circuits = (
             None if config.circuit_breaker is None else Circuits(config.circuit_breaker, self.clock)
         )
@@ -213,14 +215,14 @@ class Transport:
     ) -> Coroutine[Any, Any, RawResponse]:
         """One request and its answer, whatever its status; raises only if there is no answer."""
         once = self._exchange(operation, url, headers, body, attempt, deadline, quiet)
-        if self.circuits is None:
+        if self.circuits is None or operation.pool not in _BREAKABLE:
             return once
-        return self.circuits.of(operation.pool.value).call(once, deadline)
+        return self.circuits.of(operation.pool.value).learn_from(once, deadline)
 
-    def check_circuit(self, pool: Pool) -> None:
-        """Raise if a request would be turned away unsent; for whoever is about to give out a number."""
-        if self.circuits is not None:
-            self.circuits.of(pool.value).check()
+    def admit(self, pool: Pool) -> None:
+        """Raise if the circuit breaker lets nothing new begin; asked once per call, before it takes a number."""
+        if self.circuits is not None and pool in _BREAKABLE:
+            self.circuits.of(pool.value).admit()
 
     async def _exchange(
         self,
@@ -256,6 +258,9 @@ class Transport:
             async with self.clock.timeout(timeout):
                 response = await self._perform(pool, operation.method, url, sent, body)
         except _foreign_errors() as error:
+            client = self._clients.get(pool)
+            if isinstance(error, TimeoutError) and isinstance(client, HTTP1Client):
+                client.drop_idle()
             raise _connection_error(error, operation.method, url, timeout) from error
         else:
             if watched is not None:

@@ -8,6 +8,10 @@ meanwhile. This is for the run that a service itself calls corrupted.
     >>> training = service.create_lora_training_client("tinkex/tiny")
     >>> with AutoCheckpoint(training, every_steps=50), RecoveryMonitor(RecoveryExecutor()) as monitor:
     ...     restored = monitor.monitor_run(training, service)
+    ...     try:
+    ...         train(training)
+    ...     except tinkex.RequestFailedError:
+    ...         train(restored.result().client)
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinkex._client.budget import Lease, slots
@@ -25,9 +26,10 @@ from .policy import CheckpointLike, RecoveryError, RecoveryPolicy, checkpoint_pa
 
 if TYPE_CHECKING:
     from tinkex._client.service import ServiceClient
+    from tinkex._client.session import Session
     from tinkex._client.training import TrainingClient
 
-__all__ = ["RecoveryExecutor", "Restored", "policy_for"]
+__all__ = ["RecoveryExecutor", "Restored", "policy_for", "submit_once"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,6 @@ class RecoveryExecutor:
         what the service has said of the run. Cancelling the future ends the work.
         """
         run_id = run if isinstance(run, str) else run.model_id
-        future: SampleFuture[Restored] = SampleFuture()
         session = service.holder
         job = _Job(
             run_id,
@@ -91,14 +92,10 @@ class RecoveryExecutor:
             last_checkpoint,
             known,
         )
-        if self._pending.setdefault(run_id, future) is not future:
+        future, begun = submit_once(self._pending, run_id, session, partial(self._recover, job))
+        if not begun:
             raise RecoveryError(run_id, "already_pending")
-        future.add_done_callback(lambda _: self._pending.pop(run_id, None))
-        try:
-            return session.submit(self._recover(job), future)
-        except BaseException:  # a closed client
-            future.cancel()
-            raise
+        return future
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -133,6 +130,25 @@ class RecoveryExecutor:
                 return restored
 
 
+def submit_once(
+    under_way: dict[str, APIFuture[Restored]],
+    run_id: str,
+    session: Session,
+    work: Callable[[], Coroutine[Any, Any, Restored]],
+) -> tuple[APIFuture[Restored], bool]:
+    """Do `work` for a run unless such work is under way; its future, and whether it was begun now."""
+    future: SampleFuture[Restored] = SampleFuture()
+    known = under_way.setdefault(run_id, future)
+    if known is not future:
+        return known, False
+    future.add_done_callback(lambda _: under_way.pop(run_id, None))
+    try:
+        return session.submit(work(), future), True
+    except BaseException:  # a closed client
+        future.cancel()
+        raise
+
+
 def policy_for(
     run_id: str, service: ServiceClient, policy: RecoveryPolicy | Mapping[str, Any] | None
 ) -> RecoveryPolicy:
@@ -145,7 +161,7 @@ def policy_for(
 
 async def _restore(job: _Job, attempt: int) -> Restored:
     job.tell(RecoveryStarted, attempt)
-    checkpoint, run = await _choose(job)
+    checkpoint, run = await _choose(job, attempt)
     job.tell(CheckpointSelected, attempt, checkpoint)
     service = job.service
     create = (
@@ -158,14 +174,17 @@ async def _restore(job: _Job, attempt: int) -> Restored:
     return Restored(job.run_id, client, checkpoint, attempt)
 
 
-async def _choose(job: _Job) -> tuple[str, TrainingRun | None]:
-    """The checkpoint to go on from, and the run as far as it is known."""
+async def _choose(job: _Job, attempt: int) -> tuple[str, TrainingRun | None]:
+    """The checkpoint to go on from, and the run as far as it is known.
+
+    What was known before is good for one attempt: its last checkpoint may have been deleted since.
+    """
     strategy = job.policy.checkpoint_strategy
     if strategy == "best":
         raise RecoveryError(job.run_id, "unsupported_strategy")
     given = job.last_checkpoint if strategy == "latest" else strategy
     run = job.run
-    if given is None and (run is None or run.last_checkpoint is None):
+    if given is None and (attempt > 1 or run is None or run.last_checkpoint is None):
         run = await job.service.create_rest_client().get_training_run(job.run_id)
     path = checkpoint_path(given or (None if run is None else run.last_checkpoint))
     if path is None:

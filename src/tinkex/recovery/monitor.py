@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tinkex._client.runtime import APIFuture, SampleFuture
+from tinkex._client.runtime import APIFuture
 from tinkex.errors import TinkerError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.events import RecoveryDetected, RecoveryPollError
 from tinkex.types import TrainingRun
 
-from .executor import RecoveryExecutor, Restored, policy_for
+from .executor import RecoveryExecutor, Restored, policy_for, submit_once
 from .policy import RecoveryPolicy, checkpoint_path, logger
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ __all__ = ["RecoveryMonitor"]
 
 
 class RecoveryMonitor:
-    """Watches runs and has `executor` restore those that are lost; leaving its `with` block ends the watching."""
+    """Watches runs and has `executor` restore those that are lost; leaving its `with` block ends both."""
 
     def __init__(self, executor: RecoveryExecutor) -> None:
         self._executor = executor
@@ -39,31 +40,23 @@ class RecoveryMonitor:
     ) -> APIFuture[Restored]:
         """Ask `service` every `poll_interval` seconds how a run is; the future tells how it was restored.
 
-        `run` is the run's training client or its id. Once it is found corrupted it is watched no longer; neither is
-        the one that goes on in its place. A run that is watched already gives the same future again.
+        `run` is the run's training client or its id. A run that is watched, or being restored, gives the same future
+        again; one that was restored is watched no longer, nor is the one that goes on in its place.
         """
         run_id = run if isinstance(run, str) else run.model_id
         chosen = policy_for(run_id, service, policy)
-        future: SampleFuture[Restored] = SampleFuture()
-        watched = self._watched.setdefault(run_id, future)
-        if watched is not future:
-            return watched
-        future.add_done_callback(lambda _: self._forget(run_id, future))
         told = {**service.holder.metadata, **(metadata or {})}
-        try:
-            return service.holder.submit(self._watch(run, service, chosen, told, future), future)
-        except BaseException:  # a closed client
-            future.cancel()
-            raise
+        work = partial(self._watch, run, service, chosen, told)
+        return submit_once(self._watched, run_id, service.holder, work)[0]
 
     def stop_monitoring(self, run_id: str) -> bool:
-        """Watch a run no longer; whether it was watched."""
+        """Watch a run no longer, nor restore it; whether it was watched."""
         watched = self._watched.get(run_id)
         return watched is not None and watched.cancel()
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The runs that are watched."""
+        """The runs that are watched or being restored."""
         return tuple(self._watched)
 
     def close(self) -> None:
@@ -81,17 +74,12 @@ class RecoveryMonitor:
     ) -> None:
         self.close()
 
-    def _forget(self, run_id: str, future: APIFuture[Restored]) -> None:
-        if self._watched.get(run_id) is future:
-            del self._watched[run_id]
-
     async def _watch(
         self,
         run: TrainingClient | str,
         service: ServiceClient,
         policy: RecoveryPolicy,
         metadata: Mapping[str, Any],
-        future: APIFuture[Restored],
     ) -> Restored:
         run_id = run if isinstance(run, str) else run.model_id
         found = await _corrupted(run_id, service, policy, metadata)
@@ -99,7 +87,6 @@ class RecoveryMonitor:
         if wants(RecoveryDetected):
             checkpoint = checkpoint_path(found.last_checkpoint)
             emit(RecoveryDetected(run_id, checkpoint, metadata=metadata))
-        self._forget(run_id, future)
         return await self._executor.recover(
             run, service, policy=policy, known=found, metadata=metadata
         )

@@ -28,7 +28,7 @@ from tinkex._version import __version__
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import decode_body
 from tinkex._wire.failures import response_from_error
-from tinkex._wire.operations import OPERATIONS, Body, Operation, Pool
+from tinkex._wire.operations import OPERATIONS, Body, Operation
 from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import (
     DecodeError,
@@ -41,7 +41,7 @@ from tinkex.errors import (
 from tinkex.types import CheckpointType, TelemetrySendRequest, telemetry_event
 
 from . import archives, imports, openapi, pages, reports
-from .disk import told
+from .disk import as_client_error
 from .leases import Leases
 from .metrics import Metrics
 from .ranges import asked_range
@@ -213,7 +213,7 @@ def _owner(service: Service, headers: Mapping[str, str]) -> str:
         and service.signer is not None
     ):
         return service.settings.keys.known(
-            service.signer.token_owner(token, service.settings.now())
+            *service.signer.token_owner(token, service.settings.now())
         )
     return service.settings.keys.owner(headers)
 
@@ -272,7 +272,7 @@ def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
 def _error_response(error: BaseException, name: str) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    error = told(error)
+    error = as_client_error(error)
     if not isinstance(error, TinkerError):
         logger.exception("%s failed", name, exc_info=error)
         error = InternalServerError(
@@ -291,8 +291,6 @@ def _note_refusal(
     model_id, seq_id = getattr(refused, "model_id", None), getattr(refused, "seq_id", None)
     if isinstance(model_id, str) and isinstance(seq_id, int):
         service.models.refuse(owner, model_id, seq_id)
-    elif status == 413 and row.pool is Pool.TRAINING:
-        service.models.refuse_unread(owner)
 
 
 def _peek(body: bytes, media: str) -> Any:
@@ -351,7 +349,8 @@ async def _archive(service: Service, request: Request) -> Response:
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
     tar = archives.Tar.of(directory, names)
     tag = f'"{tar.tag}"'
-    part = asked_range(request.headers, tar.size, tag)
+    asked_about = request.method == "HEAD"  # which knows no parts
+    part = None if asked_about else asked_range(request.headers, tar.size, tag)
     sent = range(tar.size) if part is None else part
     headers = {
         "accept-ranges": "bytes",
@@ -364,7 +363,7 @@ async def _archive(service: Service, request: Request) -> Response:
     if part is not None:
         headers["content-range"] = f"bytes {sent.start}-{sent.stop - 1}/{tar.size}"
     status = 200 if part is None else 206
-    if request.method == "HEAD":
+    if asked_about:
         return Response(None, status, headers, "application/x-tar")
     chunks = tar.chunks(sent.start, sent.stop)
     return StreamingResponse(chunks, status, headers, "application/x-tar")
@@ -386,7 +385,7 @@ async def _trace(service: Service, request: Request) -> Response:
         if not promise.scope.startswith(f"{session_id}:"):
             continue
         start = promise.started_at or promise.accepted_at
-        end = promise.result.at if promise.result is not None else time.time()
+        end = promise.result.at if promise.result is not None else service.promises.clock()
         events += [
             {
                 "name": name,

@@ -96,21 +96,22 @@ class Signer:
         if _seconds(now) >= int(expires):
             raise PermissionDeniedError("The link has expired; ask for a new one.")
 
-    def token(self, owner: str, expires_at: datetime) -> str:
-        """A JSON web token that stands for an owner's key until a moment."""
+    def token(self, owner: str, key: str, expires_at: datetime) -> str:
+        """A JSON web token that stands for an owner's key, which has a mark of its own, until a moment."""
         header = {"alg": "HS256", "typ": "JWT"}
         claims = {
             "iss": "tinkex",
             "sub": f"tml:user:{owner}",
             "org_id": "local",
             "owner": owner,
+            "key": key,
             "exp": _seconds(expires_at),
         }
         unsigned = f"{_base64(json.dumps(header).encode())}.{_base64(json.dumps(claims).encode())}"
         return f"{unsigned}.{self._token_signature(unsigned)}"
 
-    def token_owner(self, token: str, now: datetime) -> str:
-        """Whose token it is; one that was not made here, or is too old, is refused."""
+    def token_owner(self, token: str, now: datetime) -> tuple[str, str]:
+        """Whose token it is, and the mark of their key; one that was not made here, or is too old, is refused."""
         unsigned, _, signature = token.rpartition(".")
         if not hmac.compare_digest(self._token_signature(unsigned), signature):
             raise AuthenticationError("The token was not made by this service.")
@@ -118,7 +119,7 @@ class Signer:
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         if _seconds(now) >= claims["exp"]:
             raise AuthenticationError("The token has expired; ask for a new one.")
-        return str(claims["owner"])
+        return str(claims["owner"]), str(claims.get("key", ""))
 
     def _token_signature(self, unsigned: str) -> str:
         message = unsigned.encode("utf-8", "surrogatepass")
@@ -174,7 +175,7 @@ class _Content:
     def read(self, start: int, stop: int) -> Iterator[bytes]:
         with self.file.open("rb") as file:
             # A checkpoint that is saved anew gets new files: two halves make no whole.
-            if os.fstat(file.fileno()).st_ino != self.facts.st_ino:
+            if _identity(os.fstat(file.fileno())) != _identity(self.facts):
                 raise self._changed()
             file.seek(start)
             while start < stop and (chunk := file.read(min(stop - start, _CHUNK))):
@@ -185,6 +186,11 @@ class _Content:
 
     def _changed(self) -> InternalServerError:
         return InternalServerError(f"{self.file.name} changed while it was being sent.")
+
+
+def _identity(facts: os.stat_result) -> tuple[int, ...]:
+    # Numbers of files are given out again when those are deleted.
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 #: Two empty blocks; the padding to a whole record that follows them on tapes is left out.

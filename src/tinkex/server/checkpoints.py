@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -96,6 +97,11 @@ class Checkpoints:
         """The place of a new checkpoint, unless another request has taken its name."""
         archives.validate_name(name)
         there = await self._db(self._store.checkpoint, run_id, kind, name)
+        if there is not None and self.has_expired(there):
+            await self.delete(
+                there, "checkpoint_expired"
+            )  # else that comes when the new one is there
+            there = None
         again = there is not None and request_id is not None and there.request_id == request_id
         if there is not None and not (overwrite or again):
             hint = "; overwrite=True replaces it" if kind == "training" else ""
@@ -134,17 +140,30 @@ class Checkpoints:
         return row
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
-        """Take a checkpoint off the disk and off the list.
+        """Take a checkpoint off the disk and off the list, unless another has taken its place.
 
         Its directory loses its name first: what a crash leaves of it then is swept up, and a disk too full for a
         change of the list gets its room back.
         """
-        doomed = await self._db(_unname, self.place(row.run_id, row.kind, row.name))
+        doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
-            await self._db(self._store.delete_checkpoint, row.run_id, row.kind, row.name)
-            await self._note(row, event)
+            if await self._db(self._take_off, row, doomed):
+                await self._note(row, event)
         finally:
-            await self._db(shutil.rmtree, doomed, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
+
+    def _take_off(self, row: CheckpointRow, doomed: Path) -> bool:
+        """In one piece, so that nobody puts another checkpoint there in between."""
+        there = self._store.checkpoint(row.run_id, row.kind, row.name)
+        if (
+            there is None
+            or there.created_at != row.created_at
+            or there.expires_at != row.expires_at
+        ):
+            return False
+        with suppress(FileNotFoundError):  # a crash came between
+            self.place(row.run_id, row.kind, row.name).replace(doomed)
+        return self._store.delete_checkpoint(row.run_id, row.kind, row.name)
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         await self._db(self._store.update_checkpoint, row.run_id, row.kind, row.name, public=public)
@@ -165,7 +184,7 @@ class Checkpoints:
         check_ttl(ttl_seconds)
         target = await self.check_free(run_id, row.kind, row.name)
         source = self.place(row.run_id, row.kind, row.name)
-        await self._db(directories.copy, source, target)
+        await asyncio.to_thread(directories.copy, source, target)
         return await self.add(
             run_id,
             row.kind,
@@ -224,11 +243,3 @@ def checkpoint_of(row: CheckpointRow) -> Checkpoint:
 
 def _expiry(now: datetime, ttl_seconds: int | None) -> datetime | None:
     return None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds)
-
-
-def _unname(place: Path) -> Path:
-    """Make a directory disappear at once; where it is then, to be deleted at leisure."""
-    doomed = place.with_name(f".{uuid.uuid4().hex}")
-    with suppress(FileNotFoundError):  # a crash came between
-        place.replace(doomed)
-    return doomed

@@ -11,9 +11,11 @@ import asyncio
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from sys import intern
+from types import MappingProxyType
 from typing import Any, Final
 
 from tinkex._wire import json_codec, proto_codec
@@ -22,13 +24,15 @@ from tinkex._wire.operations import Operation, operation
 from tinkex.errors import GoneError, NotFoundError, RateLimitError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
-from .disk import told
+from .disk import as_client_error
 from .journal import Journal, Kind, Place, Record
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
 
 #: Results that are kept in memory; older ones are read from the journal.
 MEMORY_BYTES: Final = 128 << 20
+#: What most promises have as `extra`: one for each would be a sixth of a promise.
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -62,8 +66,9 @@ class Promise:
     media: str
     accepted_at: float
     place: Place
+    num_samples: int | None
+    extra: Mapping[str, Any]
     request: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
     started_at: float | None = None
     result: Result | None = None
     fetched_at: float | None = None
@@ -75,14 +80,24 @@ class Promise:
         return self.result is not None
 
     @property
+    def finished_at(self) -> float:
+        assert self.result is not None
+        return self.result.at
+
+    def told_before(self, moment: float) -> bool:
+        """Whether nobody has asked for the result since, and somebody had before."""
+        return self.fetched_at is not None and self.fetched_at <= moment
+
+    @property
     def key(self) -> Hashable | None:
         """What a repeated request has in common with the first."""
         return None if self.seq_id is None else (self.scope, self.seq_id)
 
     @property
     def sequence_ids(self) -> list[str] | None:
-        count = self.extra.get("num_samples")
-        return None if count is None else [f"{self.request_id}-{i}" for i in range(count)]
+        if self.num_samples is None:
+            return None
+        return [f"{self.request_id}-{i}" for i in range(self.num_samples)]
 
 
 @dataclass
@@ -103,6 +118,9 @@ class Feed:
             self.finished.popleft()
         return [promise for number, promise in self.finished if number > cursor]
 
+    def keep(self, wanted: Callable[[Promise], bool]) -> None:
+        self.finished = deque(each for each in self.finished if wanted(each[1]))
+
 
 _FINISHED: Final = asyncio.Event()
 _FINISHED.set()
@@ -121,7 +139,7 @@ class Promises:
     ) -> None:
         self._journal = journal
         self._max_pending = max_pending
-        self._clock = clock
+        self.clock = clock
         self._memory_bytes = memory_bytes
         self._promises: dict[str, Promise] = {}
         self._by_key: dict[Hashable, Promise] = {}
@@ -157,7 +175,7 @@ class Promises:
         """Write a request down; it is safe once the journal is flushed."""
         self.check_room(owner)
         request_id = uuid.uuid4().hex
-        now = self._clock()
+        now = self.clock()
         head = {
             "id": request_id,
             "op": row.name,
@@ -179,8 +197,10 @@ class Promises:
         """The promise that was given for the same number before."""
         return None if seq_id is None else self._by_key.get((scope, seq_id))
 
-    async def flushed(self) -> None:
-        await self._journal.flushed()
+    async def flushed(self, promise: Promise | None = None) -> None:
+        """Wait until a request is on the disk, or all that were accepted so far."""
+        if promise is None or not self._journal.is_flushed(promise.place):
+            await self._journal.flushed()
 
     async def settled(self) -> None:
         """Wait until every result so far is on the disk, those too for which there was no room before."""
@@ -231,7 +251,8 @@ class Promises:
             self._keep(promise, json_codec.encode(value), change=change)
 
     def fail(self, promise: Promise, error: BaseException) -> None:
-        self._keep(promise, json_codec.encode(failure_body(told(error))), failed=True)
+        body = failure_body(as_client_error(error))
+        self._keep(promise, json_codec.encode(body), failed=True)
 
     def _keep(
         self,
@@ -245,7 +266,7 @@ class Promises:
         if promise.done:  # cancelled meanwhile
             return
         nowhere = Place(-1, 0, len(payload))
-        self._set(promise, Result(failed, binary, nowhere, payload, self._clock(), change))
+        self._set(promise, Result(failed, binary, nowhere, payload, self.clock(), change))
         self._unwritten.append(promise)
         with suppress(OSError):  # a full disk: the answer is in memory until there is room
             self._write_results()
@@ -279,18 +300,22 @@ class Promises:
         promise.request = None
         promise.on_cancel = None
         promise.finished.set()
-        promise.finished = (
-            _FINISHED  # those who wait have the other; one for each would be most of a promise
-        )
+        # Those who wait have the other; one for each would be most of a promise.
+        promise.finished = _FINISHED
         self._pending_of[promise.owner] -= 1
         if not self._pending_of[promise.owner]:
             del self._pending_of[promise.owner]
 
     def _evict(self) -> None:
         while self._bytes_in_memory > self._memory_bytes:
-            _, promise = self._in_memory.popitem(last=False)
+            self._put_away(next(iter(self._in_memory.values())))
+
+    def _put_away(self, promise: Promise) -> None:
+        """From now on a result that is written is read from the journal."""
+        if self._in_memory.pop(promise.request_id, None) is not None:
             assert promise.result is not None
-            self._bytes_in_memory -= len(promise.result.payload or b"")
+            assert promise.result.payload is not None
+            self._bytes_in_memory -= len(promise.result.payload)
             promise.result.payload = None
 
     # -- asking ------------------------------------------------------------------------------
@@ -307,11 +332,13 @@ class Promises:
 
     def payload(self, promise: Promise) -> bytes:
         """The result as it is told to somebody."""
-        promise.fetched_at = self._clock()
+        promise.fetched_at = self.clock()
         assert promise.result is not None
-        if promise.result.payload is not None:
-            return promise.result.payload
-        return self._journal.read(promise.result.place)
+        payload = promise.result.payload
+        if payload is None:
+            return self._journal.read(promise.result.place)
+        self._put_away(promise)  # few ask twice
+        return payload
 
     # -- restart and retention ---------------------------------------------------------------
 
@@ -324,7 +351,8 @@ class Promises:
         head = record.head
         if promise is None and "scope" in head:
             self.lost[head["scope"]] = max(head["change"], self.lost.get(head["scope"], 0))
-        if promise is not None and not promise.done:
+        if promise is not None:
+            self.reopen(promise)  # what was done again has two, and the later counts
             self._set(
                 promise,
                 Result(
@@ -337,6 +365,13 @@ class Promises:
                 ),
             )
         return promise
+
+    def reopen(self, promise: Promise) -> None:
+        """Take a result of before a restart back: it is worth nothing without another that was lost."""
+        if promise.done:
+            promise.result = None
+            promise.finished = asyncio.Event()
+            self._pending_of[promise.owner] = self._pending_of.get(promise.owner, 0) + 1
 
     def moved(self, record: Record) -> None:
         """A record was written anew elsewhere."""
@@ -357,22 +392,23 @@ class Promises:
         self._promises.pop(promise.request_id, None)
         if promise.key is not None and self._by_key.get(promise.key) is promise:
             del self._by_key[promise.key]
-        if self._in_memory.pop(promise.request_id, None) is not None:
-            assert promise.result is not None
-            self._bytes_in_memory -= len(promise.result.payload or b"")
+        self._put_away(promise)
 
 
 def _promise(head: dict[str, Any], place: Place, request: Any) -> Promise:
     seq = head["seq"]
+    extra = dict(head["extra"])
+    num_samples = extra.pop("num_samples", None)
     return Promise(
         request_id=head["id"],
         operation=operation(head["op"]),
-        owner=head["owner"],
-        scope=head["scope"],
+        owner=intern(head["owner"]),
+        scope=intern(head["scope"]),
         seq_id=None if seq is None else int(seq),
-        media=head["media"],
+        media=intern(head["media"]),
         accepted_at=head["at"],
         place=place,
         request=request,
-        extra=head["extra"],
+        num_samples=num_samples,
+        extra=extra or _NOTHING,
     )

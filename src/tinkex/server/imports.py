@@ -33,7 +33,7 @@ from tinkex.types import (
 )
 
 from . import archives
-from .checkpoints import checkpoint_of, now_utc
+from .checkpoints import checkpoint_of
 from .service import Service
 from .store import RunRow
 
@@ -195,7 +195,7 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     session_id = await service.sessions.create(
         owner, CreateSessionRequest(tags=["import"], sdk_version=""), None
     )
-    now, run_id = now_utc(), f"{session_id}:train:0"
+    now, run_id = service.settings.now(), f"{session_id}:train:0"
     lora = asdict(manifest.spec)
     run = RunRow(run_id, session_id, owner, asked.base_model, lora, None, now, now)
     await service.database(service.database.store.add_run, run)

@@ -32,6 +32,8 @@ _MAGIC: Final = b"tinkexj1"
 #: Checksum of all that follows, kind, number, length of the head, length of the body.
 _HEADER: Final = struct.Struct("<IBQII")
 SEGMENT_BYTES: Final = 64 << 20
+#: How much of a segment is compacted before others have their turn: a millisecond's work.
+_SLICE_BYTES: Final = 64 << 10
 
 
 class Kind(IntEnum):
@@ -93,6 +95,7 @@ class Journal:
         self._sync = sync
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
+        self._end = self._flushed = (-1, 0)  # positions: a segment, and how much of it
         self._flush = _Flush()
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-journal")
@@ -154,10 +157,11 @@ class Journal:
             if excess and segment.number == last and segment.size:
                 os.ftruncate(segment.descriptor, segment.size)
                 excess = 0
-            if (
-                lost := segment.damaged + excess
-            ):  # more than the end of a crash: left for a person to look at
+            lost = segment.damaged + excess
+            if lost:  # more than the end of a crash: left for a person to look at
                 logger.error("%s is damaged: %d bytes cannot be read.", segment.path, lost)
+        # Of what another process wrote nobody knows whether it is on the disk.
+        self._flush.descriptors.update(each.descriptor for each in self._segments.values())
         if last < 0 or not 0 < self._segments[last].size <= self._segment_bytes:
             self._roll()
 
@@ -200,8 +204,13 @@ class Journal:
             raise
         place = Place(segment.number, segment.size + len(parts[0]), len(body))
         segment.size = place.offset + place.length
+        self._end = segment.number, segment.size
         self._flush.descriptors.add(segment.descriptor)
         return place
+
+    def is_flushed(self, place: Place) -> bool:
+        """Whether the record whose body lies there is known to be on the disk."""
+        return (place.segment, place.offset + place.length) <= self._flushed
 
     async def flushed(self) -> None:
         """Wait until everything appended so far is on the disk."""
@@ -217,12 +226,15 @@ class Journal:
         try:
             while self._flush.waiting:
                 flush, self._flush = self._flush, _Flush()
+                end = self._end
                 error: Exception | None = None
                 try:
                     await loop.run_in_executor(self._thread, self._sync_all, flush.descriptors)
                 except Exception as failure:  # whatever it is, nobody shall wait for ever
                     error = failure
                     self._flush.descriptors |= flush.descriptors
+                else:
+                    self._flushed = end
                 for waiting in flush.waiting:
                     if waiting.done():
                         continue
@@ -244,17 +256,23 @@ class Journal:
     def size(self) -> int:
         return sum(segment.size for segment in self._segments.values())
 
-    def compact(self, needed: Callable[[Record], bool], moved: Callable[[Record], None]) -> bool:
+    async def compact(
+        self, needed: Callable[[Record], bool], moved: Callable[[Record], None]
+    ) -> bool:
         """Let the oldest full segment go; records that are `needed` are written anew and reported as `moved`.
 
-        Whether that has gained anything.
+        Whether that has gained anything. Others read and write meanwhile.
         """
         oldest = min(self._segments)
-        if oldest == max(self._segments) or self._flushing is not None:
+        if oldest == max(self._segments):
             return False
         segment = self._segments[oldest]
         gained = False
-        for record in self._scan(segment):
+        paused_at = 0
+        for record in self._scan(replace(segment)):
+            if record.place.offset - paused_at > _SLICE_BYTES:
+                paused_at = record.place.offset
+                await asyncio.sleep(0)
             if needed(record):
                 body = self.read(record.place)
                 moved(
@@ -264,8 +282,7 @@ class Journal:
                 )
             else:
                 gained = True
-        self._flush.descriptors.discard(segment.descriptor)
-        self._sync_all(self._flush.descriptors)
+        await self.flushed()
         del self._segments[oldest]
         os.close(segment.descriptor)
         segment.path.unlink()

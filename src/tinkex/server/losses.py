@@ -60,14 +60,14 @@ class Losses:
         task.add_done_callback(self._tasks.discard)
 
     async def _create(self, promise: Promise) -> None:
-        request: CreateCustomLossRequest = self._promises.request_of(promise)
-        loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        graph: dict[str, Any] = {
-            "name": request.name,
-            "inputs": [(item.name, item.rank) for item in request.inputs],
-            "nodes": [node.model_dump() for node in request.graph.nodes],
-        }
         try:
+            request: CreateCustomLossRequest = self._promises.request_of(promise)
+            loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
+            graph: dict[str, Any] = {
+                "name": request.name,
+                "inputs": [(item.name, item.rank) for item in request.inputs],
+                "nodes": [node.model_dump() for node in request.graph.nodes],
+            }
             await self._engine.persist(
                 lambda: self._engine.worker.call_now("check_traced", TracedGraph(**graph))
             )

@@ -78,7 +78,7 @@ class Metrics:
         name = promise.operation.name
         self._work.labels(name).observe(max(0.0, promise.result.at - started))
         self._waiting.labels(name).observe(max(0.0, started - promise.accepted_at))
-        if promise.sequence_ids is not None:
+        if promise.num_samples is not None:
             self._batch.observe(self._service.samplers.under_way)
 
     def text(self) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -50,7 +49,7 @@ from tinkex.types import (
 )
 
 from . import archives
-from .checkpoints import Checkpoints, now_utc, tinker_path
+from .checkpoints import Checkpoints, tinker_path
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
@@ -61,7 +60,7 @@ from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
 from .usage import Usage
 
-__all__ = ["Model", "ModelWork", "change_of", "changes_model"]
+__all__ = ["Model", "ModelWork", "answer_to", "change_of", "changes_model"]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -102,6 +101,12 @@ class Model:
             "Go on from its last checkpoint."
         )
 
+    def check(self) -> None:
+        """Refuse what is asked of a model that can do nothing any more."""
+        if self.failure is not None:
+            whose = RequestErrorCategory.Server if self.corrupted else RequestErrorCategory.User
+            raise RequestFailedError(self.failure, category=whose)
+
 
 class ModelWork:
     """Does what is asked of models, one request at a time for each."""
@@ -116,6 +121,7 @@ class ModelWork:
         usage: Usage,
         losses: Losses,
         snapshots: Snapshots,
+        now: Callable[[], datetime],
     ) -> None:
         self._db, self._store = database, database.store
         self._checkpoints = checkpoints
@@ -125,7 +131,8 @@ class ModelWork:
         self._usage = usage
         self._losses = losses
         self._snapshots = snapshots
-        self._began = time.time()
+        self._now = now
+        self._began = now().timestamp()
         self._operations: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
             "create_model": self._create_model,
             "load_weights": self._load_weights,
@@ -183,8 +190,7 @@ class ModelWork:
         place = self._snapshots.place(model.model_id, changes)
         try:
             await self._call("snapshot", model.model_id, place)
-            if model.failure is not None:
-                return
+            model.check()
             # Else a request that the snapshot holds could seem not to be done yet, and be done twice.
             await self._promises.settled()
             async with model.kept:
@@ -194,15 +200,19 @@ class ModelWork:
                 covered = [each for each in model.history if change_of(each) <= changes]
                 model.history = [each for each in model.history if change_of(each) > changes]
         except Exception as error:  # the journal still has everything
-            if model.failure is None:  # else the model is gone, and its directory with it
+            if model.failure is None:
                 logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
             return
         finally:
             model.saving = False
+            if model.failure is not None and not model.corrupted:
+                # It was unloaded meanwhile, and its directory may have been written anew since.
+                await self._db(self._snapshots.forget, model.model_id)
         await self._drop_loaded(model, covered)
 
     async def _bring_back(self, model: Model) -> None:
         """Make the engine know a model that it has forgotten."""
+        model.check()
         life = self._engine.life
         if model.life == life:
             return
@@ -216,11 +226,11 @@ class ModelWork:
             # An engine that knows nothing of a model it was just told of is another one.
             if isinstance(error, NotFoundError) and self._engine.life != life:
                 raise
+            model.check()  # it was unloaded meanwhile, and what made it is gone as it should be
             logger.warning("%s is corrupted: %s", model.model_id, error)
             model.give_up(str(error))
             await self._db(self._store.update_run, model.model_id, corrupted=True)
-            assert model.failure is not None
-            raise RequestFailedError(model.failure, category=RequestErrorCategory.Server) from error
+            model.check()
         model.life = life
 
     async def _make_again(self, model: Model) -> None:
@@ -250,22 +260,22 @@ class ModelWork:
         for promise in promises:
             if promise.operation.name == "load_weights":
                 kept = self._loaded(model, promise)
-                await self._db(shutil.rmtree, kept, ignore_errors=True)
+                await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
     # -- what requests do ----------------------------------------------------------------------
 
     async def _create_model(
         self, model: Model, request: CreateModelRequest, promise: Promise
-    ) -> CreateModelResponse:
+    ) -> CreateModelResponse | LoadWeightsResponse:
         model.lora = lora_spec(request.lora_config, promise.extra["seed"])
         await self._engine.model(model.base_model, "base_model")
         await self._call("create_model", model.model_id, model.base_model, model.lora)
         await self._add_run(model, request.user_metadata)
-        return CreateModelResponse(model_id=model.model_id)
+        return answer_to(request, model.model_id)
 
     async def _load_weights(
         self, model: Model, request: LoadWeightsRequest, promise: Promise
-    ) -> LoadWeightsResponse:
+    ) -> CreateModelResponse | LoadWeightsResponse:
         # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
         kept = self._loaded(model, promise)
         if not kept.is_dir():
@@ -283,14 +293,14 @@ class ModelWork:
                     f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
                     field="path",
                 )
-            await self._db(directories.copy, directory, kept)
+            await asyncio.to_thread(directories.copy, directory, kept)
             model.lora = loaded
         await self._engine.model(model.base_model, "path")
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
         )
         await self._add_run(model, request.user_metadata)
-        return LoadWeightsResponse(path=request.path, model_id=model.model_id)
+        return answer_to(request, model.model_id)
 
     async def _forward(
         self, model: Model, request: ForwardBackwardRequest | ForwardRequest, promise: Promise
@@ -407,9 +417,9 @@ class ModelWork:
         try:
             await self._call("save_state", model.model_id, scratch, optimizer=False)
             recipients = request.age_encryption_recipients or ()
-            size = await self._db(archives.export, scratch, place, recipients)
+            size = await asyncio.to_thread(archives.export, scratch, place, recipients)
         finally:
-            await self._db(shutil.rmtree, scratch, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         row = await self._checkpoints.add(
             model.model_id,
             "external",
@@ -436,7 +446,7 @@ class ModelWork:
 
     async def _add_run(self, model: Model, user_metadata: dict[str, Any] | None) -> None:
         assert model.lora is not None
-        now = now_utc()
+        now = self._now()
         await self._db(
             self._store.add_run,
             RunRow(
@@ -450,6 +460,15 @@ class ModelWork:
                 now,
             ),
         )
+
+
+def answer_to(
+    request: CreateModelRequest | LoadWeightsRequest, model_id: str
+) -> CreateModelResponse | LoadWeightsResponse:
+    """What is said to whoever asked for a model, now that it is there."""
+    if isinstance(request, CreateModelRequest):
+        return CreateModelResponse(model_id=model_id)
+    return LoadWeightsResponse(path=request.path, model_id=model_id)
 
 
 def change_of(promise: Promise) -> int:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from datetime import datetime
 from typing import Any, Final
 
 from tinkex._wire.operations import Operation
@@ -20,11 +21,10 @@ from tinkex.errors import (
 )
 from tinkex.types import CreateModelRequest, ForwardRequest, LoadWeightsRequest
 
-from .checkpoints import now_utc
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
-from .model_work import Model, ModelWork, change_of, changes_model
+from .model_work import Model, ModelWork, answer_to, change_of, changes_model
 from .scheduling import Candidate, choose
 from .sessions import Sessions
 from .snapshots import Snapshots
@@ -53,6 +53,7 @@ class Models:
         *,
         snapshots: Snapshots,
         snapshot_every: float,
+        now: Callable[[], datetime],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
@@ -62,6 +63,7 @@ class Models:
         self._work = work
         self._snapshots = snapshots
         self._snapshot_every = snapshot_every
+        self._now = now
         self._clock = clock
         self._models: dict[str, Model] = {}
         self._waiting: set[Model] = set()
@@ -84,10 +86,11 @@ class Models:
         assert request.session_id is not None
         await self._sessions.check_active(request.session_id, owner)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
-        known = self._promises.duplicate(model_id, 0)
+        known = self._made_before(row, model_id, request, body)
         if known is None:
             base_model = await self._work.base_model(owner, request)
-            known = self._promises.duplicate(model_id, 0)  # another may have come meanwhile
+            # Another may have come meanwhile.
+            known = self._made_before(row, model_id, request, body)
             if known is None:
                 model = self._models[model_id] = Model(
                     model_id, request.session_id, owner, base_model
@@ -100,6 +103,27 @@ class Models:
                     raise
         await self._promises.flushed()
         return known
+
+    def _made_before(
+        self,
+        row: Operation[Any],
+        model_id: str,
+        request: CreateModelRequest | LoadWeightsRequest,
+        body: bytes,
+    ) -> Promise | None:
+        """The promise of a model that is there; it lives longer than the first one may be kept."""
+        known = self._promises.duplicate(model_id, 0)
+        model = self._models.get(model_id)
+        if known is not None or model is None:
+            return known
+        promise = self._promises.accept(row, model.owner, model_id, 0, request, body, "json")
+        try:
+            model.check()
+        except RequestFailedError as error:
+            self._promises.fail(promise, error)
+        else:
+            self._promises.finish(promise, answer_to(request, model_id))
+        return promise
 
     async def submit(
         self,
@@ -138,13 +162,6 @@ class Models:
             model.line.refuse(seq_id)
             self._schedule()
 
-    def refuse_unread(self, owner: str) -> None:
-        """A request was turned away before it could be seen which one it was."""
-        for model in self._models.values():
-            if model.owner == owner:
-                model.line.doubt()
-        self._schedule()
-
     def _accept(
         self,
         row: Operation[Any],
@@ -162,7 +179,7 @@ class Models:
             promise.request = None
         else:
             self._kept_bytes += len(body)
-        model.last_request_at = now_utc()
+        model.last_request_at = self._now()
         self._enqueue(model, promise)
         return promise
 
@@ -247,7 +264,7 @@ class Models:
 
     async def _serve(self, model: Model, promise: Promise) -> None:
         started = self._clock()
-        promise.started_at = time.time()
+        promise.started_at = self._promises.clock()
         try:
             await self._run(model, promise)
         finally:
@@ -266,11 +283,9 @@ class Models:
         if promise.request is not None:
             self._kept_bytes -= promise.place.length
         try:
-            if model.failure is not None:
-                whose = (
-                    RequestErrorCategory.Server if model.corrupted else RequestErrorCategory.User
-                )
-                raise RequestFailedError(model.failure, category=whose)
+            model.check()
+            # A result without its request would be a change that nobody can make again.
+            await self._promises.flushed(promise)
             value = await self._work.do(model, promise)
             if promise.operation.name == "unload_model":
                 await self._forget(model, "was unloaded")
@@ -291,9 +306,9 @@ class Models:
         self._promises.finish(promise, value, model.changes)
         model.history.append(promise)
         if promise.started_at is not None:
-            model.unsaved_seconds += time.time() - promise.started_at
+            model.unsaved_seconds += self._promises.clock() - promise.started_at
         # Between steps there are no gradients that would have to be kept too.
-        step = promise.operation.name == "optim_step"
+        step = promise.operation.name == "optim_step" and not model.line.goes_back
         if step and not model.saving and model.unsaved_seconds >= self._snapshot_every:
             model.saving, model.unsaved_seconds = True, 0.0
             snapshot = self._work.take_snapshot(model, model.changes, model.line.next_seq)
@@ -329,12 +344,11 @@ class Models:
 
     async def write_times(self) -> None:
         """Put down when models were last asked for something."""
-        times = {}
-        for model in self._models.values():
-            at, model.last_request_at = model.last_request_at, None
-            if at is not None:
-                times[model.model_id] = at
-        await self._db(self._store.touch_runs, times)
+        asked = [(model, at) for model in self if (at := model.last_request_at) is not None]
+        await self._db(self._store.touch_runs, {model.model_id: at for model, at in asked})
+        for model, at in asked:
+            if model.last_request_at is at:
+                model.last_request_at = None
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -370,23 +384,47 @@ class Models:
                     model.line.next_seq = max(model.line.next_seq, promise.seq_id + 1)
                 if self.needs(promise):
                     model.history.append(promise)
+        await self._db(self._snapshots.forget_others, set(self._models))
         for model in self._models.values():
             model.made.set()
             model.history.sort(key=change_of)
-            lost = self._promises.lost.get(model.model_id, 0)
-            model.changes = max([model.changes, lost, *map(change_of, model.history)])
-            for promise in model.line.drop_done():
+            for promise in self._go_back(model, model.line.drop_done()):
                 # It was done, or those after it would not have been; doing it again would do it twice.
                 why = "The request was done before the service was restarted; its result is lost."
                 over = RequestFailedError(why, promise.request_id, RequestErrorCategory.Server)
                 self._promises.fail(promise, over)
+            lost = self._promises.lost.get(model.model_id, 0)
+            model.changes = max([model.changes, lost, *map(change_of, model.history)])
         self._schedule()
+
+    def _go_back(self, model: Model, unknown: list[Promise]) -> list[Promise]:
+        """Take a model back to before the first change whose result is lost; those that are not done again.
+
+        Results are told before they are on the disk, so the end of the machine can take one and leave later ones.
+        Whatever changed the model from there on is done again: in the same order, to the same numbers.
+        """
+        since = 0 if model.snapshot is None else model.snapshot.next_seq
+        changing = [each for each in unknown if changes_model(each) and _number(each) >= since]
+        known = set(map(change_of, model.history))
+        missing = set(range(model.changes + 1, max(known, default=0) + 1)) - known
+        if not changing or len(missing) > len(changing):  # more than these are lost
+            return unknown
+        first = _number(changing[0])
+        undone = [each for each in model.history if _number(each) > first]
+        if any(each.seq_id is None for each in undone):  # in which order they ran is not known
+            return unknown
+        model.history = [each for each in model.history if _number(each) < first]
+        for promise in undone:
+            self._promises.reopen(promise)
+        again = [each for each in unknown if _number(each) >= first] + undone
+        model.line.run_again(sorted(again, key=_number))
+        self._waiting.add(model)
+        return [each for each in unknown if _number(each) < first]
 
     async def _revive(self, model_id: str) -> None:
         """A model that has a snapshot, unless its session has ended."""
         run = await self._db(self._store.run, model_id)
         if run is None or not await self._is_active(run.session_id, run.owner):
-            await self._db(self._snapshots.forget, model_id)
             return
         model = Model(model_id, run.session_id, run.owner, run.base_model, lora_of(run.lora))
         if run.corrupted:
@@ -405,7 +443,7 @@ class Models:
     async def _revive_from(self, promise: Promise) -> Model | None:
         """The model that a request makes, unless that failed or its session has ended."""
         makes = promise.operation.name in {"create_model", "load_weights"}
-        if not makes or (promise.done and not _succeeded(promise)):
+        if not makes or (promise.result is not None and promise.result.change is None):
             return None
         session_id = promise.scope.rpartition(":train:")[0]
         if not await self._is_active(session_id, promise.owner):
@@ -434,6 +472,11 @@ class Models:
         except TinkerError:
             return False
         return True
+
+
+def _number(promise: Promise) -> float:
+    """Where a request stands in its model's line; without a number behind all that have one."""
+    return float("inf") if promise.seq_id is None else promise.seq_id
 
 
 def _succeeded(promise: Promise) -> bool:

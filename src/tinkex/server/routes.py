@@ -7,6 +7,8 @@ response where HTTP itself is the answer. Its errors are the typed ones; the app
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from .sessions import text_map, utc
 from .store import CheckpointRow, RunRow, TelemetryRow
 
 __all__ = ["HANDLERS", "Call", "promise_response"]
+
+logger = logging.getLogger("tinkex.server")
 
 #: Results from here on are announced by their size first, so that a client can make room for them.
 LARGE_RESULT: Final = 8 << 20
@@ -126,7 +130,9 @@ async def client_dynamic_config(_: Call) -> types.ClientDynamicConfigResponse:
 async def auth_token(call: Call) -> types.AuthTokenResponse:
     signer = call.service.signer
     assert signer is not None
-    return types.AuthTokenResponse(jwt=signer.token(call.owner, call.now() + timedelta(hours=1)))
+    mark = call.service.settings.keys.mark(call.owner)
+    token = signer.token(call.owner, mark, call.now() + timedelta(hours=1))
+    return types.AuthTokenResponse(jwt=token)
 
 
 @_handles
@@ -410,7 +416,7 @@ def _try_again(promise: Promise) -> Response:
         "queue_state": types.QueueState.ACTIVE.value,
         "queue_state_reason": (
             "the engine is working on it"
-            if promise.started_at is not None or promise.sequence_ids is not None
+            if promise.started_at is not None or promise.num_samples is not None
             else "it waits for requests before it"
         ),
     }
@@ -531,11 +537,16 @@ def _training_run(
     )
 
 
+async def _write_times(call: Call) -> None:
+    with contextlib.suppress(OSError):  # a full disk; what was written last can be read
+        await call.service.models.write_times()
+
+
 @_handles
 async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
     request: types.ListTrainingRunsRequest = call.request
     limit, offset = _countable(request.limit), _countable(request.offset)
-    await call.service.models.write_times()
+    await _write_times(call)
     database = call.service.database
     rows, total = await database(
         database.store.runs,
@@ -552,7 +563,7 @@ async def list_training_runs(call: Call) -> types.TrainingRunsResponse:
 
 @_handles
 async def get_training_run(call: Call) -> types.TrainingRun:
-    await call.service.models.write_times()
+    await _write_times(call)
     row = await _run(call, call.params["training_run_id"])
     return (await _training_runs(call, [row]))[0]
 
@@ -676,7 +687,10 @@ async def telemetry(call: Call) -> types.TelemetryResponse:
     ]
     if rows:
         database = call.service.database
-        await database(database.store.add_telemetry, rows)
+        try:
+            await database(database.store.add_telemetry, rows)
+        except OSError as error:  # a full disk; a report is no reason to disturb anybody
+            logger.warning("%d reported events are not kept: %s", len(rows), error)
     return types.TelemetryResponse(status="accepted")
 
 

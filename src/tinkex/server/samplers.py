@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ from tinkex.types import (
     TopkLogprobs,
 )
 
-from .checkpoints import Checkpoints, now_utc, tinker_path
+from .checkpoints import Checkpoints, tinker_path
 from .engine import Supervisor
 from .futures import Feed, Promise, Promises
 from .inputs import sample_job
@@ -52,6 +53,8 @@ __all__ = ["Samplers"]
 
 #: Adapters that the engine keeps at hand for sampling.
 OPEN_LIMIT: Final = 32
+#: Clients of samplers whose finished requests are kept in order for them; of others they are found anew.
+FEED_LIMIT: Final = 1000
 #: Clients number their requests from this many times their own number.
 CLONE_STRIDE: Final = 1_000_000_000
 
@@ -81,6 +84,7 @@ class Samplers:
         usage: Usage,
         *,
         max_samples: int,
+        now: Callable[[], datetime],
         open_limit: int = OPEN_LIMIT,
     ) -> None:
         self._directory = directory
@@ -91,9 +95,10 @@ class Samplers:
         self._engine = engine
         self._usage = usage
         self._max_samples = max_samples
+        self._now = now
         self._open_limit = open_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
-        self._feeds: dict[tuple[str, int], Feed] = {}
+        self._feeds: OrderedDict[tuple[str, int], Feed] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         promises.on_finish.append(self._tell_feed)
 
@@ -156,7 +161,7 @@ class Samplers:
         model_path: str | None,
     ) -> None:
         """List a sampler whose weights are in their place."""
-        row = SamplerRow(sampler_id, session_id, owner, base_model, model_path, now_utc())
+        row = SamplerRow(sampler_id, session_id, owner, base_model, model_path, self._now())
         self._know(await self._db(self._store.add_sampler, row))
 
     def _know(self, row: SamplerRow) -> _Sampler:
@@ -190,7 +195,7 @@ class Samplers:
             sampler = self._samplers.pop(row.sampler_id, None)
             if sampler is not None and sampler.open_in == self._engine.life:
                 await self._engine.call_now("close_sampler", row.sampler_id)
-            await self._db(shutil.rmtree, self.place(row.sampler_id), ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self.place(row.sampler_id), ignore_errors=True)
         for key in [key for key in self._feeds if key[0].startswith(f"{session_id}:")]:
             del self._feeds[key]
 
@@ -202,7 +207,6 @@ class Samplers:
         sampler_id = sampler.row.sampler_id
         known = self._promises.duplicate(sampler_id, request.seq_id)
         if known is None:
-            self._promises.check_room(owner)
             job = sample_job(request, sampler_id, max_samples=self._max_samples)
             extra = {"num_samples": request.num_samples}
             known = self._promises.accept(
@@ -214,8 +218,8 @@ class Samplers:
 
     async def resume(self, promise: Promise) -> None:
         """Go on with a request that was accepted before a restart."""
-        request: SampleRequest = self._promises.request_of(promise)
         try:
+            request: SampleRequest = self._promises.request_of(promise)
             sampler = await self._find(promise.scope, promise.owner)
             job = sample_job(request, promise.scope, max_samples=self._max_samples)
         except TinkerError as error:
@@ -359,9 +363,17 @@ class Samplers:
             done = [
                 promise for promise in self._promises if promise.result and _feed(promise) == key
             ]
-            for promise in sorted(done, key=_finished_at):
+            for promise in sorted(done, key=lambda promise: promise.finished_at):
                 self._feeds[key].put(promise)
+            if len(self._feeds) > FEED_LIMIT:
+                self._feeds.popitem(last=False)
+        self._feeds.move_to_end(key)
         return self._feeds[key]
+
+    def trim_feeds(self) -> None:
+        """Let go of what nobody can ask for any more."""
+        for feed in self._feeds.values():
+            feed.keep(lambda promise: self._promises.knows(promise.request_id))
 
     def _tell_feed(self, promise: Promise) -> None:
         key = _feed(promise)
@@ -377,11 +389,6 @@ class Samplers:
 def _feed(promise: Promise) -> tuple[str, int]:
     """Which sampler a request is for, and which of its clients sent it."""
     return promise.scope, -1 if promise.seq_id is None else promise.seq_id // CLONE_STRIDE
-
-
-def _finished_at(promise: Promise) -> float:
-    assert promise.result is not None
-    return promise.result.at
 
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:

@@ -7,6 +7,7 @@ over. Between models, keys take turns, so that one user's thousand requests do n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
@@ -18,8 +19,7 @@ T = TypeVar("T")
 #: Seconds that requests wait for a number that is missing before them.
 GAP_LIMIT: Final = 60.0
 #: The same, when one of them is not a pass: clients send it only once all before it were accepted, so what is
-#: missing then was used up inside the client. Also when a request of the client was turned away unread, which may
-#: have been the missing one.
+#: missing then was used up inside the client.
 SETTLED_GAP_LIMIT: Final = 5.0
 
 
@@ -34,10 +34,10 @@ class Sequencer(Generic[T]):
     next_seq: int = 1
     _pending: dict[int, T] = field(default_factory=dict)
     _unnumbered: list[tuple[int, T]] = field(default_factory=list)
+    _again: deque[T] = field(default_factory=deque)
     _passed: set[int] = field(default_factory=set)
     _gap_since: float | None = None
     _settled: int = -1
-    _doubted: bool = False
 
     def offer(self, seq_id: int | None, request: T, *, settles: bool = False) -> T:
         """Put a request in line; the one that stands there already, if the number is taken.
@@ -62,12 +62,10 @@ class Sequencer(Generic[T]):
             self._passed.add(seq_id)
             self._skip_passed()
 
-    def doubt(self) -> None:
-        """A request was turned away before its number was known: the next one that is missing may be that one."""
-        self._doubted = True
-
     def take(self, now: float) -> T | None:
         """The next request, which then counts as run; None while there is none or a number is missing."""
+        if self._again:
+            return self._again.popleft()
         if self._unnumbered and self._unnumbered[0][0] < self.next_seq:
             return self._unnumbered.pop(0)[1]
         if self.next_seq not in self._pending and not self._give_up_gap(now):
@@ -80,7 +78,7 @@ class Sequencer(Generic[T]):
 
     def ready(self, now: float) -> bool:
         """Whether `take` would give something."""
-        if self._unnumbered and self._unnumbered[0][0] < self.next_seq:
+        if self._again or (self._unnumbered and self._unnumbered[0][0] < self.next_seq):
             return True
         return self.next_seq in self._pending or self._gap_is_old(now)
 
@@ -90,7 +88,7 @@ class Sequencer(Generic[T]):
             return None
         if self._gap_since is None:
             self._gap_since = now
-        settled = self._doubted or self.next_seq < self._settled
+        settled = self.next_seq < self._settled
         return self._gap_since + (SETTLED_GAP_LIMIT if settled else GAP_LIMIT)
 
     def drop_done(self) -> list[T]:
@@ -98,16 +96,26 @@ class Sequencer(Generic[T]):
         over = sorted(seq_id for seq_id in self._pending if seq_id < self.next_seq)
         return [self._pending.pop(seq_id) for seq_id in over]
 
+    def run_again(self, requests: Iterable[T]) -> None:
+        """Those whose turn is over and whose work is lost: they go before all others, in this order."""
+        self._again.extend(requests)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether there are numbers before `next_seq` that are still to run."""
+        return bool(self._again)
+
     def drain(self) -> list[T]:
         """All that is in line, taken out of it."""
-        left = [self._pending[seq_id] for seq_id in sorted(self._pending)]
+        left = [*self._again, *(self._pending[seq_id] for seq_id in sorted(self._pending))]
         left += [request for _, request in self._unnumbered]
+        self._again.clear()
         self._pending.clear()
         self._unnumbered.clear()
         return left
 
     def __len__(self) -> int:
-        return len(self._pending) + len(self._unnumbered)
+        return len(self._again) + len(self._pending) + len(self._unnumbered)
 
     def _gap_is_old(self, now: float) -> bool:
         wakes_at = self.wakes_at(now)
@@ -117,7 +125,6 @@ class Sequencer(Generic[T]):
         if not self._gap_is_old(now):
             return False
         self.next_seq = min(self._pending)
-        self._doubted = False
         return True
 
     def _skip_passed(self) -> None:

@@ -79,9 +79,11 @@ class Settings:
     #: Results can be asked for that long.
     result_retention: float = 6 * 3600
     #: … unless there are more than so many. Then the oldest go that were told this long ago: whoever lost an
-    #: answer on its way asks again within two minutes.
+    #: answer on its way asks again within a minute and a half.
     kept_results: int = 20_000
-    told_retention: float = 300.0
+    told_retention: float = 120.0
+    #: Of more than so many the oldest go at once, told or not: a thousand take less than a megabyte.
+    max_results: int = 100_000
     telemetry_retention: float = 30 * 86_400
     #: How long a poll is held open; clients give up after 45.
     hold: float = 30.0
@@ -92,7 +94,7 @@ class Settings:
     max_samples: int = 1024
     max_pending: int = 20_000
     use_retrieve_futures: bool = False
-    #: What time it is, for whatever expires.
+    #: What time it is.
     now: Callable[[], datetime] = now_utc
 
 
@@ -106,7 +108,11 @@ class Service:
         url = settings.database_url or f"sqlite:///{data / 'tinkex.db'}"
         self.database = Database(Store(url))
         self.journal = Journal(data / "journal")
-        self.promises = Promises(self.journal, max_pending=settings.max_pending)
+        self.promises = Promises(
+            self.journal,
+            max_pending=settings.max_pending,
+            clock=lambda: settings.now().timestamp(),
+        )
         self.engine = Supervisor(
             Worker(
                 Setup(
@@ -132,6 +138,7 @@ class Service:
             self.engine,
             self.usage,
             max_samples=settings.max_samples,
+            now=settings.now,
         )
         self.losses = Losses(
             data / "losses", self.database, self.sessions, self.promises, self.engine
@@ -146,6 +153,7 @@ class Service:
             self.usage,
             self.losses,
             self.snapshots,
+            settings.now,
         )
         self.models = Models(
             self.database,
@@ -155,6 +163,7 @@ class Service:
             work,
             snapshots=self.snapshots,
             snapshot_every=settings.snapshot_every,
+            now=settings.now,
         )
         self.signer: Signer | None = None
         self.ready: Ready | None = None
@@ -199,7 +208,7 @@ class Service:
             try:
                 await self.models.write_times()
                 await self.usage.write()
-            except OSError as error:  # a full disk; the rest has to end all the same
+            except Exception as error:  # no room, no database: the rest has to end all the same
                 logger.warning("What was used last is not counted: %s", error)
         self.database.close()
         self.journal.close()
@@ -240,7 +249,12 @@ class Service:
         assert run is not None
         metadata = run.user_metadata if run.owner == owner else None
         copied = replace(
-            run, run_id=run_id, session_id=session_id, owner=owner, user_metadata=metadata
+            run,
+            run_id=run_id,
+            session_id=session_id,
+            owner=owner,
+            user_metadata=metadata,
+            corrupted=False,  # the run is; its checkpoints are what one goes on from
         )
         await self.database(store.add_run, copied)
         return tinker_path(await self.checkpoints.copy(source, run_id, owner, request.ttl_seconds))
@@ -267,39 +281,57 @@ class Service:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(self.settings.housekeeping_interval)
-            try:
-                await self.keep_house()
-            except Exception:
-                logger.exception("Housekeeping failed; the next round is in a minute.")
+            await self.keep_house()
 
     async def keep_house(self) -> None:
-        """End what has expired, write down what is counted, let old results go."""
-        for session_id in await self.sessions.expire():
+        """Let go of what has expired and of old results, write down what is counted.
+
+        What gives room back comes before what needs some, and nothing that fails stands in the way of the rest.
+        """
+        for step in (
+            self.checkpoints.delete_expired,
+            self._forget_results,
+            self._end_silent_sessions,
+            self._forget_telemetry,
+            self.models.write_times,
+            self.usage.write,
+        ):
+            try:
+                await step()
+            except Exception:
+                logger.exception("%s failed; the next try is in a minute.", step.__qualname__)
+
+    async def _end_silent_sessions(self) -> None:
+        async for session_id in self.sessions.expire():
             await self._close_session(session_id)
-        await self.checkpoints.delete_expired()
-        await self.models.write_times()
-        await self.usage.write()
+
+    async def _forget_telemetry(self) -> None:
         await self.database(
             self.database.store.forget_telemetry,
             self.settings.now() - timedelta(seconds=self.settings.telemetry_retention),
         )
-        self._forget_results()
 
-    def _forget_results(self) -> None:
-        now = time.time()
-        excess = len(self.promises) - self.settings.kept_results
-        for promise in self.promises:
-            if promise.result is None or self.models.needs(promise):
-                continue
-            told = promise.fetched_at is not None and (
-                now - promise.fetched_at > self.settings.told_retention
-            )
-            if (told and excess > 0) or now - promise.result.at > self.settings.result_retention:
-                self.promises.forget(promise)
-                excess -= 1
+    async def _forget_results(self) -> None:
+        settings = self.settings
+        now = settings.now().timestamp()
+        done = [each for each in self.promises if each.done and not self.models.needs(each)]
+        # How many results may stay, and of which those go that are beyond: the oldest first.
+        rules: list[tuple[int, Callable[[Promise], bool]]] = [
+            (0, lambda each: each.finished_at < now - settings.result_retention),
+            (settings.kept_results, lambda each: each.told_before(now - settings.told_retention)),
+            (settings.max_results, lambda each: each.told_before(now)),
+            (settings.max_results, lambda _: True),
+        ]
+        for limit, may_go in rules:
+            for promise in done:
+                if len(self.promises) <= limit:
+                    break
+                if may_go(promise):
+                    self.promises.forget(promise)
+        self.samplers.trim_feeds()
         while self._mostly_forgotten():
             needed = lambda record: self.promises.knows(record.head["id"])  # noqa: E731
-            if not self.journal.compact(needed, self.promises.moved):
+            if not await self.journal.compact(needed, self.promises.moved):
                 break
 
     def _mostly_forgotten(self) -> bool:

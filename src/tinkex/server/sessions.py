@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -58,6 +58,10 @@ class Sessions:
         self._now, self._monotonic = now, monotonic
         self._live: dict[str, _Live] = {}
 
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._live)
+
     async def restore(self) -> None:
         """Take up the sessions of before a restart; from now on they may be silent for as long as any other."""
         now = self._monotonic()
@@ -84,17 +88,17 @@ class Sessions:
                 idempotency_key=None if idempotency_key is None else f"{owner}:{idempotency_key}",
             ),
         )
-        self._live[row.session_id] = _Live(owner, self._monotonic(), dict(row.status))
+        if row.status["type"] == "active":  # the same request again may come after the end
+            live = _Live(owner, self._monotonic(), dict(row.status))
+            self._live.setdefault(row.session_id, live)
         return row.session_id
 
     async def find(self, session_id: str, owner: str) -> _Live:
         live = self._live.get(session_id)
         if live is None:
-            row = await self._db(self._store.session, session_id)
+            row = await self._db(self._store.session, session_id)  # it has ended, if it ever was
             if row is not None:
-                live = self._live[session_id] = _Live(
-                    row.owner, self._monotonic(), dict(row.status)
-                )
+                live = _Live(row.owner, self._monotonic(), dict(row.status))
         if live is None or live.owner != owner:
             raise NotFoundError(f"There is no session {session_id!r:.100}.")
         return live
@@ -104,7 +108,7 @@ class Sessions:
         live = await self.find(session_id, owner)
         if live.status["type"] != "active":
             raise InvalidInputError(
-                f"session {session_id!r:.100} has ended ({_told(live.status)}); start a new one and "
+                f"session {session_id!r:.100} has ended ({_in_words(live.status)}); start a new one and "
                 "go on from a checkpoint",
                 field="session_id",
             )
@@ -113,7 +117,7 @@ class Sessions:
     async def heartbeat(self, session_id: str, owner: str) -> None:
         live = await self.find(session_id, owner)
         if live.status["type"] != "active":
-            raise GoneError(f"Session {session_id!r:.100} has ended ({_told(live.status)}).")
+            raise GoneError(f"Session {session_id!r:.100} has ended ({_in_words(live.status)}).")
         live.heard = self._monotonic()
 
     async def finish(self, session_id: str, owner: str, request: FinishSessionRequest) -> bool:
@@ -129,23 +133,26 @@ class Sessions:
         await self._end(session_id, live, status)
         return True
 
-    async def expire(self) -> list[str]:
-        """End the sessions of which nothing was heard; their ids."""
+    async def expire(self) -> AsyncIterator[str]:
+        """End the sessions of which nothing was heard; the id of each when it has ended."""
         limit = self._monotonic() - self._expiry
-        silent = [
-            session_id
-            for session_id, live in self._live.items()
-            if live.status["type"] == "active" and live.heard < limit
-        ]
-        for session_id in silent:
+        silent = [(name, live) for name, live in self._live.items() if live.heard < limit]
+        for session_id, live in silent:
+            if live.status["type"] != "active":  # its client was faster
+                continue
             detail = f"nothing was heard of it for {self._expiry:.0f} seconds"
             status = {"type": "cancelled", "detail": detail}
-            await self._end(session_id, self._live[session_id], status)
-        return silent
+            await self._end(session_id, live, status)
+            yield session_id
 
     async def _end(self, session_id: str, live: _Live, status: dict[str, Any]) -> None:
-        live.status = status
-        await self._db(self._store.update_session, session_id, status=status)
+        before, live.status = live.status, status  # at once: nothing is accepted any more
+        try:
+            await self._db(self._store.update_session, session_id, status=status)
+        except Exception:
+            live.status = before  # it has not ended, and can be told to again
+            raise
+        self._live.pop(session_id, None)
 
     # -- searching -----------------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ def text_map(metadata: Any) -> dict[str, str] | None:
     }
 
 
-def _told(status: dict[str, Any]) -> str:
+def _in_words(status: dict[str, Any]) -> str:
     if status["type"] == "client_finished":
         return f"finished by its client: {status['reason']['type']}"
     return str(status.get("detail") or status["type"])

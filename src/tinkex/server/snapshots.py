@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -70,6 +70,13 @@ class Snapshots:
 
     def forget(self, model_id: str) -> None:
         shutil.rmtree(self._of(model_id), ignore_errors=True)
+
+    def forget_others(self, model_ids: Container[str]) -> None:
+        """Let go of all that belongs to none of these models."""
+        if self._directory.is_dir():
+            for entry in self._directory.iterdir():
+                if entry.name not in model_ids:
+                    self.forget(entry.name)
 
     def model_ids(self) -> Iterator[str]:
         if self._directory.is_dir():

@@ -158,7 +158,9 @@ _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     ),
 )
 #: What SQLite says of a full disk, and of a file that may not grow.
-_NO_ROOM: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
+_NO_ROOM: Final = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
+)
 SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
 #: Inserts that can pass over rows that are there already; the same words in both dialects.
 _INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {

@@ -120,12 +120,11 @@ def emit(event: Event) -> None:
 def tell(unmade: Unmade) -> None:
     """The same for an event that is made only if somebody looks at it; all fields by position."""
     handlers, collectors = _listening.get(unmade.func, _NOBODY)  # type: ignore[call-overload]
-    if collectors:
-        for collector in collectors:
-            heard = collector.heard
-            heard.append(unmade)
-        if len(heard) >= _MANY:  # one speaks for all: they hear much the same
-            _flush(collectors)
+    for collector in collectors:
+        heard = collector.heard
+        heard.append(unmade)
+        if len(heard) >= _MANY:
+            _flush(collector)
     if handlers:
         _call(handlers, unmade())
 
@@ -138,12 +137,11 @@ def _call(handlers: tuple[Handler, ...], event: Event) -> None:
             _complain(handler)
 
 
-def _flush(collectors: tuple[Collector, ...]) -> None:
-    for collector in collectors:
-        try:
-            collector.flush()
-        except Exception:
-            _complain(collector)
+def _flush(collector: Collector) -> None:
+    try:
+        collector.flush()
+    except Exception:
+        _complain(collector)
 
 
 def _complain(handler: Handler) -> None:
