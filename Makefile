@@ -33,6 +33,7 @@ check: install
 	$(BIN)/python scripts/generate_async.py --check
 	$(BIN)/python scripts/docs.py --check
 	$(MKDOCS) build --strict
+	$(BIN)/python scripts/audit.py
 
 fix: install
 	$(BIN)/ruff check --fix .
