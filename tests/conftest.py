@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from tinkex.telemetry.events import Event
 from .scripted import FakeClock, ScriptedServer
 
 pytest_plugins = ["pytester"]
+
+# Who is started in the background by a shell ignores Ctrl-C, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about the machine than about us.
 hypothesis.settings.register_profile("patient", deadline=None)

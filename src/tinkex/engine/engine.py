@@ -36,7 +36,7 @@ from .values import (
 __all__ = ["TorchEngine"]
 
 #: Padded tokens of one micro-batch: activations of a 135M model take some 1.5 MB each.
-TOKEN_BUDGET = 384
+TOKEN_BUDGET = 512
 #: Parameters below which threads cost more than they bring, much more on a busy machine.
 SMALL_MODEL = 8_000_000
 

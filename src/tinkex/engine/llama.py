@@ -167,6 +167,26 @@ def _paired(tensors: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | No
     ]
 
 
+class _GatedSilu(torch.autograd.Function):
+    """`silu(gate) · up`, keeping its input alone for the gradient: it is the widest of a layer's activations."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        gradient = torch.empty_like(gate_up)
+        gate_g, up_g = gradient.chunk(2, dim=-1)
+        up_g.copy_(functional.silu(gate).mul_(g))
+        gate_g.copy_(torch.ops.aten.silu_backward(g * up, gate))
+        return gradient
+
+
 class LlamaLayer:
     """One layer: its projections, norms, and what lies between them."""
 
@@ -185,6 +205,7 @@ class LlamaLayer:
         )
         self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj})
         self.activation = mlp.act_fn
+        self._is_silu = config.hidden_act in {"silu", "swish"}
         before, after = module.input_layernorm, module.post_attention_layernorm
         self.before = (before.weight, before.variance_epsilon)
         self.after = (after.weight, after.variance_epsilon)
@@ -197,6 +218,15 @@ class LlamaLayer:
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.qkv, self.out, self.gate_up, self.down
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """`activation(gate) · up`, with gradients."""
+        if self._is_silu:
+            product: Tensor = _GatedSilu.apply(gate_up)  # type: ignore[no-untyped-call]
+            return product
+        gate, up = gate_up.chunk(2, dim=-1)
+        other: Tensor = self.activation(gate) * up
+        return other
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, from B × T × all heads: each B × heads × T × E."""
@@ -252,8 +282,7 @@ class LlamaBody:
             )
             x = x + layer.out.train(mixed.transpose(1, 2).reshape(len(x), -1), adapter)
             normed = rms_norm(x, *layer.after)
-            gate, up = layer.gate_up.train(normed, adapter).chunk(2, dim=-1)
-            x = x + layer.down.train(layer.activation(gate) * up, adapter)
+            x = x + layer.down.train(layer.gated(layer.gate_up.train(normed, adapter)), adapter)
         states: Tensor = self.module.norm(x).view(batch, length, -1)
         return states
 
