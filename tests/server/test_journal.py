@@ -442,6 +442,29 @@ def test_a_flush_that_is_under_way_does_not_count_for_what_comes_after(tmp_path)
         asyncio.run(overlap(journal))
 
 
+def test_who_waits_for_one_record_waits_for_one_flush(tmp_path):
+    disk = SlowDisk()
+
+    async def overlap(journal: Journal) -> None:
+        first = journal.append(*body(0))
+        flushing = asyncio.create_task(journal.flushed())
+        await asyncio.to_thread(disk.begun.acquire)
+        later = journal.append(*body(1))
+        waiting = [asyncio.create_task(journal.flushed(place)) for place in (first, later)]
+        await asyncio.sleep(0)
+        disk.go.set()
+        await waiting[0]
+        assert flushing.done()
+        assert disk.flushes == 1 or not waiting[1].done()
+        await waiting[1]
+        for place in (first, later):
+            await journal.flushed(place)
+        assert disk.flushes == 2
+
+    with opened(tmp_path, sync=disk) as (journal, _):
+        asyncio.run(overlap(journal))
+
+
 def test_what_was_flushed_is_known(tmp_path):
     with opened(tmp_path, segment_bytes=20) as (journal, _):
         first, second = (journal.append(REQUEST, {}, b"") for _ in range(2))

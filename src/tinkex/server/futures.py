@@ -199,8 +199,7 @@ class Promises:
 
     async def flushed(self, promise: Promise | None = None) -> None:
         """Wait until a request is on the disk, or all that were accepted so far."""
-        if promise is None or not self._journal.is_flushed(promise.place):
-            await self._journal.flushed()
+        await self._journal.flushed(None if promise is None else promise.place)
 
     async def settled(self) -> None:
         """Wait until every result so far is on the disk, those too for which there was no room before."""

@@ -74,10 +74,11 @@ class _Segment:
 
 @dataclass
 class _Flush:
-    """Those who wait for one flush."""
+    """Those who wait for one flush, and up to where it goes once it has begun."""
 
     descriptors: set[int] = field(default_factory=set)
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    end: tuple[int, int] = (-1, 0)
 
 
 class Journal:
@@ -96,7 +97,7 @@ class Journal:
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
         self._end = self._flushed = (-1, 0)  # positions: a segment, and how much of it
-        self._flush = _Flush()
+        self._flush = self._under_way = _Flush()
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-journal")
 
@@ -212,11 +213,18 @@ class Journal:
         """Whether the record whose body lies there is known to be on the disk."""
         return (place.segment, place.offset + place.length) <= self._flushed
 
-    async def flushed(self) -> None:
-        """Wait until everything appended so far is on the disk."""
+    async def flushed(self, place: Place | None = None) -> None:
+        """Wait until everything appended so far is on the disk, or only the record whose body lies there."""
+        if place is not None and self.is_flushed(place):
+            return
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
-        self._flush.waiting.append(waiting)
+        covered = (
+            self._flushing is not None
+            and place is not None
+            and (place.segment, place.offset + place.length) <= self._under_way.end
+        )
+        (self._under_way if covered else self._flush).waiting.append(waiting)
         if self._flushing is None:
             self._flushing = loop.create_task(self._flush_all())
         await waiting
@@ -226,7 +234,7 @@ class Journal:
         try:
             while self._flush.waiting:
                 flush, self._flush = self._flush, _Flush()
-                end = self._end
+                self._under_way, flush.end = flush, self._end
                 error: Exception | None = None
                 try:
                     await loop.run_in_executor(self._thread, self._sync_all, flush.descriptors)
@@ -234,7 +242,7 @@ class Journal:
                     error = failure
                     self._flush.descriptors |= flush.descriptors
                 else:
-                    self._flushed = end
+                    self._flushed = flush.end
                 for waiting in flush.waiting:
                     if waiting.done():
                         continue

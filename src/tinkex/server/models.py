@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
@@ -284,9 +285,11 @@ class Models:
             self._kept_bytes -= promise.place.length
         try:
             model.check()
-            # A result without its request would be a change that nobody can make again.
-            await self._promises.flushed(promise)
             value = await self._work.do(model, promise)
+            # A result without its request would be a change that nobody can make again. The disk takes about as long
+            # as a small step does, so both go on at once; if it fails, the step is done all the same.
+            with suppress(OSError):
+                await self._promises.flushed(promise)
             if promise.operation.name == "unload_model":
                 await self._forget(model, "was unloaded")
         except asyncio.CancelledError:
