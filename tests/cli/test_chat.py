@@ -49,7 +49,7 @@ def test_answers_are_remembered_until_reset(tinkex_fake):
 
 
 def test_a_checkpoint_is_compared_with_its_base_model(tinkex_fake, checkpoint):
-    options = ["--model-path", checkpoint, "--compare", "base"]
+    options = [checkpoint, "--compare", "base"]
     outcome = chat(tinkex_fake, *options, "--json", input="Hello\n")
     assert outcome.code == 0, outcome.err
     (turn,) = map(json.loads, outcome.out.splitlines())

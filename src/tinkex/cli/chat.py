@@ -28,6 +28,7 @@ _HELP = "Say something; /reset forgets the conversation, /quit ends it."
 
 
 @click.command("chat")
+@click.argument("model", required=False)
 @click.option("--model-path", help="A checkpoint to talk with: tinker://…")
 @click.option("--base-model", help="A base model to talk with.")
 @click.option(
@@ -44,6 +45,7 @@ _HELP = "Say something; /reset forgets the conversation, /quit ends it."
 @connected
 @formatted
 def command(
+    model: str | None,
     model_path: str | None,
     base_model: str | None,
     compare: str | None,
@@ -52,14 +54,18 @@ def command(
     output: Output,
     **sampling: Any,
 ) -> None:
-    """Talk with a model. From a pipe, each line is a question; with --format json, so is each answer.
+    """Talk with MODEL, a checkpoint (tinker://…) or the name of a base model.
+
+    From a pipe, each line is a question; with --format json, so is each answer.
 
     /reset forgets the conversation, /quit or the end of the input ends it.
     """
     from tinkex.types import SamplingParams
 
-    if (model_path is None) == (base_model is None):
-        raise click.UsageError("give either --model-path or --base-model")
+    if [model, model_path, base_model].count(None) != 2:
+        raise click.UsageError("give either MODEL, --model-path or --base-model")
+    if model is not None:
+        model_path, base_model = (model, None) if model.startswith("tinker://") else (None, model)
     params = SamplingParams(**sampling)
     try:
         with connection.service() as service:

@@ -170,7 +170,7 @@ def command(
         say("Stopped.")
         raise SystemExit(_STOPPED) from None
     summary = start.run.summary or {}
-    output.record(_facts(summary), summary)
+    output.record(_facts(summary, connection.base_url), summary)
     if start.run.status == "interrupted":
         raise SystemExit(_STOPPED)
 
@@ -490,10 +490,13 @@ def _summary(
     }
 
 
-def _facts(summary: dict[str, Any]) -> dict[str, Any]:
+def _facts(summary: dict[str, Any], base_url: str | None) -> dict[str, Any]:
     """The summary for people."""
     from tinkex.telemetry.usage import dollars
 
+    talk = summary["sampler_path"]
+    if talk and base_url:
+        talk = f"{talk} --base-url {base_url}"
     loss, held_out = summary["loss"], summary["held_out_loss"]
     facts = {
         "Run": f"{summary['status']}, {summary['steps']} of {summary['steps_planned']} steps, "
@@ -504,6 +507,7 @@ def _facts(summary: dict[str, Any]) -> dict[str, Any]:
         "Cost": None if summary["cost"] is None else dollars(summary["cost"]),
         "Checkpoint": summary["training_path"],
         "For sampling": summary["sampler_path"],
+        "Talk to it": talk and f"tinkex chat {talk}",
         "Loss curve": summary["loss_curve"],
     }
     if held_out["before"] is None:
