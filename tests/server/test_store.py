@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,12 +36,14 @@ def postgres_programs() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory):
+def postgres_url():
     """A PostgreSQL of our own on loopback, gone with the tests."""
     programs = postgres_programs()
     if programs is None:
         pytest.skip("PostgreSQL was not tried: its server programs are not installed")
-    data = tmp_path_factory.mktemp("postgres")
+    data = Path(
+        tempfile.mkdtemp(prefix="tinkex-postgres-")
+    )  # pytest's own are closed to other users
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,8 +52,6 @@ def postgres_url(tmp_path_factory):
     )  # PostgreSQL refuses to be root
     if user:
         shutil.chown(data, "nobody")
-        for parent in data.parents[:3]:
-            parent.chmod(0o755)
     subprocess.run(
         [*user, programs / "initdb", "-D", data / "d", "-U", "t", "-A", "trust"], check=True
     )
@@ -59,6 +60,7 @@ def postgres_url(tmp_path_factory):
     subprocess.run([*control, "-o", options, "-l", data / "log", "start"], check=True)
     yield f"postgresql+psycopg://t@127.0.0.1:{port}/postgres"
     subprocess.run([*control, "-m", "immediate", "stop"], check=True)
+    shutil.rmtree(data)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
