@@ -56,7 +56,7 @@ def postgres_url():
         [*user, programs / "initdb", "-D", data / "d", "-U", "t", "-A", "trust"], check=True
     )
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories="
-    control = [*user, programs / "pg_ctl", "-D", data / "d", "-w"]
+    control: list[str | Path] = [*user, programs / "pg_ctl", "-D", data / "d", "-w"]
     subprocess.run([*control, "-o", options, "-l", data / "log", "start"], check=True)
     yield f"postgresql+psycopg://t@127.0.0.1:{port}/postgres"
     subprocess.run([*control, "-m", "immediate", "stop"], check=True)
