@@ -26,7 +26,8 @@ def chat(running, *options, input):
 
 
 def test_each_line_is_a_question_and_each_has_an_answer(tinkex_fake):
-    outcome = chat(tinkex_fake, "--base-model", TINY, input="Hello\n\nAnd you?\n/quit\nnever\n")
+    script = "Hello\n\nAnd you?\n/quit\nnever\n"
+    outcome = chat(tinkex_fake, TINY, "--seed", "1", input=script)
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("\n") >= 2
 
