@@ -8,12 +8,14 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import httptools
 
 from tinkex._client.retry import Clock
+
+from .in_thread import ServerInThread
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,20 @@ def promise(request_id: str = "r-1", **more: Any) -> Answer:
     return Answer({"request_id": request_id, **more})
 
 
-class ScriptedServer:
+class ScriptedServer(ServerInThread):
     """Routes are `"POST /api/v1/asample"`; the last reply of a script is repeated for ever.
 
     The calls every client makes by itself are answered sensibly unless a test scripts them.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.requests: list[Request] = []
         self._scripts: dict[str, deque[Reply | Handler]] = {}
         self._arrivals: dict[str, int] = defaultdict(int)
         self._changed = threading.Condition()
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._connections: set[_ServerConnection] = set()
+        self._answering: set[asyncio.Task[None]] = set()
         self.open_connections = 0
         self.on("POST /api/v1/client/config", Answer({}))
         self.on("POST /api/v1/client/dynamic_config", Answer({}))
@@ -119,36 +121,11 @@ class ScriptedServer:
 
     # -- running -----------------------------------------------------------------------------
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Close the port and every connection."""
-        done = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        done.result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._connections: set[_ServerConnection] = set()
-        self._answering: set[asyncio.Task[None]] = set()
-        self._server = self._loop.run_until_complete(
-            self._loop.create_server(lambda: _ServerConnection(self), "127.0.0.1", 0)
+    async def _listen(self) -> None:
+        self._server = await self._loop.create_server(
+            lambda: _ServerConnection(self), "127.0.0.1", 0
         )
-        self.port: int = self._server.sockets[0].getsockname()[1]
-        self._ready.set()
-        self._loop.run_forever()
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         # asyncio hands a connection over in a task of its own, a few turns after it accepted the socket. Closing

@@ -10,13 +10,13 @@ import asyncio
 import random
 import socket
 import struct
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
 from urllib.parse import urlsplit
+
+from tests.in_thread import ServerInThread
 
 __all__ = ["Fault", "FaultPlan", "FaultyProxy"]
 
@@ -89,42 +89,18 @@ class _Message:
         return self.head.split(b" ", 2)[1].decode("latin-1").partition("?")[0]
 
 
-class FaultyProxy:
-    """Listens on a port of loopback in a thread of its own."""
+class FaultyProxy(ServerInThread):
+    """Stands before a service and does to its answers what the plan says."""
 
     def __init__(self, service_url: str, plan: FaultPlan) -> None:
+        super().__init__()
         address = urlsplit(service_url)
         self._host, self._service_port = address.hostname or "", address.port or 80
         self.plan = plan
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="faulty-proxy", daemon=True)
         self._serving: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._listening: asyncio.Server | None = None
         self._outage: asyncio.Task[None] | None = None
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._listen())
-        self._ready.set()
-        self._loop.run_forever()
 
     async def _listen(self) -> None:
         self._listening = await asyncio.start_server(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import tarfile
@@ -20,6 +19,7 @@ from tinkex.server.imports import unpack
 from tinkex.testing import service
 from tinkex.types import Datum, ModelInput
 
+from ..tars import tar
 from .commands import payload, process, run
 from .hub import TOKEN, hub
 
@@ -299,19 +299,6 @@ def test_an_adapter_that_does_not_fit_is_refused_and_leaves_nothing(
     assert "does not have 'no/such'" in unknown.err
     scratch = tinkex_tiny.data_dir / "checkpoints" / "imports" / "training"
     assert not list(scratch.glob(".*"))
-
-
-def tar(*members: tuple[str, bytes] | tarfile.TarInfo) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for member in members:
-            if isinstance(member, tarfile.TarInfo):
-                archive.addfile(member)
-                continue
-            info = tarfile.TarInfo(member[0])
-            info.size = len(member[1])
-            archive.addfile(info, io.BytesIO(member[1]))
-    return buffer.getvalue()
 
 
 def link(name: str, kind: bytes) -> tarfile.TarInfo:

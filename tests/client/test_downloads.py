@@ -6,7 +6,6 @@ import base64
 import bz2
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -24,6 +23,7 @@ import zstandard
 
 from tests.cutting import CuttingProxy
 from tests.scripted import Answer, Raw
+from tests.tars import tar
 from tinkex import ServiceClient
 from tinkex._client.downloads import download_checkpoint, fetch, target_name, unpack, verify
 from tinkex.errors import (
@@ -49,19 +49,6 @@ class Waits(list[float]):
 @pytest.fixture
 def waits():
     return Waits()
-
-
-def tar(*members: tuple[str, bytes] | tarfile.TarInfo) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for member in members:
-            if isinstance(member, tarfile.TarInfo):
-                archive.addfile(member)
-                continue
-            info = tarfile.TarInfo(member[0])
-            info.size = len(member[1])
-            archive.addfile(info, io.BytesIO(member[1]))
-    return stream.getvalue()
 
 
 def manifest(**files: bytes) -> tuple[str, bytes]:

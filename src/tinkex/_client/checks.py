@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final, get_args
 
 from tinkex.errors import InvalidInputError
 from tinkex.types import Datum, EncodedTextChunk, LossFnType
 
-__all__ = ["check_count", "check_data", "check_loss", "check_name"]
+__all__ = [
+    "check_count",
+    "check_data",
+    "check_loss",
+    "check_name",
+    "check_seconds",
+    "is_seconds",
+]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
 
@@ -97,3 +104,16 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
             f"must be a whole number of {least} or more, not {value!r:.80}", field=name
         )
     return value
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether it is a length of time: a positive number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def check_seconds(name: str, value: Any) -> float:
+    if not is_seconds(value):
+        raise InvalidInputError(
+            f"must be a positive number of seconds, not {value!r:.80}", field=name
+        )
+    return float(value)

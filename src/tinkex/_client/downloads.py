@@ -324,9 +324,8 @@ def _check_member(member: tarfile.TarInfo) -> None:
     name = Path(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise InvalidPathError(f"the archive holds {member.name!r:.200}, which leads out of it")
-    plain = (
-        member.isreg() and member.sparse is None
-    )  # a hole of any size takes no place in an archive
+    # A sparse file is none either: a hole of any size takes no place in an archive.
+    plain = member.isreg() and member.sparse is None
     if not (plain or member.isdir()):
         raise InvalidPathError(f"the archive holds {member.name!r:.200}, which is no plain file")
 

@@ -107,34 +107,7 @@ class Poll(Generic[R]):
         if wants(FutureSubmitted):
             self._tell(FutureSubmitted, self.promise_seconds)
         try:
-            with Lease() as lease:
-                if self.size is not None:
-                    state.reserved = True
-                    await lease.take(self.room, self.size)
-                while True:
-                    self._check_deadline(state)
-                    try:
-                        response = await self._ask(state)
-                    except APIConnectionError as error:
-                        await self._after_silence(state, error)
-                        continue
-                    state.heard(self.transport.clock.monotonic(), response.status)
-                    if wants(FuturePolled):
-                        self._tell(FuturePolled, state.iteration - 1, response.status)
-                    if response.status == 200:
-                        if _is_proto(response):
-                            result = self._read_binary(response)
-                            break
-                        body = self._parse(response)
-                        if not self._is_pending(body):
-                            if body.get("status") == "complete_metadata":
-                                await self._reserve(body, lease, state, response)
-                                continue
-                            result = self._read(body, response)
-                            break
-                        await self._after_pending(body)
-                    else:
-                        await self._after_error(state, response)
+            result = await self._result(state)
         except BaseException as error:
             if wants(FutureEvent):
                 self._tell_failed(error, state)
@@ -142,6 +115,34 @@ class Poll(Generic[R]):
         if wants(FutureCompleted):
             self._tell(FutureCompleted, self._elapsed(state), state.iteration)
         return result
+
+    async def _result(self, state: _Progress) -> R:
+        with Lease() as lease:
+            if self.size is not None:
+                state.reserved = True
+                await lease.take(self.room, self.size)
+            while True:
+                self._check_deadline(state)
+                try:
+                    response = await self._ask(state)
+                except APIConnectionError as error:
+                    await self._after_silence(state, error)
+                    continue
+                state.heard(self.transport.clock.monotonic(), response.status)
+                if wants(FuturePolled):
+                    self._tell(FuturePolled, state.iteration - 1, response.status)
+                if response.status != 200:
+                    await self._after_error(state, response)
+                    continue
+                if _is_proto(response):
+                    return self._read_binary(response)
+                body = self._parse(response)
+                if self._is_pending(body):
+                    await self._after_pending(body)
+                elif body.get("status") == "complete_metadata":
+                    await self._reserve(body, lease, state, response)
+                else:
+                    return self._read(body, response)
 
     # -- telling -----------------------------------------------------------------------------
 

@@ -321,10 +321,10 @@ class SamplingClient(SamplingClientAsync):
 
     def __reduce__(self) -> tuple[Any, ...]:
         session = self._session
+        # A recovery policy is of no use to a sampler, and may hold functions without a name.
+        config = session.config.replace(recovery=None)
         return _revive, (
-            session.config.replace(
-                recovery=None
-            ),  # of no use to a sampler; may hold what has no name
+            config,
             session.session_id,
             self._sampling_session_id,
             self._retry_config,

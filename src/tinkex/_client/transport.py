@@ -291,22 +291,9 @@ class Transport:
         self, operation: Operation[Any], watched: tuple[int, float], status: int, attempt: int
     ) -> None:
         number, began = watched
-        call = current_call()
-        tell(
-            partial(
-                HttpRequestStop,
-                number,
-                operation.method,
-                operation.path,
-                operation.pool._value_,  # `value` takes longer than all the rest
-                self._base_url,
-                self.clock.monotonic() - began,
-                status,
-                "ok" if 200 <= status < 300 else "error",
-                attempt,
-                metadata=self.metadata if call is None else call.metadata,
-            )
-        )
+        seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
+        told = (status, "ok" if 200 <= status < 300 else "error", attempt)
+        tell(partial(HttpRequestStop, number, *facts, seconds, *told, metadata=self._whose()))
 
     def _tell_failed(
         self, operation: Operation[Any], watched: tuple[int, float], error: BaseException | None
@@ -318,7 +305,8 @@ class Transport:
             emit(HttpRequestException(number, *facts, seconds, *told, metadata=self._whose()))
 
     def _facts_of(self, operation: Operation[Any]) -> tuple[str, str, str, str]:
-        return operation.method, operation.path, operation.pool.value, self._base_url
+        pool = operation.pool._value_  # `value` takes longer than all the rest
+        return operation.method, operation.path, pool, self._base_url
 
     def _whose(self) -> Mapping[str, Any]:
         call = current_call()

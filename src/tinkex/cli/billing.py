@@ -13,7 +13,7 @@ from .connection import Connection, connected, formatted
 from .human import size
 from .output import Output, plain, say
 
-__all__ = ["command"]
+__all__ = ["amount", "command"]
 
 #: How much, as kinds of events call it.
 _AMOUNTS = ("token_count", "count", "gigabyte_hours")
@@ -84,7 +84,12 @@ def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event with the facts of its kind beside those all have."""
     facts = {name: value for name, value in event.items() if name != "event_info"}
     own: dict[str, Any] = event["event_info"]
-    return {**facts, **own, "amount": next(own[name] for name in _AMOUNTS if name in own)}
+    return {**facts, **own, "amount": amount(own)}
+
+
+def amount(event_info: Mapping[str, Any]) -> Any:
+    """How much an event is about, of whatever its kind counts."""
+    return next(event_info[name] for name in _AMOUNTS if name in event_info)
 
 
 def _metadata(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,31 +218,26 @@ class TrainUsage(TypedDict):
     sampled: int
 
 
-class TrainDryRun(TypedDict):
+class _TrainPlan(TypedDict):
+    base_model: str
+    steps: int
+    steps_planned: int
+    examples: TrainExamples
+    notes: list[str]
+    tokens: int
+    usage: TrainUsage
+    cost: float | None
+
+
+class TrainDryRun(_TrainPlan):
     """What a run will use from where it stands; `cost` is in dollars, null where no price was given."""
 
     status: Literal["dry run"]
-    base_model: str
-    steps: int
-    steps_planned: int
-    examples: TrainExamples
-    notes: list[str]
-    tokens: int
-    usage: TrainUsage
-    cost: float | None
 
 
-class Train(TypedDict):
+class Train(_TrainPlan):
     status: Literal["finished", "interrupted"]
-    base_model: str
     model_id: str
-    steps: int
-    steps_planned: int
-    examples: TrainExamples
-    notes: list[str]
-    tokens: int
-    usage: TrainUsage
-    cost: float | None
     seconds: float
     loss: TrainLoss
     held_out_loss: TrainHeldOut

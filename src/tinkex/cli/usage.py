@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from .billing import amount
 from .connection import Connection, connected, formatted
 from .output import Output
 from .prices import priced
@@ -43,7 +44,7 @@ def command(days: int, by: str, prices: Prices, connection: Connection, output: 
         {
             "group": group,
             "kind": kind,
-            "count": sum(map(_amount, events)),
+            "count": sum(amount(event.event_info.model_dump()) for event in events),
             "cost": total_cost(_cost(event, prices) for event in events),
         }
         for (group, kind), events in sorted(groups.items())
@@ -71,12 +72,6 @@ def _kind(event: BillingUsageEvent) -> str:
     from tinkex.telemetry.usage import kind_of
 
     return kind_of(event.event_info) or event.event_info.type
-
-
-def _amount(event: BillingUsageEvent) -> Any:
-    """Tokens, checkpoints, or what else there may be one number of."""
-    facts = event.event_info.model_dump(exclude={"type", "cached"})
-    return next(iter(facts.values()))
 
 
 def _cost(event: BillingUsageEvent, prices: Prices) -> float | None:

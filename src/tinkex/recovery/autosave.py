@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from tinkex._client.checks import check_count, check_name
+from tinkex._client.checks import check_count, check_name, check_seconds
 from tinkex._client.rest import RestClient
 from tinkex._client.runtime import APIFuture
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.errors import TinkerError
 from tinkex.types import SaveWeightsResponse
 
 from .policy import logger
@@ -57,11 +57,8 @@ class AutoCheckpoint:
     ) -> None:
         if every_steps is None and every_seconds is None:
             every_seconds = EVERY_SECONDS
-        if every_seconds is not None and not 0 < every_seconds < math.inf:
-            raise InvalidInputError(
-                f"must be a positive number of seconds, not {every_seconds!r:.80}",
-                field="every_seconds",
-            )
+        if every_seconds is not None:
+            check_seconds("every_seconds", every_seconds)
         if every_steps is not None:
             check_count("every_steps", every_steps, 1)
         check_name(name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from tinkex._client.checks import is_seconds
 from tinkex.errors import InvalidInputError, InvalidPathError, TinkerError
 from tinkex.types import Checkpoint, ParsedCheckpointTinkerPath
 
@@ -109,10 +109,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _is_strategy(value: Any) -> bool:
     if value in ("latest", "best"):
         return True
@@ -128,7 +124,7 @@ def _is_callback(value: Any) -> bool:
 
 
 _FLAG = (_is_flag, "True or False")
-_TIME = (_is_time, "a positive number of seconds")
+_TIME = (is_seconds, "a positive number of seconds")
 _CALLBACK = (_is_callback, "a function or None")
 _CHECKS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enabled": _FLAG,

@@ -98,9 +98,8 @@ class Checkpoints:
         archives.validate_name(name)
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
-            await self.delete(
-                there, "checkpoint_expired"
-            )  # else that comes when the new one is there
+            # Now, or it would be done when the new one is there.
+            await self.delete(there, "checkpoint_expired")
             there = None
         again = there is not None and request_id is not None and there.request_id == request_id
         if there is not None and not (overwrite or again):

@@ -227,11 +227,15 @@ class ModelWork:
             if isinstance(error, NotFoundError) and self._engine.life != life:
                 raise
             model.check()  # it was unloaded meanwhile, and what made it is gone as it should be
-            logger.warning("%s is corrupted: %s", model.model_id, error)
-            model.give_up(str(error))
-            await self._db(self._store.update_run, model.model_id, corrupted=True)
+            await self.call_corrupted(model, error)
             model.check()
         model.life = life
+
+    async def call_corrupted(self, model: Model, why: TinkerError) -> None:
+        """Give a model up for good, and say so wherever it is asked for."""
+        logger.error("%s is corrupted: %s", model.model_id, why)
+        model.give_up(str(why))
+        await self._db(self._store.update_run, model.model_id, corrupted=True)
 
     async def _make_again(self, model: Model) -> None:
         kept = 0 if model.snapshot is None else model.snapshot.changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -32,8 +31,6 @@ from .snapshots import Snapshots
 from .store import Database
 
 __all__ = ["Model", "Models"]
-
-logger = logging.getLogger("tinkex.server")
 
 #: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
 IN_LINE: Final = 2
@@ -435,9 +432,7 @@ class Models:
         try:
             model.snapshot = await self._db(self._snapshots.current, model_id)
         except DecodeError as error:
-            logger.error("%s is corrupted: %s", model_id, error)  # noqa: TRY400 - no trace is needed
-            model.give_up(str(error))
-            await self._db(self._store.update_run, model_id, corrupted=True)
+            await self._work.call_corrupted(model, error)
         else:
             model.line.next_seq = model.snapshot.next_seq
             model.changes = model.snapshot.changes

@@ -110,11 +110,12 @@ def detach(number: int) -> bool:
 
 def emit(event: Event) -> None:
     """Tell everybody who listens of an event."""
-    if _listening.get(type(event), _NOBODY).collectors:
+    handlers, collectors = _listening.get(type(event), _NOBODY)
+    if collectors:
         args = (getattr(event, name) for name in event.places)
         tell(partial(type(event), *args, metadata=event.metadata))
     else:
-        _call(_listening.get(type(event), _NOBODY).handlers, event)
+        _call(handlers, event)
 
 
 def tell(unmade: Unmade) -> None:
