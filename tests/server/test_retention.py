@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -50,6 +50,27 @@ def test_of_many_results_those_go_that_were_told(tmp_path: Path) -> None:
             assert len(made.promises) == 5
             # Of those that nobody has asked for none goes; of the others the newest stay.
             assert await asked(client, promises) == [200] * 2 + [410] * 7 + [200] * 3
+
+    asyncio.run(scenario())
+
+
+def test_under_load_results_go_as_they_come(tmp_path: Path) -> None:
+    """Memory follows neither the hour nor the minute in which all of them are looked through."""
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
+    async def scenario() -> None:
+        async with housed(tmp_path, kept_results=5, now=lambda: moment[0]) as (made, client):
+            promises = await drawn(client, 40)
+            kept = []
+            for promise in promises:
+                moment[0] += timedelta(seconds=10)
+                # Whoever has lost an answer asks again, and has it for as long from then on.
+                assert await asked(client, [promise, promises[0]]) == [200, 200]
+                kept.append(len(made.promises))
+            # As they were told two minutes ago, one for each that is told now.
+            assert kept[:13] == [40] * 13
+            assert kept[13:] == list(range(39, 12, -1))
+            assert await asked(client, promises[1:29]) == [410] * 27 + [200]
 
     asyncio.run(scenario())
 

@@ -149,9 +149,10 @@ class Promises:
         self._unwritten: deque[Promise] = deque()
         #: Changes of models, by scope, whose requests the journal has lost while it has their results.
         self.lost: dict[str, int] = {}
-        #: Called with every promise that is given, and with every one that got its result.
+        #: Called with every promise that is given, that got its result, and whose result was told.
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
+        self.on_told: list[Callable[[Promise], None]] = []
 
     def __iter__(self) -> Iterator[Promise]:
         return iter(list(self._promises.values()))
@@ -335,8 +336,10 @@ class Promises:
         assert promise.result is not None
         payload = promise.result.payload
         if payload is None:
-            return self._journal.read(promise.result.place)
+            payload = self._journal.read(promise.result.place)
         self._put_away(promise)  # few ask twice
+        for tell in self.on_told:
+            tell(promise)
         return payload
 
     # -- restart and retention ---------------------------------------------------------------

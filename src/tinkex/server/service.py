@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -29,6 +29,7 @@ from .journal import Journal, Kind, Record
 from .losses import Losses
 from .model_work import ModelWork
 from .models import Models
+from .retention import Retention
 from .samplers import Samplers
 from .sessions import Sessions
 from .snapshots import Snapshots
@@ -40,8 +41,6 @@ __all__ = ["DEFAULT_MODEL", "Service", "Settings", "default_cache_dir", "default
 
 logger = logging.getLogger("tinkex.server")
 
-#: What the journal writes beside the bodies of a request and its result.
-_HEADS: Final = 512
 DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -165,11 +164,20 @@ class Service:
             snapshot_every=settings.snapshot_every,
             now=settings.now,
         )
+        self.retention = Retention(
+            self.promises,
+            self.journal,
+            self.models.needs,
+            result_retention=settings.result_retention,
+            kept_results=settings.kept_results,
+            told_retention=settings.told_retention,
+            max_results=settings.max_results,
+        )
         self.signer: Signer | None = None
         self.ready: Ready | None = None
         self.started_at = 0.0
         self.stopping = asyncio.Event()
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._housekeeping: list[asyncio.Task[None]] = []
 
     # -- life --------------------------------------------------------------------------------
 
@@ -190,16 +198,18 @@ class Service:
             await self.stop()
             raise
         self.started_at = time.time()
-        self._housekeeping = asyncio.create_task(self._keep_house())
+        # The journal has a turn of its own: under load its rewriting takes longer than the others can wait.
+        for chore in (self.keep_house, self._compact):
+            self._housekeeping.append(asyncio.create_task(self._repeat(chore)))
         return self.ready
 
     async def stop(self) -> None:
         """Leave everything as it is; what was accepted and not done is done after the next start."""
         self.stopping.set()
         self.engine.stopping = True
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        for task in self._housekeeping:
+            task.cancel()
+        await asyncio.gather(*self._housekeeping, return_exceptions=True)
         await self.models.stop()
         await self.samplers.stop()
         await self.losses.stop()
@@ -278,10 +288,10 @@ class Service:
 
     # -- housekeeping ----------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
+    async def _repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(self.settings.housekeeping_interval)
-            await self.keep_house()
+            await chore()
 
     async def keep_house(self) -> None:
         """Let go of what has expired and of old results, write down what is counted.
@@ -296,10 +306,10 @@ class Service:
             self.models.write_times,
             self.usage.write,
         ):
-            try:
-                await step()
-            except Exception:
-                logger.exception("%s failed; the next try is in a minute.", step.__qualname__)
+            await _attempt(step)
+
+    async def _compact(self) -> None:
+        await _attempt(self.retention.compact)
 
     async def _end_silent_sessions(self) -> None:
         async for session_id in self.sessions.expire():
@@ -312,34 +322,15 @@ class Service:
         )
 
     async def _forget_results(self) -> None:
-        settings = self.settings
-        now = settings.now().timestamp()
-        done = [each for each in self.promises if each.done and not self.models.needs(each)]
-        # How many results may stay, and of which those go that are beyond: the oldest first.
-        rules: list[tuple[int, Callable[[Promise], bool]]] = [
-            (0, lambda each: each.finished_at < now - settings.result_retention),
-            (settings.kept_results, lambda each: each.told_before(now - settings.told_retention)),
-            (settings.max_results, lambda each: each.told_before(now)),
-            (settings.max_results, lambda _: True),
-        ]
-        for limit, may_go in rules:
-            for promise in done:
-                if len(self.promises) <= limit:
-                    break
-                if may_go(promise):
-                    self.promises.forget(promise)
+        self.retention.forget()
         self.samplers.trim_feeds()
-        while self._mostly_forgotten():
-            needed = lambda record: self.promises.knows(record.head["id"])  # noqa: E731
-            if not await self.journal.compact(needed, self.promises.moved):
-                break
 
-    def _mostly_forgotten(self) -> bool:
-        kept = sum(
-            _HEADS + promise.place.length + (promise.result.place.length if promise.result else 0)
-            for promise in self.promises
-        )
-        return self.journal.size > 2 * kept + (64 << 20)
+
+async def _attempt(step: Callable[[], Awaitable[object]]) -> None:
+    try:
+        await step()
+    except Exception:
+        logger.exception("%s failed; the next try is in a minute.", step.__qualname__)
 
 
 @dataclass
