@@ -144,7 +144,7 @@ def measure(directory: Path, seconds: float, clients: int) -> dict[str, object]:
         healths: list[float] = []
         probe = threading.Thread(target=ask_for_health, args=(url, over, healths))
         probe.start()
-        memory = watch(service.pid, loads)
+        memory, results = watch(url, service.pid, loads)
         over.set()
         probe.join()
         told = [json.loads(load.communicate()[0].splitlines()[-1]) for load in loads]
@@ -160,6 +160,8 @@ def measure(directory: Path, seconds: float, clients: int) -> dict[str, object]:
         "errors": sum((Counter(each["errors"]) for each in told), Counter()),
         "refused": refused,
         "memory": {name: growth(values) for name, values in memory.items()},
+        "memory_each_minute": {name: values[::30] for name, values in memory.items()},
+        "results_each_minute": results[::30],
         "health": times(healths),
         "optim_step": times(steps),
     }
@@ -176,15 +178,24 @@ def ask_for_health(url: str, over: threading.Event, seconds: list[float]) -> Non
         seconds.append(time.monotonic() - began)
 
 
-def watch(pid: int, loads: list[subprocess.Popen[str]]) -> dict[str, list[float]]:
-    """Megabytes of the service and its engine, every other second until the load is over."""
+def watch(
+    url: str, pid: int, loads: list[subprocess.Popen[str]]
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Megabytes of the service and its engine, and the results it keeps, every other second of the load."""
     memory: dict[str, list[float]] = {"service": [], "engine": []}
+    results: list[float] = []
     while any(load.poll() is None for load in loads):
         time.sleep(2)
         memory["service"].append(megabytes(pid))
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         memory["engine"].append(sum(megabytes(int(child)) for child in children))
-    return memory
+        results.append(float(re.search(r"^tinkex_results (\S+)", metrics(url), re.MULTILINE)[1]))
+    return memory, results
+
+
+def metrics(url: str) -> str:
+    with urlopen(f"{url}/metrics", timeout=60) as page:
+        return page.read().decode()
 
 
 def megabytes(pid: int) -> float:
@@ -212,10 +223,8 @@ def times(seconds: list[float]) -> dict[str, float]:
 
 def refusals(url: str) -> dict[str, int]:
     """What the service answered with an error, by its own count; 408 is how a poll says "not yet"."""
-    with urlopen(f"{url}/metrics", timeout=60) as page:
-        text = page.read().decode()
     pattern = r'^tinkex_http_requests_total\{operation="(\w+)",status="([45]\d\d)"\} (\S+)'
-    found = re.findall(pattern, text, re.MULTILINE)
+    found = re.findall(pattern, metrics(url), re.MULTILINE)
     return {
         f"{name} {status}": int(float(count)) for name, status, count in found if status != "408"
     }

@@ -71,6 +71,7 @@ FAMILIES = {
     "tinkex_resident_bytes": "gauge",
     "tinkex_store_seconds": "histogram",
     "tinkex_journal_bytes": "gauge",
+    "tinkex_results": "gauge",
     "tinkex_http_requests": "counter",
 }
 
@@ -131,6 +132,7 @@ def test_calls_of_the_database_are_timed(scrapes):
     assert grown(scrapes, "tinkex_store_seconds_bucket", le="+Inf") == calls
     assert grown(scrapes, "tinkex_store_seconds_sum") > 0
     assert grown(scrapes, "tinkex_journal_bytes") > 0
+    assert grown(scrapes, "tinkex_results") > 0
 
 
 def test_calls_are_counted_by_operation_and_status(scrapes):

@@ -98,6 +98,7 @@ class _Now(Collector):
         )
         yield _gauge("tinkex_models", "Models in training.", service.models.count)
         yield _gauge("tinkex_samples", "Requests to sample under way.", service.samplers.under_way)
+        yield _gauge("tinkex_results", "Requests that can be asked for.", len(service.promises))
         yield _gauge("tinkex_journal_bytes", "Size of the journal.", service.journal.size)
         yield _gauge(
             "tinkex_engine_lives", "How often the engine was started.", service.engine.life + 1

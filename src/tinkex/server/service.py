@@ -75,14 +75,14 @@ class Settings:
     snapshot_every: float = 30.0
     #: A session of which nothing is heard for so long has ended.
     session_expiry: float = 6 * 3600
-    #: Results can be asked for that long.
+    #: Results can be asked for that long …
     result_retention: float = 6 * 3600
-    #: … unless there are more than so many. Then the oldest go that were told this long ago: whoever lost an
-    #: answer on its way asks again within a minute and a half.
-    kept_results: int = 20_000
+    #: … unless there are more than so many, a hundred megabytes. Then the oldest go that were told this long ago:
+    #: whoever lost an answer on its way asks again within a minute and a half.
+    kept_results: int = 100_000
     told_retention: float = 120.0
-    #: Of more than so many the oldest go at once, told or not: a thousand take less than a megabyte.
-    max_results: int = 100_000
+    #: Of more than so many the oldest go at once, told or not.
+    max_results: int = 200_000
     telemetry_retention: float = 30 * 86_400
     #: How long a poll is held open; clients give up after 45.
     hold: float = 30.0
