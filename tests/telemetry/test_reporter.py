@@ -315,6 +315,14 @@ def test_an_exception_is_reported_with_its_traceback_and_without_keys(reporter, 
     assert "tml-secret" not in event.traceback
 
 
+def test_an_exception_does_not_wait_for_the_round(reporter, taker):
+    made = reporter()
+    made.log("one")
+    assert made.log_exception(RuntimeError("broken"))
+    until(lambda: made.pending == 0)
+    assert taker.names == ["one", "UNHANDLED_EXCEPTION"]
+
+
 def test_a_users_error_is_a_remark(reporter, taker):
     made = reporter()
     try:

@@ -135,7 +135,11 @@ class Reporter:
         return self._put(GenericEvent, severity, event_name=str(event_name), event_data=data)
 
     def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
-        """Report an exception: as the user's error if one is found in its chain, else as unhandled."""
+        """Report an exception at once."""
+        return self._put_exception(exception, severity) and self.flush()
+
+    def _put_exception(self, exception: BaseException, severity: str) -> bool:
+        """As the user's error if one is found in its chain, else as unhandled."""
         mistake = user_error_in(exception)
         if mistake is not None:
             data = {
@@ -157,7 +161,7 @@ class Reporter:
         self, exception: BaseException, severity: str = "ERROR", *, timeout: float | None = None
     ) -> bool:
         """Report what ends the program, and wait until it is shipped or the time is up."""
-        accepted = self.log_exception(exception, severity)
+        accepted = self._put_exception(exception, severity)
         self._end()
         _logger.info("Session %s ends with %s.", self.session_id, type(exception).__name__)
         return self.wait_until_drained(timeout) and accepted
