@@ -283,10 +283,17 @@ def test_environment_booleans_that_are_false(text):
 @given(st.text().filter(lambda text: text.strip().lower() not in {*TRUE, *FALSE}))
 @example("")
 @example("maybe")
-def test_any_other_environment_boolean_is_the_default(text):
-    config = make({"TINKEX_DUMP_HEADERS": text, "TINKER_TELEMETRY": text})
-    assert config.dump_headers is False
-    assert config.telemetry_enabled is True
+def test_any_other_environment_boolean_is_the_default_but_tells_nothing_to_the_service(text):
+    config = make({"TINKEX_OTEL_PROPAGATE": text, "TINKER_TELEMETRY": text})
+    assert config.otel_propagate is False
+    assert config.telemetry_enabled is False
+    assert make().telemetry_enabled is True
+
+
+def test_an_address_is_shown_without_whom_it_names():
+    config = make(base_url="https://user:secret@example.com/x")
+    assert config.shown_base_url == f"https://{REDACTED}@example.com/x"
+    assert make(base_url="https://example.com/x").shown_base_url == "https://example.com/x"
 
 
 def test_environment_lists_drop_blanks():

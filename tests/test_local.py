@@ -86,6 +86,20 @@ def test_two_clients_of_one_data_directory_share_a_service_until_both_are_closed
     assert not (tmp_path / "service.json").exists()
 
 
+def test_a_process_that_means_the_local_service_is_not_warned_of_its_address(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path))
+    with local(tmp_path):
+        tinkex.set_defaults(base_url="local")
+        try:
+            with tinkex.ServiceClient() as client:
+                client.health()
+        finally:
+            tinkex.reset_defaults()
+    assert "process default" not in caplog.text
+
+
 def test_the_next_one_finds_what_the_last_one_left(tmp_path):
     with local(tmp_path) as client:
         training = client.create_lora_training_client(MODEL, rank=4)

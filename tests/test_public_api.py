@@ -160,6 +160,8 @@ OPTIONAL_HERE = {
 ADDED_HERE = {
     "ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24",
     "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
+    "SupportedModel.model_id": "other services say it",
+    "SupportedModel.arch": "other services say it",
 }
 # Methods that are not there, and why.
 OTHER_METHODS = dict.fromkeys(

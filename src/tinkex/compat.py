@@ -55,24 +55,79 @@ _ALIASES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
         ("tinkex._client.runtime", "tinkex.types"),
         {"QueueStateObserver": "tinkex._client.queue_state:Observer"},
     ),
-    "lib.base_url": ((), {"DEFAULT_BASE_URL": "tinkex.config:DEFAULT_BASE_URL"}),
+    "lib.base_url": (
+        (),
+        {
+            "DEFAULT_BASE_URL": "tinkex.config:DEFAULT_BASE_URL",
+            "resolve_base_url": "tinkex._client.official:resolve_base_url",
+        },
+    ),
+    "lib.chunked_fwdbwd_helpers": (
+        (),
+        {"combine_fwd_bwd_output_results": "tinkex._client.chunking:combine"},
+    ),
+    "lib.experimental": ((), {"ExperimentalWarning": "tinkex.errors:ExperimentalWarning"}),
     "lib.internal_client_holder": (
         ("tinkex._client.session",),
-        {"InternalClientHolder": "tinkex._client.session:Session"},
+        {
+            "BytesSemaphore": "tinkex._client.official:BytesSemaphore",
+            "InternalClientHolder": "tinkex._client.session:Session",
+        },
     ),
     "lib.public_interfaces": (("tinkex", "tinkex._client.runtime"), {}),
     "lib.public_interfaces.admin_client": (("tinkex",), {}),
     "lib.public_interfaces.api_future": (("tinkex", "tinkex._client.runtime"), {}),
+    "lib.public_interfaces.custom_loss": (("tinkex._client.traced_loss",), {}),
     "lib.public_interfaces.rest_client": (("tinkex",), {}),
     "lib.public_interfaces.sampling_client": (("tinkex",), {}),
     "lib.public_interfaces.service_client": (("tinkex",), {}),
-    "lib.public_interfaces.training_client": (("tinkex", "tinkex._client.custom_loss"), {}),
-    "lib.retry_handler": (("tinkex._client.retry",), {}),
+    "lib.public_interfaces.training_client": (
+        ("tinkex", "tinkex._client.custom_loss"),
+        {"CustomLossFnV1": "tinkex._client.custom_loss:CustomLossFn"},
+    ),
+    "lib.retry_handler": (
+        ("tinkex._client.retry",),
+        {
+            "RetryHandler": "tinkex._client.official:RetryHandler",
+            "is_retryable_status_code": "tinkex._client.retry:retryable_status",
+        },
+    ),
     "lib.retryable_exception": ((), {"RetryableException": "tinkex.errors:GoneError"}),
+    "lib.telemetry": (
+        (),
+        {
+            "Telemetry": "tinkex.telemetry.reporter:Reporter",
+            "capture_exceptions": "tinkex._client.official:capture_exceptions",
+            "is_user_error": "tinkex._client.official:is_user_error",
+        },
+    ),
+    "lib.telemetry_provider": (
+        (),
+        {"TelemetryProvider": "tinkex._client.official:TelemetryProvider"},
+    ),
     "proto": ((), {}),
+    "proto.request_conv": (
+        (),
+        {
+            "forward_backward_request_to_proto": "tinkex._client.official:forward_backward_request_to_proto"
+        },
+    ),
+    "proto.response_conv": (
+        (),
+        {
+            "PROTO_SUPPORTED_TYPES": "tinkex._client.official:PROTO_SUPPORTED_TYPES",
+            "deserialize_proto_response": "tinkex._client.official:deserialize_proto_response",
+            "deserialize_forward_backward_output": "tinkex._wire.proto_codec:decode_forward_backward_output",
+            "deserialize_sample_response": "tinkex._wire.proto_codec:decode_sample_response",
+        },
+    ),
     "proto.tinker_public_pb2": (("tinkex._wire.tinkex_pb2",), {}),
     "resources": ((), {}),
     "types": (("tinkex.types",), {}),
+    "types.optimizer": (
+        ("tinkex.types",),
+        {"OptimizerConfigBase": "tinkex.types:OptimizerConfig"},
+    ),
 }
 
 #: Names at the root that tinkex keeps elsewhere.
@@ -196,7 +251,6 @@ def _snake_names() -> frozenset[str]:
 _GROUPED: Final = (
     "billing_usage_request",
     "current_checkpoint_storage_usage_request",
-    "optimizer",
 )
 
 

@@ -126,6 +126,10 @@ _LOG_LEVELS = {"warning": "warn"} | {level: level for level in ("debug", "info",
 _PARITY_MODES = {"python": "python", "beam": "beam", "elixir": "beam"}
 
 
+def _is_on(text: str) -> bool:
+    return _BOOLEANS.get(text.lower(), False)
+
+
 def _one_of(words: Mapping[str, Any]) -> Callable[[str], Any]:
     return lambda text: words.get(text.lower())
 
@@ -456,10 +460,13 @@ class Setting:
     read: Callable[[str], Any] = str
     redact: Callable[[Any], object] | None = None
     env_first: bool = False  # the environment goes before the process defaults
+    blank: Any = None  # what a variable means that is set to nothing
 
     def look_up(self, environ: Mapping[str, str]) -> Any:
-        text = environ.get(self.env, "").strip() if self.env else ""
-        return self.read(text) if text else None
+        if self.env is None or self.env not in environ:
+            return None
+        text = environ[self.env].strip()
+        return self.read(text) if text else self.blank
 
     def show(self, value: Any) -> object:
         if value is None or self.redact is None:
@@ -535,13 +542,13 @@ class Config:
         "Feature gates; kept for the service, nothing here depends on them.",
         _names, ("async_sampling",), env="TINKER_FEATURE_GATES", read=_read_list)
     telemetry_enabled: Option[bool, bool] = setting(
-        "Report usage events to the service.",
-        _flag, True, env="TINKER_TELEMETRY", read=_one_of(_BOOLEANS))
+        "Report usage events to the service. In the environment, all but 1, true, yes and on mean no.",
+        _flag, True, env="TINKER_TELEMETRY", read=_is_on, blank=False)
     log_level: Option[str, LogLevel | None] = setting(
         "Level of the tinkex logger: debug, info, warn or error.",
         _log_level, env="TINKER_LOG", read=_one_of(_LOG_LEVELS))
     dump_headers: Option[bool, bool] = setting(
-        "Log every request with its headers, secrets removed.",
+        "Log every request with its headers, secrets removed, at level info; see log_level.",
         _flag, False, env="TINKEX_DUMP_HEADERS", read=_one_of(_BOOLEANS))
     otel_propagate: Option[bool, bool] = setting(
         "Send the OpenTelemetry trace context along.",
@@ -613,6 +620,11 @@ class Config:
     @property
     def normalized_base_url(self) -> str:
         return normalize_base_url(self.base_url)
+
+    @property
+    def shown_base_url(self) -> str:
+        """The address fit for a log or an event: whoever it names does not stand in it, nor their password."""
+        return _without_userinfo(self.base_url)
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SETTINGS}

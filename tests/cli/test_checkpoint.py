@@ -95,6 +95,24 @@ def test_a_list_is_cut_where_it_was_asked_to_be(here, training):
     assert here.quick("checkpoint", "list", "--limit", -1).code == 2
 
 
+def test_the_list_of_a_run_is_whole_unless_it_is_to_be_cut(here, of_many):
+    def shown(*options):
+        printed = here.quick("checkpoint", "list", "--run-id", of_many.model_id, "--json", *options)
+        return payload("checkpoint list", printed)["shown"]
+
+    assert shown() == shown("--limit", 0) == 21
+    assert shown("--offset", 2) == 19
+    assert shown("--limit", 20) == 20
+
+
+@pytest.fixture(scope="module")
+def of_many(here):
+    training = here.client.create_lora_training_client(TINY, rank=1)
+    for saving in [training.save_state(f"many-{number}") for number in range(21)]:
+        saving.result()
+    return training
+
+
 def test_one_checkpoint_in_full(here, path):
     printed = here.ask("checkpoint info", path)
     assert printed["tinker_path"] == path
@@ -144,7 +162,7 @@ def test_a_checkpoint_gets_an_end_and_loses_it(here, path):
 
 def test_a_download_is_a_directory_that_is_not_overwritten(here, path, tmp_path):
     printed = here.ask("checkpoint download", path, "-o", tmp_path)
-    directory = tmp_path / path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
+    directory = tmp_path / path.removeprefix("tinker://").replace("/", "_")
     assert printed == {"checkpoint_path": path, "destination": str(directory)}
     assert (directory / "adapter_model.safetensors").stat().st_size > 0
     (directory / "note").write_text("mine")
@@ -218,6 +236,9 @@ def test_by_what_fits_with_a_preview(here, run):
     assert told.out == ""
     assert "drawn" in told.err
     assert "1 checkpoint to delete, " in told.err
+    for kind, count in (("weights", 4), ("sampler_weights", 1)):
+        told = here.quick("checkpoint", "delete", *of_run, "--type", kind, "--dry-run")
+        assert f"{count} checkpoint" in told.err
     none = here.quick("checkpoint", "delete", *of_run, "--before", "1d", "--yes")
     assert "Nothing was deleted" in none.err
     assert len(left(here, run)) == 5

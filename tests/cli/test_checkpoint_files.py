@@ -415,17 +415,17 @@ def test_a_checkpoint_is_pushed_with_a_card_to_a_branch_of_its_own(standing_in, 
     outcome = push(standing_in, tinkex_tiny, paths[0])
     assert outcome.code == 0, outcome.err
     result = payload("checkpoint push-hf", outcome)
-    assert result["repo"].startswith("ada/tinker-tiny-")
+    assert result["repo_id"].startswith("ada/tinker-tiny-")
     assert result["revision"] == "weights-trained"
-    assert standing_in.private[result["repo"]]
-    files = standing_in.files[result["repo"], "weights-trained"]
+    assert standing_in.private[result["repo_id"]]
+    files = standing_in.files[result["repo_id"], "weights-trained"]
     expected = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     assert sorted(files) == result["files"] == expected
     card = files["README.md"].decode()
     assert card.startswith(f'---\nbase_model: "{TINY}"\nlibrary_name: peft\n')
     assert f'tinker_path: "{paths[0]}"' in card
     # Another checkpoint does not go where this one is; the same one does, again.
-    there = ["--repo", result["repo"], "--revision", result["revision"]]
+    there = ["--repo", result["repo_id"], "--revision", result["revision"]]
     other = push(standing_in, tinkex_tiny, paths[1], *there)
     assert other.code == 1
     assert "choose another --repo" in other.err
@@ -443,6 +443,20 @@ def test_a_push_goes_where_and_brings_what_it_is_told(standing_in, tinkex_tiny, 
     none = push(standing_in, tinkex_tiny, paths[1], *options, "--allow-pattern", "*.gguf")
     assert none.code == 1
     assert "no file of the checkpoint fits" in none.err
+
+
+def test_a_push_may_be_a_proposal_to_main(standing_in, tinkex_tiny, paths):
+    proposed = ["-r", "mine", "--create-pr"]
+    for branch in ([], ["--revision", "main"]):
+        outcome = push(standing_in, tinkex_tiny, paths[1], *proposed, *branch)
+        assert outcome.code == 0, outcome.err
+        result = payload("checkpoint push-hf", outcome)
+        assert result["url"].endswith("/discussions/1")
+    assert standing_in.proposals == ["ada/mine"] * 2
+    assert standing_in.files == {("ada/mine", "main"): {}}
+    other = push(standing_in, tinkex_tiny, paths[1], *proposed, "--revision", "dev")
+    assert other.code == 2
+    assert "main only" in other.err
 
 
 def test_a_push_without_a_good_token_is_told_so(standing_in, tinkex_tiny, paths, tmp_path):

@@ -45,7 +45,14 @@ def test_runs(here, training):
     assert some.out.splitlines()[0].split() == ["LoRA", "Run", "ID"]
     wrong = here.quick("run", "list", "--columns", "colour")
     assert wrong.code == 2
-    assert "Last Update" in wrong.err
+    assert "checkpoint_time" in wrong.err
+    official = "id,model,owner,lora,updated,status,checkpoint,checkpoint_time"
+    head, *rows = here.quick("run", "list", "-c", official, "--limit", 0).out.splitlines()
+    assert re.split(r"\s{2,}", head)[-2:] == ["Last Checkpoint", "Checkpoint Time"]
+    (row,) = [row for row in rows if training.model_id in row]
+    *_, last, saved = re.split(r"\s{2,}", row)
+    assert last == "weights/last"
+    assert saved.endswith(("now", "ago"))
     assert here.quick("run", "list", "--access-scope", "stolen").code == 2
 
 

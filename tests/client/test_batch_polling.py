@@ -191,6 +191,13 @@ def test_an_error_that_is_final_fails_all_who_wait_and_nobody_later(server, samp
     assert token(sample(sampler)) == 2
 
 
+def test_a_400_that_stays_is_believed(server, sampler):
+    server.on(POLL_MANY, Answer({"detail": "no such cursor"}, 400))
+    with pytest.raises(tinkex.BadRequestError, match="no such cursor"):
+        sample(sampler).result(10)
+    assert len(server.asked(POLL_MANY)) == 4
+
+
 def test_a_service_without_it_fails_who_waits(server, sampler):
     server.on(POLL_MANY, Answer({"detail": "no such path"}, 404))
     with pytest.raises(NotFoundError):
@@ -203,6 +210,7 @@ def test_a_service_without_it_fails_who_waits(server, sampler):
         ([Answer({}, 408)] * 3, []),
         ([Answer({}, 500), Answer({}, 503)], [0.0, 0.0]),
         ([Answer({}, 429)] * 3, [1.0, 2.0, 4.0]),
+        ([Answer(b"", 400)] * 3, [1.0, 1.0, 1.0]),
         ([Raw(b"not HTTP\r\n\r\n")] * 3, [1.0, 2.0, 4.0]),
         ([Answer({}, 429), Answer({"completions": [], "cursor": 0}), Answer({}, 429)], [1.0, 1.0]),
     ],

@@ -141,6 +141,17 @@ def test_several_probes_may_be_sent(clock):
     assert [circuit.allow_request() for _ in range(3)] == [True, True, False]
 
 
+def test_one_of_several_probes_that_fails_opens_it_again(clock):
+    circuit = broken(Circuit("training", CircuitBreaker(half_open_max_calls=2), clock.monotonic))
+    clock.advance(31)
+    assert circuit.allow_request()
+    circuit.record_failure()
+    assert (circuit.state, circuit.retry_after) == ("open", 30)
+    assert not circuit.allow_request()
+    clock.advance(30)
+    assert [circuit.allow_request() for _ in range(3)] == [True, True, False]
+
+
 def test_the_callers_own_deadline_says_nothing_of_the_service(circuit, clock):
     for _ in range(5):
         assert outcome(circuit.learn_from(silence(), deadline=clock.now)) is APIConnectionError

@@ -101,9 +101,10 @@ def result(kind: str, count: int, metrics: dict[str, float]) -> types.ForwardBac
     return types.ForwardBackwardOutput(kind, outputs, metrics)
 
 
-def test_one_result_passes_as_it_is():
-    only = result("a", 2, {"loss": 1.0})
-    assert combine([only]) is only
+def test_one_result_is_reduced_too():
+    only = result("a", 3, {"loss": 0.1, "a:mean": 0.1, "a:slack": 3.0, "b:hash_unordered": 7.0})
+    metrics = {"loss": 0.1, "a:mean": 0.1, "a:slack": 0.0, "b:hash_unordered": hashed(7.0)}
+    assert combine([only]) == types.ForwardBackwardOutput("a", only.loss_fn_outputs, metrics)
 
 
 def test_outputs_are_strung_together_in_order_under_the_first_type():
@@ -187,6 +188,19 @@ def test_the_unordered_hash_depends_on_the_values_and_on_nothing_else():
     assert hashed(1.0, 1.0) != hashed(1.0)
     # A number written down once: it must not change from process to process or release to release.
     assert hashed(1.0, 2.5, -3.0) == 124183467993138.0
+
+
+@pytest.mark.parametrize(
+    ("values", "reduced"),
+    [
+        ([7.0], 7),
+        ([2.0**63, 2.0**63, 5.0], 5),
+        ([-1.0], 2**64 - 1),
+        ([math.nan, 1.0, math.inf], 1),
+    ],
+)
+def test_hashes_of_64_bits_are_added_up(values, reduced):
+    assert reduce_metrics([({"h:hash2": value}, 1) for value in values]) == {"h:hash2": reduced}
 
 
 @given(

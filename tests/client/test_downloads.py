@@ -26,6 +26,7 @@ from tests.scripted import Answer, Raw
 from tests.tars import tar
 from tinkex import ServiceClient
 from tinkex._client.downloads import download_checkpoint, fetch, target_name, unpack, verify
+from tinkex.config import Config
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -56,8 +57,14 @@ def manifest(**files: bytes) -> tuple[str, bytes]:
     return "tinkex.json", json.dumps({"sha256": digests}).encode()
 
 
-class Linked:
-    """Stands for a REST client that knows one link."""
+class Standing:
+    """What is common to those that stand for a REST client."""
+
+    holder = SimpleNamespace(config=Config(api_key="tml-test"))
+
+
+class Linked(Standing):
+    """Knows one link."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)
@@ -99,6 +106,23 @@ def test_a_broken_transfer_is_taken_up_where_it_broke(server, tmp_path, waits):
     assert [request.headers.get("if-range") for request in server.requests[1:]] == ['"one"'] * 4
     assert waits == [0.5, 0.5, 1.0, 2.0]
     assert seen == [(1000, 5120), (1500, 5120), (5120, 5120)]
+
+
+def test_progress_of_a_file_of_unknown_length_is_not_told(server, tmp_path):
+    server.on("GET /file", Raw(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + CONTENT))
+    fetch(f"{server.url}/file", tmp_path / "file", lambda done, total: 1 / 0)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_a_callback_that_fails_costs_no_download(server, tmp_path, caplog):
+    server.on("GET /file", Answer(CONTENT))
+    fetch(f"{server.url}/file", tmp_path / "file", lambda done, total: 1 / 0)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert "A progress callback failed" in caplog.text
+
+
+def test_a_place_is_called_after_its_path():
+    assert target_name(PATH) == "run:train:0_weights_one"
 
 
 def test_without_a_tag_the_date_tells_that_it_is_the_same_file(server, tmp_path, waits):
@@ -158,8 +182,8 @@ def test_the_checksum_of_another_file_is_forgotten(server, tmp_path, waits):
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-class Listed:
-    """Stands for a REST client that lists the files of an export, each time with other links."""
+class Listed(Standing):
+    """Lists the files of an export, each time with other links."""
 
     def __init__(self, *listings: dict[str, str]) -> None:
         self.listings = list(listings)

@@ -358,6 +358,20 @@ def test_a_sample_tells_its_tokens(server, service, heard):
     assert done.metadata["base_model"] == "some/model"
 
 
+def test_an_image_of_unknown_length_is_not_counted(server, service, heard):
+    server.on(SAMPLE, sampled(7, 8))
+    answer_training(server)
+    image = tinkex.types.ImageChunk(data=b"1", format="png")
+    prompt = tinkex.ModelInput(chunks=[*PROMPT.chunks, image])
+    samples, passes = heard(SampleStop), heard(TrainingPass)
+    client = service()
+    new_sampler(client).sample(prompt, 1, tinkex.SamplingParams(max_tokens=2)).result()
+    given = tinkex.Datum(prompt, datum(1, 2).loss_fn_inputs)
+    new_trainer(client).forward([given], "cross_entropy").result()
+    assert [event.prompt_tokens for event in samples] == [3]
+    assert [event.tokens for event in passes] == [3]
+
+
 async def streamed(sampler: tinkex.SamplingClient) -> int:
     return len([chunk async for chunk in sampler.sample_stream(PROMPT)])
 
@@ -395,6 +409,16 @@ def test_training_tells_its_passes_and_steps(server, service, heard):
     assert (forward.operation, forward.data, forward.tokens) == ("forward", 1, 2)
     assert (both.operation, both.data, both.tokens, both.loss) == ("forward_backward", 2, 5, 2.0)
     assert step.metrics == {"grad_norm": 0.5}
+
+
+def test_what_was_trained_is_counted_whatever_becomes_of_the_callers_list(server, service, heard):
+    answer_training(server)
+    events = heard(TrainingPass)
+    data = [datum(1, 2), datum(1, 2, 3)]
+    passed = new_trainer(service()).forward_backward(data, "cross_entropy")
+    data.clear()
+    passed.result()
+    assert [(event.data, event.tokens) for event in events] == [(2, 5)]
 
 
 def test_a_pass_in_many_chunks_is_one_operation(server, service, heard):
@@ -532,6 +556,12 @@ def test_a_session_tells_when_it_is_opened_and_closed(server, service, heard):
     opened, closed = events
     assert (opened.session_id, opened.base_url) == ("s-1", server.url)
     assert (closed.session_id, closed.reason) == ("s-1", "interrupted")
+
+
+def test_an_event_shows_no_password_of_an_address(server, service, heard):
+    events = heard(SessionOpened)
+    new_sampler(service(base_url=server.url.replace("://", "://u:secret@")))
+    assert "secret" not in str(events[0])
 
 
 def test_a_failed_heartbeat_is_told(server, service, heard, clock):

@@ -320,6 +320,23 @@ def test_an_answer_that_is_broken_off_or_broken_is_a_connection_error(run, answe
         run(answer_of(answer))
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_a_refusal_that_does_not_decode_is_still_a_refusal(run, encoding):
+    head = f"HTTP/1.1 401 No\r\ncontent-encoding: {encoding}\r\ncontent-length: 4\r\n\r\n"
+    response = run(answer_of(head + "nope"))
+    assert (response.status, response.content) == (401, b"nope")
+
+    async def work() -> int:
+        async with (
+            serving(answering(head + "nope")) as url,
+            client() as http,
+            http.stream("GET", url, {}) as stream,
+        ):
+            return stream.status
+
+    assert run(work()) == 401
+
+
 def test_a_body_that_ends_with_a_reset_is_not_taken_for_complete(run):
     half = asyncio.Event()
 

@@ -89,6 +89,47 @@ def test_an_idempotency_key_may_be_chosen(server, service):
     assert keys == ["mine", "header", None]
 
 
+def test_what_is_not_given_is_not_sent(server, service):
+    server.on(f"POST {X}", Answer())
+    body = {"a": 1, "b": tinkex.NOT_GIVEN, "c": [tinkex.OMIT, {"d": tinkex.NOT_GIVEN}], "e": None}
+    headers = {"x-a": None, "x-b": tinkex.NOT_GIVEN, "x-c": 1, "accept": tinkex.NOT_GIVEN}
+    query = {"p": None, "q": tinkex.NOT_GIVEN, "r": 1}
+    service().http.post(X, body, headers=headers, query=query).result(10)
+    (sent,) = server.requests
+    assert sent.json == {"a": 1, "c": [{}], "e": None}
+    assert (sent.headers.get("x-a"), sent.headers.get("x-b")) == (None, None)
+    assert (sent.headers["x-c"], sent.headers["accept"]) == ("1", "application/json")
+    assert sent.query == {"r": "1"}
+
+
+def test_a_default_may_be_omitted(server, service):
+    server.on(f"POST {X}", Answer())
+    client = service(default_query={"p": "1"}, default_headers={"x-a": "1"})
+    omitted = {"X-A": tinkex.OMIT, "user-agent": tinkex.OMIT, "content-type": tinkex.OMIT}
+    query = {"p": tinkex.OMIT}
+    call = client.http.post(X, {}, headers=omitted, query=query, idempotency_key=tinkex.OMIT)
+    assert call.result(10) == {}
+
+    async def stream() -> None:
+        async with client.http.with_streaming_response("POST", X, body={}, headers=omitted):
+            pass
+
+    asyncio.run(stream())
+    plain, streamed = server.requests
+    names = {"x-a", "user-agent", "content-type"}
+    assert not names & (plain.headers.keys() | streamed.headers.keys())
+    assert "x-idempotency-key" not in plain.headers
+    assert plain.query == {}
+
+
+def test_values_of_the_protocol_may_stand_in_a_body(server, service):
+    server.on(f"POST {X}", Answer())
+    tensor = tinkex.TensorData([[1, 2]], "int64")
+    service().http.post(X, {"tensor": tensor, "not": tinkex.NOT_GIVEN}).result(10)
+    written = {"data": [1, 2], "dtype": "int64", "shape": [1, 2]}
+    assert server.requests[0].json == {"tensor": written}
+
+
 def test_a_call_may_have_its_own_number_of_retries(server, service):
     server.on(f"GET {X}", Answer({}, 503))
     with pytest.raises(APIStatusError):
@@ -100,6 +141,20 @@ def test_a_call_may_have_its_own_timeout(server, service):
     server.on(f"GET {X}", Hang())
     with pytest.raises(APITimeoutError):
         service().http.get(X, timeout=0.05).result(10)
+
+
+def test_a_call_may_take_longer_than_others(server, service):
+    held = threading.Event()
+    server.on(f"GET {X}", Answer({"a": 1}, wait_for=held))
+    client = service(timeout=0.01)
+    call = client.http.get(X, timeout=10)
+    server.wait_for(f"GET {X}")
+    with pytest.raises(APITimeoutError):
+        client.http.get(X, max_retries=0).result(10)
+    held.set()
+    assert call.result(10) == {"a": 1}
+    told = [request.headers["x-stainless-read-timeout"] for request in server.requests]
+    assert told == ["10.000", "0.010"]
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -163,6 +218,44 @@ def test_an_answer_is_parsed_as_it_is_through_a_function_or_as_a_type():
     assert answer.parse(lambda data: data["status"].upper()) == "OK"
     assert answer.parse(HealthResponse) == HealthResponse(status="ok")
     assert raw(b"").parse() == {}
+
+
+class Read:
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    @classmethod
+    def from_json(cls, data: Any) -> Read:
+        return cls(data)
+
+
+def test_an_answer_is_parsed_as_a_class_that_reads_json_or_as_one_of_pythons_own():
+    answer = raw(b'{"a": 1}')
+    assert answer.parse(Read).data == answer.parse(to=Read).data == {"a": 1}
+    assert answer.parse(to=dict) == answer.parse(to=dict[str, int]) == {"a": 1}
+    assert raw(b"[1]").parse(to=list) == [1]
+    assert (raw(b"7").parse(to=int), raw(b"1.5").parse(to=float)) == (7, 1.5)
+    assert (raw(b"True").parse(to=bool), raw(b"x").parse(to=str)) == (True, "x")
+    assert (raw(b"x").parse(to=bytes), raw(b"x").parse(to=type(None))) == (b"x", None)
+
+
+def test_an_answer_can_be_read_in_every_way():
+    answer = raw(b'{"a":\n"\xc3\xa4"}')
+    assert (answer.read(), answer.json()) == (answer.body, {"a": "ä"})
+    assert answer.text() == '{"a":\n"ä"}' == "".join(answer.iter_text(2))
+    assert list(answer.iter_lines()) == ['{"a":', '"ä"}']
+    assert b"".join(answer.iter_bytes(3)) == answer.body == next(answer.iter_bytes())
+    assert list(raw(b"").iter_bytes()) == list(raw(b"").iter_text()) == []
+    assert (answer.elapsed.total_seconds(), answer.retries_taken) == (0.001, 0)
+    assert (answer.http_request.method, answer.http_response.status_code) == ("GET", 200)
+    answer.close()
+    assert answer.is_closed
+
+
+@pytest.mark.parametrize(("charset", "text"), [("latin-1", "Ã¤"), ("UTF-8", "ä"), ("made-up", "ä")])
+def test_text_is_read_as_its_content_type_says(charset, text):
+    headers = {"content-type": f"text/plain; charset={charset}"}
+    assert APIResponse(200, headers, "GET", X, "ä".encode(), 1.0, 0).text() == text
 
 
 def test_what_a_parser_raises_is_raised():

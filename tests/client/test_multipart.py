@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from email.message import Message
 from email.parser import BytesParser
 from typing import Any
@@ -127,6 +128,9 @@ def test_a_path_is_read_and_a_string_never_is(tmp_path):
     assert file_of(path).get_filename() == "data.bin"
     assert content(file_of(("other", path))) == b"on disk"
     assert content(file_of(str(path))) == str(path).encode()
+    with os.scandir(tmp_path) as entries:
+        entry = next(entries)  # a path, though no `Path`
+    assert (file_of(entry).get_filename(), content(file_of(entry))) == ("data.bin", b"on disk")
 
 
 def test_an_open_file_is_named_after_itself(tmp_path):
@@ -239,9 +243,10 @@ def test_without_files_a_body_is_json(server, service):
     assert server.requests[0].json == {"a": {"b": 1}}
 
 
-def test_a_multipart_content_type_makes_a_call_multipart(server, service):
+@pytest.mark.parametrize("kind", ["multipart/form-data", "Multipart/Form-Data"])
+def test_a_multipart_content_type_makes_a_call_multipart(server, service, kind):
     server.on(f"POST {X}", Answer({}))
-    own = {"Content-Type": "multipart/form-data; boundary=mine"}
+    own = {"Content-Type": f"{kind}; boundary=mine"}
     service().http.post(X, {"a": 1}, headers=own).result(10)
     (request,) = server.requests
     assert request.headers["content-type"] == own["Content-Type"]

@@ -181,6 +181,28 @@ def test_a_paused_queue_is_told_of(told, server, service, status):
     assert told.lines == ["Training is paused for s-1:train:0. Reason: too many runs"]
 
 
+def test_work_that_takes_long_is_told_of(told, server, service, clock):
+    """The service is well and answers every poll; so does one that never finishes."""
+    server.on("POST /api/v1/optim_step", promise("step"))
+    polled = threading.Event()
+
+    def not_yet(_: Any) -> Answer:
+        if clock.now < 1011:
+            clock.advance(1)
+        else:
+            polled.set()
+        return Answer({"type": "try_again", "queue_state": "active", "retry_after_ms": 1}, 408)
+
+    server.on_future("step", not_yet)
+    training = service().create_lora_training_client("some/model")
+    future = training.optim_step(types.AdamParams())
+    assert polled.wait(10)
+    assert told.wait() == (
+        f"Waiting for optim_step (step) for 11 s: {server.url} has accepted it and has not finished it."
+    )
+    future.cancel()
+
+
 def test_samples_that_are_held_back_are_told_of(told, server, service):
     server.on("POST /api/v1/asample", Answer({"detail": "slowly"}, 429), promise("sample"))
     server.on_future("sample", Answer({"sequences": []}))
@@ -314,6 +336,33 @@ def test_a_call_that_falls_silent_after_others_were_answered_is_news():
         await asyncio.sleep(5)
 
     assert [second for second, _ in hear(work)] == [2, 9]
+
+
+def test_work_is_mentioned_when_it_takes_longer_than_such_work_did():
+    async def work(notices: Notices) -> None:
+        for seconds in (12, 30, 40):
+            promised = notices.expect("pass", "r-1")
+            await asyncio.sleep(seconds)
+            notices.end(promised)
+        notices.expect("step", "r-2")
+        await asyncio.sleep(50)
+
+    said = hear(work)
+    # The first pass at 10 s; the second is usual up to 36 s, the third up to 90; then the first step of all.
+    assert [second for second, _ in said] == [10, 92, 122]
+    assert said[1][1].startswith("Waiting for step (r-2) for 10 s")
+
+
+def test_calls_and_work_are_told_of_apart():
+    async def work(notices: Notices) -> None:
+        for number in range(3):
+            notices.begin("sample", 60)
+            notices.expect("sample", f"r-{number}")
+        await asyncio.sleep(11)
+
+    calls, promises = hear(work)
+    assert calls[1].startswith("No answer yet from http://service to sample and 2 other calls")
+    assert promises[1].startswith("Waiting for sample (r-0) and 2 other requests for 10 s")
 
 
 def test_nothing_is_said_after_the_end():

@@ -251,6 +251,10 @@ def test_410_is_a_lost_result_that_may_be_asked_for_anew(polls):
     assert error.request_id == "r-1"
 
 
+def test_a_410_without_a_word_says_what_to_do(polls):
+    assert "submit the request again" in str(polls.fail(Answer(b"", 410)))
+
+
 @pytest.mark.parametrize("status", [409, 410])
 def test_a_conflict_and_a_lost_result_are_believed_when_they_are_repeated(polls, status):
     said = Answer({"detail": "no"}, status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex.config import Config
+from tinkex._client.downloads import fetch
+from tinkex.config import Config, Proxy
 from tinkex.errors import APIConnectionError, TinkerError
 
 from ..scripted import Answer, ScriptedServer
@@ -91,6 +93,18 @@ def assert_hidden(text: str) -> None:
         assert secret not in text
 
 
+def test_a_download_goes_through_the_proxy(proxy, tmp_path):
+    proxy.on("GET /file", Answer({"the": "file"}))
+    headers = (("proxy-authorization", CREDENTIALS), ("x-proxy", "1"))
+    given = Proxy("http", "127.0.0.1", proxy.port, headers)
+    fetch(f"{SERVICE}/file", tmp_path / "file", proxy=given)
+    assert json.loads((tmp_path / "file").read_text()) == {"the": "file"}
+    (request,) = proxy.asked("GET /file")
+    assert request.headers["host"] == "service.invalid"
+    assert request.headers["proxy-authorization"] == CREDENTIALS
+    assert request.headers["x-proxy"] == "1"
+
+
 @pytest.fixture
 def refusing() -> Iterator[tuple[str, list[bytes]]]:
     """A proxy that lets nobody through, and what it was asked."""
@@ -115,6 +129,20 @@ def refusing() -> Iterator[tuple[str, list[bytes]]]:
         yield f"http://me:p%40ss@127.0.0.1:{listening.getsockname()[1]}", heads
         listening.shutdown(socket.SHUT_RDWR)
     thread.join()
+
+
+def test_a_download_behind_tls_comes_through_a_tunnel(refusing, tmp_path):
+    proxy, heads = refusing
+    config = Config(
+        api_key="tml-test",
+        proxy=proxy,
+        proxy_headers={"proxy-authorization": CREDENTIALS, "x-proxy": "1"},
+    )
+    waits: list[float] = []
+    with pytest.raises(APIConnectionError):
+        fetch("https://service.invalid/x", tmp_path / "x", proxy=config.proxy, sleep=waits.append)
+    assert heads[0].startswith(b"CONNECT service.invalid:443 ")
+    assert f"Proxy-Authorization: {CREDENTIALS}".encode() in heads[0]
 
 
 def test_a_service_behind_tls_is_reached_through_a_tunnel(refusing, service):

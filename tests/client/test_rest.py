@@ -280,6 +280,7 @@ def only_request(server: ScriptedServer, case: Case) -> Request:
     return request
 
 
+@pytest.mark.filterwarnings("ignore::tinkex.ExperimentalWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("twin", [False, True], ids=["plain", "async"])
 def test_a_call_is_one_request(server, rest, case, twin):
@@ -306,12 +307,20 @@ def test_every_public_method_is_among_the_cases():
     assert {name for name in public if not name.endswith("_async")} - skipped == tried
 
 
-@pytest.mark.parametrize("name", ["get_session", "list_checkpoints", "get_sampler"])
-def test_a_call_names_its_method_to_the_service(server, rest, name):
-    case = next(each for each in CASES if each.call == name)
+@pytest.mark.filterwarnings("ignore::tinkex.ExperimentalWarning")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_call_names_its_method_to_the_service(server, rest, case):
     server.on(case.sent, Answer(case.answer))
-    getattr(rest, name)(*case.arguments).result(10)
-    assert only_request(server, case).headers["x-sdk-method"] == name
+    method = getattr(rest, case.call)
+    method(*case.arguments, **case.options).result(10)
+    headers = only_request(server, case).headers
+    assert (headers["x-sdk-method"], headers["x-sdk-version"]) == (method.__name__, "0.36.0")
+
+
+def test_a_call_that_may_still_change_says_so(server, rest):
+    server.on("POST /api/v1/sessions/search", Answer({"sessions": []}))
+    with pytest.warns(tinkex.ExperimentalWarning, match="search_sessions"):
+        rest.search_sessions(types.SessionSearchRequest()).result(10)
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -339,6 +348,7 @@ def test_a_call_names_its_method_to_the_service(server, rest, name):
         ("delete_checkpoint", ("weights/0001",)),
         ("publish_checkpoint", ("tinker://r/0001",)),
         ("get_weights_info_by_tinker_path", ("tinker://r/other/0001",)),
+        ("get_external_weights_urls", (PATH,)),
     ],
 )
 def test_a_bad_argument_is_refused_before_anything_is_sent(server, rest, call, arguments):
@@ -394,6 +404,15 @@ def test_a_client_of_its_own_needs_no_service_client(server):
         rest.list_sessions()
 
 
+@pytest.mark.parametrize(
+    "more", [{"api_key": "tml-other"}, {"base_url": "http://elsewhere"}], ids=str
+)
+@pytest.mark.parametrize("kind", [tinkex.RestClient, tinkex.AdminClient])
+def test_a_client_that_shares_connections_has_no_key_of_its_own(service, kind, more):
+    with pytest.raises(InvalidInputError, match="_holder"):
+        kind(service().holder, **more)
+
+
 def test_an_administrators_client_has_the_reports_only(server):
     server.on("GET /api/v1/audit", Answer({"entries": []}))
     admin = tinkex.AdminClient(base_url=server.url, api_key="tml-own")
@@ -436,6 +455,31 @@ def test_the_token_for_copying_travels_in_a_header(server, service):
     assert request.json == {"source_path": PATH}
 
 
+@pytest.mark.parametrize(
+    ("own", "configured", "sent"),
+    [("p-1", "p-2", "p-1"), (None, "p-2", "p-2"), ("p-1", None, "p-1"), (None, None, None)],
+)
+def test_a_copy_goes_into_the_project_of_its_client(server, service, own, configured, sent):
+    server.on("POST /api/v1/copy_weights", Answer({"tinker_path": PATH}))
+    configured = {} if configured is None else {"project_id": configured}
+    config = tinkex.Config(base_url=server.url, api_key="tml-test", **configured)
+    client = service(project_id=own, config=config)
+    client.copy_weights(PATH).result(10)
+    (request,) = server.asked("POST /api/v1/copy_weights")
+    assert request.json.get("destination_project_id") == sent
+
+
+def test_a_copy_by_a_client_of_its_own_goes_into_the_project_of_the_settings(server, monkeypatch):
+    monkeypatch.setenv("TINKER_PROJECT_ID", "p-3")
+    server.on("POST /api/v1/copy_weights", Answer({"tinker_path": PATH}))
+    rest = tinkex.RestClient(base_url=server.url, api_key="tml-test")
+    rest.copy_weights(PATH).result(10)
+    rest.copy_weights(PATH, "p-4").result(10)
+    sent = [request.json for request in server.asked("POST /api/v1/copy_weights")]
+    assert [each["destination_project_id"] for each in sent] == ["p-3", "p-4"]
+    rest.close().result(10)
+
+
 def test_a_copy_that_is_sent_again_is_the_same_copy(server, service):
     server.on("POST /api/v1/copy_weights", Answer({}, 503), Answer({"tinker_path": PATH}))
     service().copy_weights(PATH).result(10)
@@ -466,6 +510,7 @@ def test_an_archive_is_where_the_redirect_points(server, rest):
     archive = rest.get_checkpoint_archive_url(PATH).result(10)
     assert archive.url == "http://x/a.tar"
     assert archive.expires == datetime(2026, 5, 27, 20, tzinfo=UTC)
+    assert server.asked(ARCHIVE)[0].headers["accept"] == "application/gzip"
     assert len(server.requests) == 2  # it is not followed
 
 

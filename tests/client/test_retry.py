@@ -50,7 +50,7 @@ def failure(status: int, body: bytes = b'{"detail": "no"}', **headers: str) -> T
 
 
 def wait(
-    error: TinkerError,
+    error: Exception,
     attempt: int = 0,
     elapsed: float = 0.0,
     chance: float = 0.0,
@@ -219,7 +219,9 @@ def test_a_blank_400_that_asks_for_a_retry_is_a_failure_like_others():
 def test_after_the_retries_a_dispatch_goes_on_until_its_window_ends():
     policy = HTTPRetryPolicy(10, DISPATCH_WINDOW)
     error = APIConnectionError()
-    assert wait(error, 10, 60.0, policy=policy) == 30.0
+    waits = [wait(error, attempt, 60.0, policy=policy) for attempt in range(10, 18)]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert wait(error, 0, 0.0, policy=HTTPRetryPolicy(0, DISPATCH_WINDOW)) == 1.0
     assert wait(error, 18, 290.0, policy=policy) == 10.0
     assert wait(error, 19, 300.0, policy=policy) is None
 
@@ -309,7 +311,7 @@ def test_the_real_clock_is_the_machines_own():
 # -- sampling -------------------------------------------------------------------------------------
 
 
-def sample_wait(error: TinkerError, attempt: int = 0, chance: float = 0.5, **options: Any) -> Any:
+def sample_wait(error: Exception, attempt: int = 0, chance: float = 0.5, **options: Any) -> Any:
     return wait(error, attempt, 0.0, chance, SampleRetryPolicy(RetryConfig(**options)))
 
 
@@ -370,6 +372,29 @@ def test_sampling_retries_can_be_limited_or_switched_off():
     assert sample_wait(failure(503), 1, max_retries=2) == 1.0
     assert sample_wait(failure(503), 2, max_retries=2) is None
     assert sample_wait(failure(503), enable_retry_logic=False) is None
+
+
+def test_a_sample_pauses_for_an_account_that_cannot_pay():
+    policy = SampleRetryPolicy(RetryConfig(enable_retry_logic=False, max_retries=0), 3600.0)
+    assert wait(failure(402), 719, 3595.0, policy=policy) == 5.0
+    assert wait(failure(402), 720, 3596.0, policy=policy) is None
+
+
+def test_settings_of_sampling_may_be_changed_later():
+    config = RetryConfig()
+    config.progress_timeout = 60
+    assert config == RetryConfig(progress_timeout=60)
+    assert hash(config) == hash(RetryConfig(progress_timeout=60))
+
+
+class ForeignError(Exception):
+    pass
+
+
+def test_exceptions_of_others_can_be_declared_passing():
+    assert sample_wait(ForeignError(), retryable_exceptions=(ForeignError,)) == 0.5
+    assert sample_wait(ForeignError()) is None
+    assert HTTPRetryPolicy().wait_before_retry(ForeignError(), 0, 0.0, 0.0) is None
 
 
 def test_more_exceptions_can_be_declared_passing():

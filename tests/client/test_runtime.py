@@ -543,7 +543,7 @@ def test_a_fork_leaves_what_is_under_way_to_the_parent(server):
 def test_a_session_not_opened_before_the_fork_is_opened_by_each_process(server):
     script = """
 child = os.fork()
-client.get_console_url()
+client.holder.get_session_id()
 if child == 0:
     client.close().result(10)
     sys.exit(0)

@@ -74,6 +74,14 @@ def test_a_sampler_is_made_of_a_base_model_or_of_a_checkpoint(server, service):
     ]
 
 
+@pytest.mark.parametrize(
+    "path", ["tinker://model_1/ckpt", "tinker://r/sampler_weights/a/b", "tinker://x"]
+)
+def test_a_path_of_another_shape_is_the_services_to_judge(server, service, path):
+    service().create_sampling_client(path)
+    assert server.asked(CREATE_SAMPLER)[0].json["model_path"] == path
+
+
 def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(server, service):
     with pytest.raises(InvalidInputError, match="base_model"):
         service().create_sampling_client()
@@ -127,17 +135,20 @@ def test_prompt_logprobs_are_asked_for_refused_or_not_mentioned(server, sampler,
 
 
 def test_everything_else_is_sent_only_when_asked_for(server, service):
-    answer_samples(server)
+    table = {"dtype": "float32", "shape": [2, 1], "data": [-1.0, -2.0]}
+    drawn = {"tokens": {**table, "dtype": "int64", "data": [1, 2]}, "logprobs": table}
+    server.on(SAMPLE, sampled(7, prompt_alt_tokens=drawn, prompt_logprobs=[None, None, -1.0]))
     sampler = new_sampler(service(), record_stability_info=True)
     targets = types.TensorData([4, 5], "int64", [2, 1])
     sampler.sample(
         PROMPT,
         sampling_params=ONE_TOKEN,
+        include_prompt_logprobs=True,
         topk_prompt_logprobs=3,
         topk_sample_logprobs=4,
         target_prompt_logprobs=targets,
         prompt_alt_tokens_k=5,
-        prompt_logprobs_last_n=0,
+        prompt_logprobs_last_n=1,
     ).result(10)
     sent = server.asked(SAMPLE)[0].json
     assert sent["target_prompt_logprobs"] == {"data": [4, 5], "dtype": "int64", "shape": [2, 1]}
@@ -146,11 +157,33 @@ def test_everything_else_is_sent_only_when_asked_for(server, service):
     } == {
         "topk_prompt_logprobs": 3,
         "topk_sample_logprobs": 4,
-        "prompt_logprobs": False,
+        "prompt_logprobs": True,
         "prompt_alt_tokens_k": 5,
-        "prompt_logprobs_last_n": 0,
+        "prompt_logprobs_last_n": 1,
         "record_stability_info": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        (
+            {"prompt_logprobs_last_n": 1, "include_prompt_logprobs": True},
+            "prompt_logprobs_last_n",
+        ),
+    ],
+)
+def test_a_service_that_ignores_part_of_a_request_is_found_out(server, sampler, asked, named):
+    server.on(SAMPLE, sampled(7, prompt_logprobs=[None, -1.0, -2.0]))
+    with pytest.raises(APIResponseValidationError, match=named):
+        sample(sampler, **asked).result(10)
+    assert len(server.asked(SAMPLE)) == 1
+
+
+def test_logprobs_of_the_last_tokens_only(server, sampler):
+    server.on(SAMPLE, sampled(7, prompt_logprobs=[None, None, -2.0]))
+    assert sampler.compute_logprobs(PROMPT, 1).result(10) == [None, None, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +197,12 @@ def test_everything_else_is_sent_only_when_asked_for(server, service):
         {"topk_prompt_logprobs": -1},
         {"topk_sample_logprobs": -1},
         {"prompt_alt_tokens_k": -1},
-        {"prompt_logprobs_last_n": -1},
+        {"prompt_logprobs_last_n": -1, "include_prompt_logprobs": True},
+        {"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True},
+        {"prompt_logprobs_last_n": 1},
+        {"target_prompt_logprobs": types.TensorData([1.0, 2.0], "float32", [2, 1])},
+        {"target_prompt_logprobs": types.TensorData([1, 2], "int64", [2])},
+        {"target_prompt_logprobs": [[1], [2]]},
     ],
 )
 def test_a_sample_that_cannot_be_is_refused_before_anything_is_sent(server, sampler, arguments):
@@ -878,3 +916,23 @@ def test_a_sampler_nobody_has_any_more_is_gone(server, service):
     gone = weakref.ref(sampler)
     del sampler
     until(lambda: gc.collect() is not None and gone() is None)
+
+
+# -- pauses and switches of the service ----------------------------------------------------------
+
+
+def test_a_sample_waits_while_the_account_cannot_pay(server, service, clock):
+    server.on(SAMPLE, Answer({"detail": "pay"}, 402), Answer({"detail": "pay"}, 402), sampled(7))
+    sampler = new_sampler(service(), retry_config=RetryConfig(max_retries=0))
+    assert sample(sampler).result(10).sequences[0].tokens == [7]
+    assert clock.slept == [5.0, 5.0]
+    assert seq_ids(server.asked(SAMPLE)) == [0, 0, 0]
+
+
+def test_a_service_may_forbid_retries_whatever_the_client_is_set_to(server, service):
+    flags(server, sample_no_retries=True)
+    server.on(SAMPLE, Answer({}, 500), sampled(7))
+    sampler = new_sampler(service(), retry_config=RetryConfig(progress_timeout=60))
+    with pytest.raises(InternalServerError):
+        sample(sampler).result(10)
+    assert len(server.asked(SAMPLE)) == 1

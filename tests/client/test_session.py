@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import tinkex
+from tinkex._client.http1 import HTTP1Client
+from tinkex._client.options import Timeout
 from tinkex.errors import (
     APIConnectionError,
     AuthenticationError,
@@ -33,6 +37,7 @@ from .helpers import (
     STEP,
     answer_samples,
     answer_training,
+    failed,
     flags,
     new_sampler,
     new_trainer,
@@ -40,6 +45,8 @@ from .helpers import (
     sample,
     until,
 )
+
+TELEMETRY = "POST /api/v1/telemetry"
 
 
 def paths(server: ScriptedServer) -> list[str]:
@@ -77,6 +84,12 @@ def test_the_first_call_asks_for_flags_and_then_opens_the_session(server, servic
         "type": "create_session",
     }
     assert client.holder.session_id == "s-1"
+
+
+def test_whoever_asks_for_its_id_opens_a_session(server, service):
+    client = service()
+    assert client.holder.get_session_id() == client.holder.get_session_id() == "s-1"
+    assert len(server.asked(CREATE_SESSION)) == 1
 
 
 def test_a_call_that_needs_no_session_opens_none(server, service):
@@ -211,6 +224,67 @@ def test_options_nobody_knows_are_ignored_with_a_warning():
         tinkex.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test", colour="red")
 
 
+def test_a_timeout_by_phases_is_ignored_with_a_warning(service):
+    with pytest.warns(FutureWarning, match="timeout"):
+        client = service(timeout=Timeout(60.0))
+    assert client.config == service().config
+
+
+def test_an_option_that_is_none_is_not_given(server, service):
+    config = tinkex.Config(base_url=server.url, api_key="tml-test", timeout=5)
+    client = service(config=config, timeout=None, default_headers=None)
+    assert client.config.timeout == 5
+
+
+def test_headers_on_top_leave_the_others(server, service, monkeypatch):
+    monkeypatch.setenv("TINKEX_DEFAULT_HEADERS", '{"x-a": "1", "x-b": "1"}')
+    new_sampler(service(default_headers_overrides={"X-B": "2"}))
+    sent = server.requests[0].headers
+    assert (sent["x-a"], sent["x-b"]) == ("1", "2")
+
+
+def test_the_password_of_an_address_is_not_shown():
+    client = tinkex.ServiceClient(base_url="http://u:secret@127.0.0.1:9", api_key="tml-test")
+    assert "127.0.0.1:9" in repr(client)
+    assert "secret" not in repr(client)
+
+
+# -- requests sent by hand -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_request_sent_by_hand_is_waited_for(server, service, whole):
+    server.on("POST /api/v1/made_up", promise("r-7"))
+    server.on_future("r-7", Answer({"type": "try_again"}), Answer({"answer": 42}))
+    client = service()
+    promised = client.http.post("/api/v1/made_up", {}).result(10)
+    polled = client.poll(promised if whole else promised["request_id"], request_type="MadeUp")
+    assert polled.result(10) == {"answer": 42}
+    assert [request.headers["x-tinker-request-type"] for request in server.asked(POLL)] == [
+        "MadeUp",
+        "MadeUp",
+    ]
+
+
+def test_the_wait_between_polls_may_be_the_calls_own(server, service, clock):
+    server.on_future("r-7", Answer({}, 500), Answer({"answer": 42}))
+    service().poll("r-7", poll_backoff=("exponential", 7.0, 7.0)).result(10)
+    assert clock.slept == [7.0]
+
+
+def test_a_request_that_failed_is_an_error_to_who_polls_it(server, service):
+    server.on_future("r-7", failed("torn"))
+    with pytest.raises(tinkex.RequestFailedError, match="torn"):
+        service().poll("r-7").result(10)
+
+
+@pytest.mark.parametrize("request_id", [7, {}, {"request_id": 7}, None])
+def test_what_is_no_promise_cannot_be_polled(server, service, request_id):
+    with pytest.raises(InvalidInputError):
+        service().poll(request_id)
+    assert server.requests == []
+
+
 # -- heartbeats ----------------------------------------------------------------------------------
 
 
@@ -306,14 +380,75 @@ def test_a_heartbeat_that_succeeds_starts_counting_anew(server, service, clock):
     wait_until_beating(server, clock, 7)
 
 
-def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock):
-    server.on(HEARTBEAT, Answer({}, 500))
+@pytest.mark.parametrize("body", [b"", b"ok", b"null", b'{"type": "heartbeat"}'])
+def test_what_a_heartbeat_is_answered_does_not_matter(server, service, clock, body):
+    server.on(HEARTBEAT, Answer(body))
+    client = service(heartbeat_max_failures=0)
+    new_sampler(client)
+    wait_until_beating(server, clock, 2)
+    assert client.holder._group.closed is None
+
+
+class Moody(HTTP1Client):
+    """An HTTP client with errors of its own, one for each heartbeat."""
+
+    async def post(self, url: str, headers: Any, content: bytes | None = None) -> Any:
+        response = await super().post(url, headers, content)
+        if url.endswith("heartbeat"):
+            raise ZeroDivisionError("an error of this library")
+        return response
+
+
+def test_no_error_of_an_http_client_ends_the_heartbeat(server, service, clock, caplog):
+    new_sampler(service(http_client=Moody))
+    wait_until_beating(server, clock, 14)
+    until(lambda: "an error of this library" in caplog.text)
+
+
+@pytest.mark.parametrize("status", [402, 500])
+def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock, status):
+    server.on(HEARTBEAT, Answer({}, status))
     new_sampler(service(max_retries=5))
     wait_until_beating(server, clock, 2)
     assert [request.headers["x-stainless-retry-count"] for request in server.asked(HEARTBEAT)] == [
         "0",
         "0",
     ]
+
+
+def test_a_session_lives_as_long_as_anybody_uses_it(server, clock):
+    options = {"api_key": "tml-test", "telemetry_enabled": False, "clock": clock}
+    sampler = new_sampler(tinkex.ServiceClient(base_url=server.url, **options))
+    gc.collect()
+    wait_until_beating(server, clock, 2)
+    sampler.holder.close().result(10)
+
+
+@pytest.mark.parametrize("telemetry", [False, True])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_client_that_is_dropped_takes_its_heartbeat_and_connections_along(
+    server, clock, telemetry, tokens
+):
+    flags(server, pjwt_auth_enabled=tokens)
+    server.on("POST /api/v1/auth/token", Answer({"jwt": "eyJ.eyJleHAiOjEwMDAwMH0.x"}))
+    server.on(TELEMETRY, Answer({"status": "accepted"}))
+    options = {"api_key": "tml-test", "telemetry_enabled": telemetry, "clock": clock}
+    client = tinkex.ServiceClient(base_url=server.url, **options)
+    session = weakref.ref(client.holder)
+    new_sampler(client)
+    del client
+    until(lambda: clock.sleeping == 2 + telemetry + tokens)
+
+    def is_gone() -> bool:
+        gc.collect()
+        return session() is None
+
+    until(is_gone)
+    clock.advance(10)
+    until(lambda: server.open_connections == 0)
+    assert server.asked(HEARTBEAT) == []
+    told = [event["event"] for each in server.asked(TELEMETRY) for event in each.json["events"]]
+    assert told == (["SESSION_START", "SESSION_END"] if telemetry else [])
 
 
 # -- flags that change ---------------------------------------------------------------------------
@@ -385,7 +520,12 @@ def test_a_with_block_that_ends_well_finishes_with_success(server, service):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(ValueError("bad"), "errored"), (KeyboardInterrupt(), "interrupted")],
+    [
+        (ValueError("bad"), "errored"),
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(0), "interrupted"),
+        (SystemExit(3), "interrupted"),
+    ],
 )
 def test_a_with_block_that_fails_says_how_and_lets_the_error_pass(server, service, error, reason):
     def fail() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tinkex._client.tokenizers import (
@@ -22,7 +23,7 @@ from tinkex.errors import InvalidInputError
 
 KIMI = "moonshotai/Kimi-K2-Thinking"
 KIMI_REVISION = "612681931a8c906ddb349f8ad0f582cb552189cd"
-LLAMA = "thinkingmachineslabinc/meta-llama-3-tokenizer"
+LLAMA = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
 class Loader:
@@ -62,6 +63,9 @@ def loader() -> Iterator[Loader]:
         ("meta-llama/Llama-3.2-1B-Instruct:x", None, LLAMA),
         ("meta-llama/Llama-2-7b", None, "meta-llama/Llama-2-7b"),
         (KIMI, None, KIMI),
+        ("moonshotai/Kimi-K2.5-Text-Only", None, "moonshotai/Kimi-K2.5"),
+        ("moonshotai/Kimi-K2.5/long:2", None, "moonshotai/Kimi-K2.5"),
+        ("org/model", "moonshotai/Kimi-K2.5-Text-Only", "moonshotai/Kimi-K2.5"),
         ("meta-llama/Llama-3.1-8B", "its/own", "its/own"),
         ("org/model", "its/own:revision", "its/own"),
         ("org/model", "its/own/deep/one", "its/own/deep/one"),
@@ -136,6 +140,8 @@ def test_a_new_loader_loads_anew(loader):
 
 def test_a_tokenizer_that_runs_code_is_pinned(loader):
     assert load_tokenizer(KIMI)["revision"] == KIMI_REVISION
+    for newer in ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K3"):
+        assert len(load_tokenizer(newer)["revision"]) == len(KIMI_REVISION)
     assert load_tokenizer("moonshotai/Kimi-K2-Instruct")["revision"] is None
 
 
@@ -172,6 +178,21 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
         load_tokenizer("org/model")
 
 
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize("name", ["TML/x", "thinkingmachines/x"])
+def test_models_whose_makers_have_a_package_for_it(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "tml_tokenizers", None)
+    with pytest.raises(InvalidInputError, match="tml_tokenizers"):
+        load_tokenizer(name)
+    known = {name: "theirs"}
+    module = types.ModuleType("tml_tokenizers.tinker_tokenizers")
+    module.get_tinker_tokenizer = known.get  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tml_tokenizers", types.ModuleType("tml_tokenizers"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert load_tokenizer(name) == "theirs"
+    assert load_tokenizer(f"{name}-unknown") == (f"{name}-unknown", {})
+
+
 # -- using ---------------------------------------------------------------------------------------
 
 
@@ -188,6 +209,7 @@ def test_text_becomes_ids_and_ids_become_text():
     assert encode("", Letters()) == []
     assert decode([97, 98], Letters()) == "ab"
     assert decode(iter([97]), Letters()) == "a"  # type: ignore[arg-type]
+    assert decode(np.array([97]), Letters()) == "a"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", [None, 7, b"ab", ["a"]])
@@ -196,7 +218,7 @@ def test_what_is_not_text_is_refused(text):
         encode(text, Letters())
 
 
-@pytest.mark.parametrize("ids", [None, 7, "ab"])
+@pytest.mark.parametrize("ids", [None, 7, "ab", ["a"], [1, 1.5], [True], [None]])
 def test_what_are_not_ids_is_refused(ids):
     with pytest.raises(InvalidInputError, match="token_ids"):
         decode(ids, Letters())

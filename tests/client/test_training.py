@@ -100,6 +100,16 @@ def test_a_model_is_created_with_what_was_asked_for(server, service):
     }
 
 
+def test_options_go_before_the_config_of_an_adapter(server, service):
+    client, config = service(), types.LoraConfig(rank=16, seed=7, train_attn=False)
+    client.create_lora_training_client("m", lora_config=config)
+    client.create_lora_training_client("m", 8, train_mlp=False, lora_config=config)
+    kept, changed = (each.json["lora_config"] for each in server.asked(CREATE_MODEL))
+    parts = {"seed": 7, "train_attn": False, "train_unembed": True}
+    assert kept == {"rank": 16, "train_mlp": True, **parts}
+    assert changed == {"rank": 8, "train_mlp": False, **parts}
+
+
 def test_a_model_without_metadata_gets_the_configs(server, service):
     new_trainer(
         service(
@@ -406,13 +416,18 @@ def test_a_pass_says_what_to_compute(server, trainer, name):
         (1, 1.0),
         (" 0.5 ", 0.5),
         (np.float32(2.0), 2.0),
-        ("exact", "exact"),
         ("1e2", 100.0),
     ],
 )
-def test_loss_settings_are_numbers_or_text(server, trainer, given, sent):
+def test_loss_settings_are_numbers(server, trainer, given, sent):
     trainer.forward_backward([datum(1)], "ppo", {"setting": given}).result(10)
     assert input_of(server.asked(PASS)[0]).loss_fn_config == {"setting": sent}
+
+
+@pytest.mark.parametrize("loss", ["custom", "stable_reinforce"])
+def test_settings_of_some_losses_may_be_text(server, trainer, loss):
+    trainer.forward_backward([datum(1)], loss, {"mode": "exact"}).result(10)
+    assert input_of(server.asked(PASS)[0]).loss_fn_config == {"mode": "exact"}
 
 
 def test_the_id_of_a_loss_stays_text_even_if_it_is_digits(server, trainer):
@@ -477,6 +492,8 @@ def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_sent(
         ("ppo", {"a": math.nan}, "loss_fn_config.a"),
         ("ppo", {"a": math.inf}, "loss_fn_config.a"),
         ("ppo", {"a": "nan"}, "loss_fn_config.a"),
+        ("ppo", {"a": "high"}, "loss_fn_config.a: expected a number, got 'high'"),
+        ("cross_entropy", {"a": ""}, "loss_fn_config.a"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_before_anything_is_sent(
@@ -601,8 +618,6 @@ def test_a_lifetime_that_is_none_is_refused_before_anything_is_sent(server, trai
 def test_a_path_that_is_none_is_refused_before_anything_is_sent(server, trainer, path):
     with pytest.raises(InvalidPathError):
         trainer.load_state(path)
-    with pytest.raises(InvalidInputError):
-        trainer.create_sampling_client(path)
     assert operations(server) == []
 
 
@@ -697,7 +712,9 @@ def test_a_checkpoint_becomes_a_model_in_three_calls(server, service, optimizer)
     trainer = restore(service(), optimizer)(
         PATH, user_metadata={"a": "b"}, weights_access_token="t"
     )
-    assert server.asked(WEIGHTS_INFO)[0].json == {"tinker_path": PATH}
+    asked = server.asked(WEIGHTS_INFO)[0]
+    assert asked.json == {"tinker_path": PATH}
+    assert asked.headers["x-api-key"] == "t"  # who may load the weights may ask about them
     created = server.asked(CREATE_MODEL)[0].json
     assert (created["base_model"], created["user_metadata"]) == ("b", {"a": "b"})
     assert created["lora_config"] == {
@@ -731,6 +748,14 @@ def test_a_checkpoint_becomes_a_model_in_one_call_where_the_service_can(server, 
     assert server.asked(CREATE_MODEL) == server.asked(WEIGHTS_INFO) == []
     trainer.optim_step().result(10)
     assert server.asked(STEP)[0].json["seq_id"] == 1
+
+
+def test_the_optimizer_comes_along_where_it_is_asked_for(server, service):
+    answer_training(server)
+    server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
+    service().create_training_client_from_state(PATH, load_optimizer=True)
+    assert server.asked(WEIGHTS_INFO)[0].headers["x-api-key"] == "tml-test"
+    assert server.asked(LOAD)[0].json["optimizer"] is True
 
 
 def test_the_service_may_name_the_model_it_made(server, service):
@@ -851,8 +876,13 @@ def test_unloading_waits_for_its_turn_and_for_the_result(server, trainer, at_onc
 
 def test_the_console_page_needs_no_call(server, service):
     client = service()
+    assert client.get_console_url().endswith("/sessions")
+    assert server.requests == []
+    trainer = new_trainer(client)
+    assert trainer._guaranteed_model_id() == trainer.model_id
+    assert trainer.get_console_url().endswith("/training_runs/s-1:train:0")
+    client.close().result(10)
     assert client.get_console_url().endswith("/sessions/s-1")
-    assert new_trainer(client).get_console_url().endswith("/training_runs/s-1:train:0")
 
 
 class Letters:
@@ -879,7 +909,7 @@ def letters() -> Iterator[None]:
 def test_the_tokenizer_is_the_one_the_service_names(server, trainer):
     server.on(INFO, info(model_name="some/model", tokenizer_id="its/tokenizer:v2"))
     assert trainer.get_tokenizer().name == "its/tokenizer"
-    assert trainer.encode("ab") == [97, 98]
+    assert trainer.encode("ab") == trainer.encode_text("ab") == [97, 98]
     assert trainer.decode([97, 98]) == "ab"
 
 
@@ -974,6 +1004,17 @@ def test_metrics_of_the_loss_win_over_the_services(server, trainer):
     assert result.metrics == {"loss:sum": 9.0, "surrogate_loss:sum": 1.0, "1": 2.5}
 
 
+def test_metrics_of_the_loss_may_be_anything(server, trainer):
+    own = {"kind": "mine", "each": [1, 2], "none": None}
+
+    def loss(_: Any, logprobs: Any) -> Any:
+        return logprobs[0].sum(), {**own, "rows": logprobs[0]}
+
+    result = trainer.forward_backward_custom([datum(1, 2)], loss).result(10)
+    assert own.items() <= result.metrics.items()
+    assert result.metrics["rows"] == [-1.0, -1.0]
+
+
 def test_both_passes_of_a_custom_loss_keep_their_turn(server, trainer):
     computing, go_on = threading.Event(), threading.Event()
 
@@ -1045,7 +1086,7 @@ def broken(loss: Callable[[list[torch.Tensor]], Any]) -> Callable[..., Any]:
             broken(lambda logprobs: sum(torch.sqrt(each + 1).sum() for each in logprobs)),
             "not finite",
         ),
-        (lambda data, logprobs: (sum(map(torch.sum, logprobs)), {"m": "x"}), "metrics.m"),
+        (broken(lambda logprobs: logprobs[0].sum()), "datum 1"),
     ],
 )
 def test_a_loss_that_cannot_train_is_refused_and_the_client_goes_on(server, trainer, loss, named):
@@ -1067,8 +1108,8 @@ def test_an_exception_in_the_loss_reaches_the_caller_as_its_cause(server, traine
     assert numbers(server) == [1, 2]
 
 
-def test_data_that_the_loss_does_not_look_at_gets_no_gradient(server, trainer):
-    loss = broken(lambda logprobs: logprobs[0].sum())
+def test_data_that_is_not_to_be_trained_on_gets_no_gradient(server, trainer):
+    loss = broken(lambda logprobs: logprobs[0].sum() + 0 * logprobs[1].sum())
     trainer.forward_backward_custom([datum(1), datum(2, 3)], loss).result(10)
     assert weights_of(server.asked(PASS)[1]) == [[-1.0], [0.0, 0.0]]
 

@@ -15,8 +15,8 @@ from typing import Any
 import pyqwest
 import pytest
 
-from tinkex import errors
-from tinkex._client.transport import Transport
+from tinkex import errors, types
+from tinkex._client.transport import Transport, _file_limit, _spare_sockets, machine_headers
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire.compression import compress
 from tinkex._wire.operations import OPERATIONS, Pool, operation
@@ -32,9 +32,20 @@ from tinkex.errors import (
     RequestErrorCategory,
     TinkerError,
 )
-from tinkex.types import HealthResponse
+from tinkex.types import EmptyResponse, HealthResponse
 
-from ..scripted import Answer, FakeClock, Hang, Raw, ScriptedServer
+from ..scripted import Answer, FakeClock, Hang, Raw, ScriptedServer, promise
+from .helpers import (
+    SAMPLE,
+    STEP,
+    answer_training,
+    new_sampler,
+    new_trainer,
+    promise_by_seq,
+    sample,
+    sampled,
+    until,
+)
 
 HEALTH = operation("healthz")
 FINISH = operation("finish_session")
@@ -310,6 +321,31 @@ def test_a_billing_pause_ends_when_the_service_says_or_the_bill_is_paid(server, 
     assert clock.slept == [5.0] * 5
 
 
+@pytest.mark.parametrize(
+    "name", ["create_session", "create_model", "create_sampling_session", "session_heartbeat"]
+)
+def test_what_opens_something_says_at_once_that_a_bill_is_open(server, use, name):
+    row = operation(name)
+    server.on(f"POST {row.path}", Answer({"detail": "pay"}, 402))
+    assert isinstance(failed(use, lambda transport: transport.call(row, {})), errors.BillingError)
+    assert len(server.requests) == 1
+
+
+def test_what_creates_a_sampler_is_not_tried_for_minutes(use, closed_port):
+    clock = FakeClock(long=1e9)
+    row = operation("create_sampling_session")
+    options = {"base_url": f"http://127.0.0.1:{closed_port}", "max_retries": 1}
+    failed(use, lambda transport: transport.call(row, {}), clock=clock, **options)
+    assert clock.slept == [0.5]
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"done", b"[]"])
+def test_what_is_done_is_done_whatever_is_said_of_it(server, use, body):
+    server.on("POST /api/v1/sessions/s-1/finish", Answer(body))
+    done = use(lambda transport: transport.call(FINISH, {}, path=FINISH_PATH))
+    assert isinstance(done, EmptyResponse)
+
+
 def test_a_call_with_a_deadline_is_not_tried_beyond_it(server, use):
     clock = FakeClock(long=1e9)
     on_health(server, Answer({}, 503))
@@ -424,6 +460,21 @@ def test_a_request_carries_the_headers_of_the_protocol(server, use, library):
         "x-stainless-retry-count": "0",
     }
     assert headers["x-stainless-arch"] in {"x64", "arm64", "x32", "arm", "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "named"),
+    [
+        ("linux", "x86_64", ("Linux", "x64")),
+        ("darwin", "arm64", ("MacOS", "arm64")),
+        ("win32", "AMD64", ("Windows", "x64")),
+        ("freebsd14", "i686", ("FreeBSD", "x32")),
+        ("openbsd7", "armv7l", ("OpenBSD", "arm")),
+        ("plan9", "riscv64", ("Unknown", "unknown")),
+    ],
+)
+def test_the_machine_is_named_in_the_words_of_the_protocol(system, machine, named):
+    assert tuple(machine_headers(system, machine).values()) == named
 
 
 def test_a_body_says_what_it_is(server, use, library):
@@ -556,6 +607,25 @@ def test_dumped_headers_show_everything_but_secrets(server, use, caplog):
     assert "cf-access-client-id: id-2" in text
     assert '{"session_id":"s-1"}' in text
     assert "secret" not in text.replace("cf-access-client-secret: [REDACTED]", "")
+
+
+def test_a_streamed_request_is_dumped_unless_it_goes_elsewhere(server, use, caplog):
+    caplog.set_level(logging.INFO, "tinkex")
+    server.on(f"GET {X}", Answer({}))
+
+    async def work(transport: Transport) -> None:
+        for address in (
+            transport.url(X),
+            f"{server.url.replace('127.0.0.1', 'localhost')}{X}?sig=1",
+        ):
+            headers = transport.headers()
+            async with transport.open_stream(Pool.REST, "GET", address, headers) as response:
+                await transport.read_stream(response)
+
+    use(work, dump_headers=True)
+    (record,) = (record for record in caplog.records if "attempt 0" in record.getMessage())
+    assert f"GET {server.url}{X}" in record.getMessage()
+    assert "tml-test" not in record.getMessage()
 
 
 def test_a_large_or_binary_body_is_dumped_by_its_size(server, use, caplog):
@@ -788,6 +858,46 @@ def test_a_flood_of_samples_takes_its_own_connections_only(server, use):
         await asyncio.gather(*flood, return_exceptions=True)
 
     use(work, pool_size=3)
+
+
+def test_a_flood_of_requests_by_hand_does_not_stop_the_heartbeat(server, service, clock):
+    server.on(f"GET {X}", Hang())
+    client = service()
+    flood = [client.http.get(X) for _ in range(60)]
+    server.wait_for(f"GET {X}", 50)
+    assert client.holder.get_session_id() == "s-1"
+    until(lambda: clock.sleeping == 2)
+    clock.advance(10)
+    server.wait_for("POST /api/v1/session_heartbeat")
+    for each in flood:
+        each.cancel()
+
+
+@pytest.mark.skipif((_file_limit() or 1024) < 1024, reason="hundreds of connections are opened")
+def test_a_training_step_does_not_wait_behind_samples_nor_one_sample_behind_another(
+    server, service
+):
+    answer_training(server)
+    server.on(SAMPLE, promise_by_seq)
+    many = 410  # one more than had places once
+    for number in range(many):
+        server.on_future(f"r-{number}", Hang())
+    server.on_future(f"r-{many - 1}", sampled(7))
+    server.on(STEP, promise("step"))
+    server.on_future("step", Answer({"metrics": {}}))
+    client = service()
+    trainer, sampler = new_trainer(client), new_sampler(client)
+    drawing = [sample(sampler) for _ in range(many)]
+    assert drawing[-1].result(10).sequences[0].tokens == [7]
+    trainer.optim_step(types.AdamParams()).result(10)
+    for each in drawing:
+        each.cancel()
+
+
+@pytest.mark.parametrize(("files", "sockets"), [(256, 128), (1024, 512), (1, 1)])
+def test_polls_of_samples_leave_files_to_the_rest_of_the_program(files, sockets):
+    assert _spare_sockets(files) == sockets
+    assert _spare_sockets(None) > 1_000_000
 
 
 def test_a_place_is_given_back_however_a_request_ends(server, use):

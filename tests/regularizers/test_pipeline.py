@@ -8,6 +8,7 @@ import math
 import pickle
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +72,22 @@ def test_the_total_is_the_base_loss_and_the_weighted_rest():
     assert json.loads(json.dumps(output.to_dict()))["loss_total"] == 25
 
 
+def test_a_base_loss_of_whole_numbers_cuts_nothing_off():
+    output = compute(spec(squares, 0.25), loss=lambda data, logprobs: (torch.tensor(2), {}))
+    assert output.loss_total == 5.5
+
+
+def test_metrics_can_be_written_down_however_deep_their_tensors_lie():
+    def loss(data: Any, logprobs: Any) -> Any:
+        return logprobs.sum(), {"rows": [X[0], (X, {1: X[1]})], "kind": {"mean": X.mean().numpy()}}
+
+    written = json.loads(json.dumps(compute(loss=loss).to_dict()))
+    assert written["base_loss"]["custom"] == {
+        "rows": [-1.0, [X.tolist(), {"1": -2.0}]],
+        "kind": {"mean": -2.0},
+    }
+
+
 def test_without_regularizers_it_is_the_base_loss():
     output = compute(track_grad_norms=True)
     assert (output.loss_total, output.regularizers) == (6, {})
@@ -109,6 +126,11 @@ class Scaled:
         return logprobs.sum() * options.get("scale", 1), {}
 
 
+class ByName:
+    def compute(self, data: Any, logprobs: Any, **opts: Any) -> Any:
+        return Scaled().compute(data, logprobs, opts)
+
+
 def scaled(data: Any, logprobs: Any, how: Any) -> Any:
     return Scaled().compute(data, logprobs, how)
 
@@ -121,10 +143,34 @@ def scaled(data: Any, logprobs: Any, how: Any) -> Any:
         lambda data, logprobs, options=None: (logprobs.sum() * options["scale"], {}),
         lambda *arguments: (arguments[1].sum() * 5, {}),
         lambda data, logprobs, factor=5: (logprobs.sum() * factor, {}),
+        lambda data, logprobs, *opts: (logprobs.sum() * opts[0]["scale"], {}),
+        lambda data, logprobs, **options: (logprobs.sum() * options["scale"], {}),
+        lambda data, logprobs, scale=1, **more: (logprobs.sum() * scale, {}),
+        lambda data, logprobs, *, options=None: (logprobs.sum() * options["scale"], {}),
+        lambda data, logprobs, *, opts, **more: (logprobs.sum() * opts["scale"], {}),
+        ByName(),
+        partial(scaled, how={"scale": 5}),
     ],
 )
 def test_functions_of_two_or_three_arguments_and_objects(fn):
     assert compute(spec(fn, options={"scale": 5})).regularizers["mine"].value == -30
+
+
+def test_a_regularizer_that_takes_options_need_not_be_given_any():
+    def by_name(data: Any, logprobs: Any, **options: Any) -> Any:
+        return logprobs.sum(), options
+
+    def of_its_own(data: Any, logprobs: Any, options: Any) -> Any:
+        return logprobs.sum(), options
+
+    assert compute(spec(by_name)).regularizers["mine"].custom == {}
+    bound = partial(of_its_own, options={"kept": 1})
+    assert compute(spec(bound)).regularizers["mine"].custom == {"kept": 1}
+
+
+def test_options_that_cannot_be_arguments_are_refused_by_name():
+    with pytest.raises(CustomLossError, match=r"regularizers\.mine: .*'data'"):
+        Pipeline([spec(lambda data, logprobs, **options: (0, {}), options={"data": 1})])
 
 
 def test_an_object_may_bring_its_name():
@@ -342,14 +388,27 @@ def test_what_does_not_depend_on_the_logprobs_has_no_gradient(caplog):
     assert compute(loss=constant, track_grad_norms=True).base_loss.grad_norm is None
 
 
+def second_only(data: Any, logprobs: Any) -> Any:
+    return logprobs[1].square().sum(), {}
+
+
 def test_gradients_of_leaves_that_a_term_does_not_use_are_zero():
-    pipeline = Pipeline([spec(lambda data, logprobs: (logprobs[1].square().sum(), {}), 0.5)])
-    first, second, third = X.clone(), X.clone(), X.clone()
-    found = pipeline.evaluate(
-        DATA, [first, second, third], lambda d, x: (x[0].sum(), {}), differentiate=True
-    ).gradients
+    found = (
+        Pipeline([spec(second_only, 0.5)])
+        .evaluate(DATA, [X, X], lambda d, x: (x[0].sum(), {}), differentiate=True)
+        .gradients
+    )
     assert found is not None
-    assert [each.tolist() for each in found] == [[1.0] * 3, X.tolist(), [0.0] * 3]
+    assert [each.tolist() for each in found] == [[1.0] * 3, X.tolist()]
+
+
+@pytest.mark.parametrize("terms", [[], [spec(second_only, 0)]])
+def test_a_datum_that_no_term_trains_on_is_refused(terms):
+    pipeline = Pipeline(terms)
+    with pytest.raises(CustomLossError, match=r"datum 1, .* add 0 \* logprobs\[1\]\.sum\(\)"):
+        pipeline.evaluate(DATA, [X, X], lambda d, x: (x[0].sum(), {}), differentiate=True)
+    # Looking at values trains nothing.
+    assert pipeline.compute(DATA, [X, X], lambda d, x: (x[0].sum(), {})).loss_total == -6
 
 
 def test_a_graph_that_cannot_be_followed_is_its_functions_fault():
@@ -420,3 +479,9 @@ def test_the_bus_hears_of_failures(told):
     assert names([one, whole]) == ["regularizer.compute.exception", "custom_loss.exception"]
     assert one.regularizer_name == "mine"
     assert one.reason == whole.reason == "regularizers.mine: raised TimeoutError: of its own"
+
+
+def test_the_bus_hears_of_a_base_loss_that_cannot_be_called(told):
+    with pytest.raises(CustomLossError):
+        compute(loss=lambda data: (0, {}))
+    assert names(told) == ["custom_loss.start", "custom_loss.exception"]

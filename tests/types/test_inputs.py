@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from tests.strategies import chunks, datums, model_inputs, text_chunks, token_ids, token_lists
 from tests.types import refuses, refuses_field
+from tinkex._client.tokenizers import set_tokenizer_loader
 from tinkex.errors import InvalidInputError
 from tinkex.types import (
     Datum,
@@ -278,6 +279,24 @@ def test_text_is_encoded_as_it_is():
     assert ModelInput.from_text("hi", Tokenizer()).to_ints() == [104, 105]
     with refuses("text", "expected str, got bytes"):
         ModelInput.from_text(b"hi", Tokenizer())  # type: ignore[arg-type]
+
+
+class Trainer:
+    def get_tokenizer(self) -> Tokenizer:
+        return Tokenizer()
+
+
+def test_text_may_be_encoded_as_a_model_does():
+    assert ModelInput.from_text("hi", training_client=Trainer()).to_ints() == [104, 105]
+    set_tokenizer_loader(lambda name, revision: Tokenizer() if name == "some/model" else None)
+    try:
+        assert ModelInput.from_text("hi", model_name="some/model").to_ints() == [104, 105]
+    finally:
+        set_tokenizer_loader(None)
+    with refuses("tokenizer", "model_name"):
+        ModelInput.from_text("hi", "some/model")
+    with refuses("model_name", "give a tokenizer"):
+        ModelInput.from_text("hi")
 
 
 @given(chunks)

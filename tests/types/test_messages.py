@@ -241,6 +241,12 @@ def test_supported_models_may_be_objects_or_names(listed, names):
     assert answer.model_names() == names
 
 
+def test_a_supported_model_says_what_it_is():
+    listed = [{"model_id": "m", "model_name": "n", "arch": "llama"}]
+    answer = GetServerCapabilitiesResponse.model_validate({"supported_models": listed})
+    assert answer.supported_models == [SupportedModel(model_id="m", model_name="n", arch="llama")]
+
+
 @pytest.mark.parametrize("body", [{}, {"supported_models": None}, {"supported_models": "a"}])
 def test_capabilities_without_a_list_of_models_are_refused(body):
     with refuses_field("supported_models"):

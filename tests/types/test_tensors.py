@@ -51,6 +51,13 @@ def test_dtype_is_inferred_when_left_out():
     assert TensorData([]).dtype == "float32"
 
 
+@pytest.mark.parametrize("data", [[[1.0, 2.0, 3.0]] * 2, np.ones((2, 3), np.float32)])
+def test_what_has_more_dimensions_than_one_has_a_shape(data):
+    tensor = TensorData(data)
+    assert tensor.shape == [2, 3]
+    assert tensor_from_object(tensor_to_object(tensor)) == tensor
+
+
 def test_a_scalar_has_the_empty_shape():
     tensor = TensorData.from_numpy(np.array(2.5))
     assert (tensor.shape, tensor.data, len(tensor)) == ([], [2.5], 1)
@@ -240,9 +247,10 @@ def test_from_torch_sparse_may_leave_out_another_value():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)])
-def test_from_torch_sparse_wants_two_dimensions(shape):
-    with refuses("tensor", "two dimensions"):
-        TensorData.from_torch_sparse(torch.zeros(shape))
+def test_from_torch_sparse_leaves_other_than_two_dimensions_dense(shape):
+    made = TensorData.from_torch_sparse(torch.zeros(shape))
+    assert made == TensorData.from_torch(torch.zeros(shape))
+    assert not made.is_sparse
 
 
 @given(sparse_tensors())

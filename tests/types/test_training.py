@@ -1,3 +1,4 @@
+import math
 from typing import Any, get_args
 
 import pytest
@@ -5,6 +6,7 @@ from pydantic import ValidationError
 
 from tests.types import refuses_field
 from tinkex import types
+from tinkex._wire import json_codec
 from tinkex.types import (
     AdamOptimizerConfig,
     AdamParams,
@@ -154,6 +156,13 @@ def test_a_callers_own_parameters_are_written_whole():
 def test_a_step_that_returns_has_succeeded():
     assert OptimStepResponse().success
     assert OptimStepResponse(metrics={"norm": 1}).metrics == {"norm": 1.0}
+
+
+def test_a_metric_that_json_cannot_carry_is_nan():
+    read = json_codec.decode(b'{"metrics": {"norm": null, "lr": 1}}', OptimStepResponse).metrics
+    assert read is not None
+    assert math.isnan(read["norm"])
+    assert read["lr"] == 1.0
 
 
 def test_optimizer_configs_are_told_apart_by_type():

@@ -381,7 +381,7 @@ def weighted(tensor: Any) -> tuple[Any, Any]:
     [
         (sampled(sequences=None), "sequences: expected a list"),
         (sampled(sequences=[5]), r"sequences\.0: expected an object"),
-        (sampled(sequences=[{"tokens": []}]), "stop_reason: is required"),
+        (sampled(sequences=[{"stop_reason": "stop"}]), "tokens: is required"),
         (sampled(sequences=[SEQUENCE | {"stop_reason": "eos"}]), "stop_reason: .*'eos'"),
         (sampled(sequences=[SEQUENCE | {"stop_reason": []}]), "stop_reason: must be"),
         (sampled(sequences=[SEQUENCE | {"tokens": [1.5]}]), "tokens: expected integers"),

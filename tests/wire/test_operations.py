@@ -164,7 +164,9 @@ def test_polling_never_waits_behind_sampling_or_training():
     assert operation("asample").pool is Pool.SAMPLING
     assert operation("forward_backward").pool is Pool.TRAINING
     assert operation("retrieve_future").pool is Pool.FUTURES
+    assert operation("retrieve_futures").pool is Pool.SAMPLE_FUTURES
     assert operation("session_heartbeat").pool is Pool.SESSION
+    assert operation("list_training_runs").pool is Pool.REST
     assert operation("telemetry").pool is Pool.TELEMETRY
 
 

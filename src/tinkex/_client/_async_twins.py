@@ -69,10 +69,17 @@ class ServiceClientAsync:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
         *,
+        load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> TrainingClient:
         return await self._create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, timeout=timeout
+            path,
+            base_model,
+            user_metadata,
+            weights_access_token,
+            optimizer,
+            load_optimizer=load_optimizer,
+            timeout=timeout,
         )
 
     async def create_training_client_from_state_with_optimizer_async(

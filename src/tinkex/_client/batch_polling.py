@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["BatchPoller"]
 
 _HOLD: Final = 30.0
+#: A 400 that something between client and service said by itself passes; so often in a row it is doubted.
+_DOUBTED_400: Final = 3
 #: Completions remembered for requests whose promise has not been read yet; far more than are under way.
 _MAX_EARLY: Final = 10_000
 
@@ -49,9 +51,12 @@ class BatchPoller:
         if not stream.running:
             stream.running = True
             self._session.in_background(self._run(clone, stream))
+        notices = self._session.transport.notices
+        waiting = notices.expect("asample", request_id)
         try:
             return await done
         finally:
+            notices.end(waiting)
             stream.waiting.pop(request_id, None)
 
     def fetched(self, request_id: str, clone: int) -> None:
@@ -76,11 +81,9 @@ class BatchPoller:
         try:
             answer = await self._ask(clone, stream)
         except TinkerError as error:
-            if not is_transient(error):
-                raise
             await self._after_error(stream, error)
             return
-        stream.failures = 0
+        stream.failures = stream.refusals = 0
         stream.cursor = answer.cursor
         del stream.fetched[:reported]
         for completion in answer.completions:
@@ -104,6 +107,12 @@ class BatchPoller:
         return answer
 
     async def _after_error(self, stream: _Stream, error: TinkerError) -> None:
+        if error.status_code == 400 and stream.refusals < _DOUBTED_400:
+            stream.refusals += 1
+            await self._session.clock.sleep(backoff(0))
+            return
+        if not is_transient(error):
+            raise error
         if error.status_code == 408:
             return  # nothing was finished while the service held the request
         slow = isinstance(error, APIConnectionError) or error.status_code == 429
@@ -118,7 +127,7 @@ class BatchPoller:
 class _Stream:
     """The completions one copy of a client hears of."""
 
-    __slots__ = ("cursor", "early", "failures", "fetched", "running", "waiting")
+    __slots__ = ("cursor", "early", "failures", "fetched", "refusals", "running", "waiting")
 
     def __init__(self) -> None:
         self.waiting: dict[str, asyncio.Future[int | None]] = {}
@@ -126,6 +135,7 @@ class _Stream:
         self.fetched: list[str] = []
         self.cursor = 0
         self.failures = 0
+        self.refusals = 0
         self.running = False
 
     def complete(self, request_id: str, size: int | None) -> None:

@@ -1,10 +1,10 @@
 """A circuit breaker: once too many requests in a row have failed, nothing new is begun for a while.
 
-| state       | what is new                        | becomes                                             |
-|-------------|------------------------------------|-----------------------------------------------------|
-| `closed`    | is begun                           | open, after `failure_threshold` failures in a row   |
-| `open`      | is refused with `CircuitOpenError` | half open, after `reset_timeout` seconds            |
-| `half_open` | is begun, to find out              | open again, after `half_open_max_calls` such probes |
+| state       | what is new                        | becomes                                                        |
+|-------------|------------------------------------|----------------------------------------------------------------|
+| `closed`    | is begun                           | open, after `failure_threshold` failures in a row              |
+| `open`      | is refused with `CircuitOpenError` | half open, after `reset_timeout` seconds                       |
+| `half_open` | is begun, to find out              | open again, if a probe fails or `half_open_max_calls` are out  |
 
 Any success closes it. What has been begun is never refused, because it may have taken a number that the service waits
 for; it is tried again with a patience of its own. A probe that is never heard of again, or heard of late, needs no
@@ -78,8 +78,11 @@ class Circuit:
 
     def record_failure(self) -> None:
         self._failures += 1
-        # Once it is open, a failure says nothing new, whether a probe's or of a request that was sent before.
-        if self._opened_at is None and self._failures >= self._policy.failure_threshold:
+        if self._opened_at is None:
+            is_enough = self._failures >= self._policy.failure_threshold
+        else:  # without a probe under way it is of a request that was sent before, and says nothing new
+            is_enough = self._probes > 0
+        if is_enough:
             self._open()
 
     def _open(self) -> None:

@@ -19,6 +19,8 @@ __all__ = [
 ]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
+#: Losses with settings that need not be numbers; those of all others are thresholds and factors.
+_WITH_TEXT: Final = frozenset({"custom", "stable_reinforce"})
 
 
 def check_data(data: Sequence[Datum]) -> None:
@@ -64,7 +66,10 @@ def check_loss(
         raise InvalidInputError(
             f"expected a mapping, got {type(config).__name__}", field="loss_fn_config"
         )
-    return {_config_key(key): _config_value(key, value) for key, value in config.items()}
+    return {
+        _config_key(key): _config_value(key, value, may_be_text=loss_fn in _WITH_TEXT)
+        for key, value in config.items()
+    }
 
 
 def _config_key(key: Any) -> str:
@@ -73,15 +78,17 @@ def _config_key(key: Any) -> str:
     return key
 
 
-def _config_value(key: str, value: Any) -> float | str:
+def _config_value(key: str, value: Any, *, may_be_text: bool) -> float | str:
     field = f"loss_fn_config.{key}"
     if isinstance(value, str):
+        if key == "loss_id":  # a name, even where it looks like a number
+            return value
         try:
             number = float(value.strip())
         except ValueError:
-            return value
-        if key == "loss_id":  # a name, even where it looks like a number
-            return value
+            if may_be_text:
+                return value
+            raise InvalidInputError(f"expected a number, got {value!r:.80}", field=field) from None
     elif isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
         raise InvalidInputError(f"expected a number or text, got {value!r:.80}", field=field)
     else:

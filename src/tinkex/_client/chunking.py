@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from math import isfinite
 from typing import Final
 
+from tinkex.errors import InvalidInputError
 from tinkex.types import (
     Datum,
     DmelChunk,
@@ -23,13 +26,22 @@ from tinkex.types import (
 
 from .notices import logger
 
-__all__ = ["combine", "datum_bytes", "input_bytes", "reduce_metrics", "split"]
+__all__ = ["combine", "datum_bytes", "input_bytes", "known_tokens", "reduce_metrics", "split"]
 
 MAX_ITEMS: Final = 1024
 MAX_BYTES: Final = 5_000_000
 
 _TOKEN_BYTES: Final = 4  # on the wire a token is an int32
 _JSON_TOKEN_BYTES: Final = 10  # and in JSON some digits and a comma
+
+
+def known_tokens(prompt: ModelInput) -> int:
+    """The length of a prompt without the images that do not tell theirs."""
+    total = 0
+    for chunk in prompt.chunks:
+        with suppress(InvalidInputError):
+            total += chunk.length
+    return total
 
 
 def chunk_bytes(chunk: ModelInputChunk, token_bytes: int) -> int:
@@ -79,9 +91,10 @@ def split(
 
 
 def combine(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One result of many: outputs in order, metrics reduced as their names say."""
-    if len(results) == 1:
-        return results[0]
+    """One result of many: outputs in order, metrics reduced as their names say.
+
+    Also where there is only one, so that what a metric means does not depend on the size of the batch.
+    """
     kinds = {result.loss_fn_output_type for result in results}
     if len(kinds) > 1:
         logger.warning(
@@ -110,8 +123,6 @@ def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
         reduction = name.rpartition(":")[2] if ":" in name else ""
         if reduction == "unique":
             reduced |= _keep_all(name, values)
-        elif reduction in {"hash_unordered", "hash2"}:
-            reduced[name] = _hash_unordered(values)
         else:
             reduced[name] = _REDUCTIONS.get(reduction, _mean)(values, weights)
     return reduced
@@ -119,9 +130,20 @@ def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
-    if total == 0:
+    if total == 0 or len(values) == 1:  # value · weight / weight may differ in the last digit
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def _sum_of_hashes(values: Sequence[float], _: Sequence[float]) -> int:
+    """Hashes that are numbers of 64 bits are added up as such."""
+    return sum(int(value) for value in values if isfinite(value)) % 2**64
+
+
+def _hash_unordered(values: Sequence[float], _: Sequence[float]) -> float:
+    """The same number for the same values in any order, in any process."""
+    packed = struct.pack(f"<{len(values)}d", *sorted(values))
+    return float(int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big"))
 
 
 def _slack(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -134,14 +156,10 @@ _REDUCTIONS: Final[dict[str, Callable[[Sequence[float], Sequence[float]], float]
     "min": lambda values, _: min(values),
     "max": lambda values, _: max(values),
     "slack": _slack,
+    "hash2": _sum_of_hashes,
+    "hash_unordered": _hash_unordered,
 }
 
 
 def _keep_all(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name if index == 0 else f"{name}_{index}": value for index, value in enumerate(values)}
-
-
-def _hash_unordered(values: Sequence[float]) -> float:
-    """The same number for the same values in any order, in any process."""
-    packed = struct.pack(f"<{len(values)}d", *sorted(values))
-    return float(int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big"))

@@ -32,7 +32,7 @@ class Surrogate:
     """A custom loss at one point: taken apart, its metrics, and the data that carries its gradient."""
 
     output: CustomLossOutput
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     data: list[Datum]
 
 
@@ -66,12 +66,8 @@ def surrogate(
         for index, (datum, gradient) in enumerate(zip(data, evaluation.gradients, strict=True))
     ]
     base = evaluation.output.base_loss
-    metrics = {} if base is None else base.custom
-    return Surrogate(
-        evaluation.output,
-        {name: _number(value, name) for name, value in metrics.items()},
-        linear,
-    )
+    metrics = {} if base is None else dict(base.custom)
+    return Surrogate(evaluation.output, metrics, linear)
 
 
 def _logprobs(forward: ForwardBackwardOutput, data: Sequence[Datum]) -> list[torch.Tensor]:
@@ -97,18 +93,10 @@ def _logprobs(forward: ForwardBackwardOutput, data: Sequence[Datum]) -> list[tor
     return tensors
 
 
-def _number(value: Any, name: object) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"is not a number: {value!r:.80}", field=f"metrics.{name}"
-        ) from error
-
-
 def merged(result: ForwardBackwardOutput, custom: Surrogate) -> ForwardBackwardOutput:
     """The result of the second pass with the custom loss in place of its surrogate's.
 
+    Metrics of the loss are the caller's own and may be anything; by now no work may be lost over one.
     With regularizers, `loss:sum` is the sum of `base_loss:sum` and all `regularizers/<name>:sum`.
     """
     metrics, output = dict(result.metrics), custom.output

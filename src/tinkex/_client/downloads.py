@@ -22,6 +22,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO, Final
 import zstandard
 
 from tinkex._wire.failures import error_from_response, retry_after
+from tinkex.config import Proxy
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -39,9 +41,12 @@ from tinkex.errors import (
 )
 from tinkex.types import ParsedCheckpointTinkerPath
 
+from .notices import logger
+
 __all__ = ["Progress", "download_checkpoint", "fetch", "target_name", "unpack", "verify"]
 
-Progress = Callable[[int, int | None], None]
+#: Called with the bytes that have arrived and those there are, after each part of a file whose length is known.
+Progress = Callable[[int, int], object]
 
 _CHUNK: Final = 1 << 20
 #: Tries in a row that bring nothing.
@@ -64,7 +69,7 @@ _DAMAGED: Final = (
 def target_name(tinker_path: str) -> str:
     """The directory a checkpoint is put into: its path with `_` for `/`."""
     ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    return tinker_path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
+    return tinker_path.removeprefix("tinker://").replace("/", "_")
 
 
 def download_checkpoint(
@@ -73,25 +78,27 @@ def download_checkpoint(
     output: Path | str = ".",
     *,
     force: bool = False,
-    progress: Progress = lambda _done, _total: None,
+    progress: Progress | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Download a checkpoint into a directory below `output`; the directory.
 
     One that is there already is kept, unless `force` replaces it by the new one once that is complete.
+    `progress(done, total)` is told of the bytes of each file, where the service says how many there are.
     """
     output = Path(output)
     destination = output / target_name(tinker_path)
     if destination.exists() and not force:
         raise InvalidInputError(f"{destination} exists; force replaces it", field="output")
+    get = partial(fetch, progress=progress, proxy=rest.holder.config.proxy, sleep=sleep)
     with _scratch(output) as scratch:
         unpacked = scratch / "files"
         unpacked.mkdir()
         if ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).checkpoint_type == "external":
-            _fetch_files(rest, tinker_path, unpacked, progress, sleep)
+            _fetch_files(rest, tinker_path, unpacked, get)
         else:
             archive = scratch / "archive"
-            fetch(lambda: _archive_url(rest, tinker_path), archive, progress, sleep=sleep)
+            get(lambda: _archive_url(rest, tinker_path), archive)
             unpack(archive, unpacked)
         verify(unpacked)
         _replace(unpacked, destination, scratch)
@@ -103,9 +110,7 @@ def _archive_url(rest: Any, tinker_path: str) -> str:
     return url
 
 
-def _fetch_files(
-    rest: Any, tinker_path: str, target: Path, progress: Progress, sleep: Callable[[float], None]
-) -> None:
+def _fetch_files(rest: Any, tinker_path: str, target: Path, get: Callable[..., None]) -> None:
     def urls() -> dict[str, str]:
         found: dict[str, str] = rest.get_external_weights_urls(tinker_path).result().urls
         return found
@@ -117,7 +122,7 @@ def _fetch_files(
         raise APIResponseValidationError(message=f"The service lists {name!r:.200} no longer.")
 
     for name, url in urls().items():
-        fetch(links(name, url).__next__, target / _plain(name), progress, sleep=sleep)
+        get(links(name, url).__next__, target / _plain(name))
 
 
 # -- fetching --------------------------------------------------------------------------------------
@@ -126,8 +131,9 @@ def _fetch_files(
 def fetch(
     url: str | Callable[[], str],
     target: Path,
-    progress: Progress = lambda _done, _total: None,
+    progress: Progress | None = None,
     *,
+    proxy: Proxy | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Stream a URL into a file; a connection that breaks is taken up where it broke.
@@ -137,7 +143,7 @@ def fetch(
     scratch = target.with_name(f".tinkex-{secrets.token_hex(8)}")
     try:
         with scratch.open("w+b") as file:
-            transfer = _Transfer(file, progress)
+            transfer = _Transfer(file, progress, proxy)
             _persist(transfer, url, sleep)
             transfer.check()
         scratch.replace(target)
@@ -190,9 +196,14 @@ class _BrokenError(Exception):
 class _Transfer:
     """One file on its way: what has arrived of it, and what is known of the whole."""
 
-    def __init__(self, file: BufferedRandom, progress: Progress) -> None:
+    def __init__(
+        self, file: BufferedRandom, progress: Progress | None, proxy: Proxy | None
+    ) -> None:
         self._file = file
         self._progress = progress
+        self._proxy = proxy
+        through = None if proxy is None else {"http": proxy.url, "https": proxy.url}
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(through))
         self._total: int | None = None
         self._same: str | None = None  # how the server tells that it is still the same file
         self._digests: dict[str, bytes] = {}
@@ -213,13 +224,27 @@ class _Transfer:
             self._learn(response)
             while part := self._read(response):
                 self._file.write(part)  # what the disk says to it is not the connection's doing
-                self._progress(self.done, self._total)
+                self._tell()
         if self._total is not None and self.done != self._total:
             raise _BrokenError(f"{self.done} of {self._total} bytes arrived")
 
-    def _open(self, request: urllib.request.Request) -> Any:
+    def _tell(self) -> None:
+        """Report progress; a report that fails is the last, and costs the download nothing."""
+        if self._progress is None or self._total is None:
+            return
         try:
-            return urllib.request.urlopen(request, timeout=60)  # noqa: S310
+            self._progress(self.done, self._total)
+        except Exception:
+            logger.exception("A progress callback failed; the download goes on without it.")
+            self._progress = None
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        for name, value in self._proxy.headers if self._proxy else ():
+            if request.type == "http" or name.lower() == "proxy-authorization":
+                # Through a tunnel the others would reach the server.
+                request.add_unredirected_header(name, value)
+        try:
+            return self._opener.open(request, timeout=60)
         except urllib.error.HTTPError as error:
             with error:
                 self._refused(error)

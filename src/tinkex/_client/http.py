@@ -11,10 +11,12 @@ from typing import Any, Literal, cast
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Body, Operation, Pool
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
+from tinkex._wire.transform import Omit, coalesce, given, is_omit
 from tinkex.errors import DecodeError, InvalidInputError, TinkerError
 
 from .http1 import HTTP1Response
 from .multipart import Files, encode_multipart
+from .responses import REDIRECTS, APIResponse
 from .retry import HTTPRetryPolicy, retrying
 from .runtime import APIFuture
 from .session import Session
@@ -24,47 +26,6 @@ __all__ = ["APIResponse", "HTTPClient", "StreamResponse"]
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-
-@dataclass(frozen=True, slots=True)
-class APIResponse:
-    """An answer with everything around it."""
-
-    status: int
-    headers: Mapping[str, str]
-    method: str
-    url: str
-    body: bytes = field(repr=False)
-    elapsed_ms: float
-    retries: int
-
-    @property
-    def status_code(self) -> int:
-        return self.status
-
-    @property
-    def data(self) -> Any:
-        """The body as JSON; `{}` when it is empty. Of a redirect, where it leads and until when."""
-        if self.status in _REDIRECTS:
-            expires = self.header("expires")
-            return {"url": self.header("location"), "status": self.status, "expires": expires}
-        return json_codec.parse(self.body)
-
-    def header(self, name: str) -> str | None:
-        return self.headers.get(name.lower())
-
-    def parse(self, parser: Any = None) -> Any:
-        """The data as they are, through a function, or as a type of the protocol."""
-        if parser is None:
-            return self.data
-        if isinstance(parser, type):
-            return json_codec.decode(self.body, parser)
-        if not callable(parser):
-            raise InvalidInputError(
-                f"must be a type or a function, not {parser!r:.80}", field="parser"
-            )
-        return parser(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +112,19 @@ class HTTPClient:
         *,
         body: Any = None,
         query: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[StreamResponse]:
         """Open an answer and read it as it arrives, on the caller's own event loop."""
         method, transport = _checked(method), self._session.transport
         url = transport.url(path, query)
         content, extra = _body(body, None, headers)
-        await self._session.submit(transport.ready(Pool.SESSION))
+        await self._session.submit(transport.ready(Pool.REST))
         if method != "GET":
             extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
         sent = {**transport.headers(), **extra}
-        async with transport.open_stream(Pool.SESSION, method, url, sent, content) as response:
+        for name in _omitted(headers):
+            sent.pop(name, None)
+        async with transport.open_stream(Pool.REST, method, url, sent, content) as response:
             lowered = {name.lower(): value for name, value in response.headers.items()}
             if response.status >= 300:
                 refused = await transport.read_stream(response)
@@ -176,21 +139,24 @@ class HTTPClient:
         body: Any = None,
         files: Files | None = None,
         query: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         max_retries: int | None = None,
-        idempotency_key: str | None = None,
+        idempotency_key: str | Omit | None = None,
     ) -> APIResponse:
         session, transport = self._session, self._session.transport
         url = transport.url(path, query)
         if idempotency_key is not None:
             headers = {"x-idempotency-key": idempotency_key, **(headers or {})}
         content, extra = _body(body, files, headers)
+        omitted = _omitted(headers)
+        if timeout is not None:
+            extra.setdefault("x-stainless-read-timeout", f"{timeout:.3f}")
         if content is not None and method in {"GET", "DELETE"}:
             raise InvalidInputError(f"a {method} carries none", field="body")
         if method != "GET":
             extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
-        row, deadline = _row(method, path), session.deadline(timeout)
+        row, deadline = _row(method, path, timeout), session.deadline(timeout)
         started, attempts = session.clock.monotonic(), 0
         transport.admit(row.pool)
 
@@ -198,7 +164,7 @@ class HTTPClient:
             nonlocal attempts
             attempts = attempt
             response = await transport.exchange(
-                row, url, extra, content, attempt=attempt, deadline=deadline
+                row, url, extra, content, attempt=attempt, deadline=deadline, omitted=omitted
             )
             if response.status >= 300 and not _leads_on(response):
                 raise transport.error(row, url, response)
@@ -230,23 +196,38 @@ def _checked(method: str) -> Method:
 
 
 def _leads_on(response: RawResponse) -> bool:
-    return response.status in _REDIRECTS and any(
+    return response.status in REDIRECTS and any(
         name.lower() == "location" for name in response.headers
     )
 
 
-def _row(method: Method, path: str) -> Operation[Any]:
-    return Operation(f"{method} {path}", method, path, object, object, Pool.SESSION, Body.JSON)
+def _row(method: Method, path: str, timeout: float | None = None) -> Operation[Any]:
+    name = f"{method} {path}"
+    return Operation(name, method, path, object, object, Pool.REST, Body.JSON, timeout=timeout)
+
+
+def _omitted(headers: Mapping[str, Any] | None) -> list[str]:
+    """The headers that are to be left out though every request has them."""
+    return [name.strip().lower() for name, value in (headers or {}).items() if is_omit(value)]
 
 
 def _body(
-    body: Any, files: Files | None, headers: Mapping[str, str] | None
+    body: Any, files: Files | None, headers: Mapping[str, Any] | None
 ) -> tuple[bytes | None, dict[str, str]]:
-    extra = clean_headers(headers or {})
-    multipart = extra.get("content-type", "").startswith("multipart/form-data")
+    body, extra = _given_only(coalesce(body)), clean_headers(headers or {})
+    multipart = extra.get("content-type", "").lower().startswith("multipart/form-data")
     if files or multipart:
         content, content_type = encode_multipart(body or {}, files or {}, extra.get("content-type"))
         return content, {**extra, "content-type": content_type}
     if body is None or isinstance(body, bytes):
         return body, extra
     return json_codec.encode(body), {"content-type": "application/json", **extra}
+
+
+def _given_only(body: Any) -> Any:
+    """The body without what was not given; values of the protocol are left to those who write them."""
+    if isinstance(body, Mapping):
+        return {str(name): _given_only(value) for name, value in body.items() if given(value)}
+    if isinstance(body, list | tuple):
+        return [_given_only(value) for value in body if given(value)]
+    return body

@@ -93,7 +93,9 @@ class HTTP1Client:
         try:
             response = await connection.stream(head, content)
             encoding = response.headers.get("content-encoding", "identity")
-            if encoding != "identity":  # none was asked for, and parts cannot be unpacked
+            if (
+                encoding != "identity" and response.status < 400
+            ):  # none was asked for, and parts cannot be unpacked
                 raise ConnectionError(f"the stream is encoded as {encoding}")
             yield response
         finally:
@@ -148,7 +150,8 @@ class HTTP1Client:
             try:
                 response.content = decode_body(response.content, encoding)
             except DecodeError as error:
-                raise ConnectionError(f"the body does not decode: {error}") from error
+                if response.status < 400:  # of a refusal the status says enough
+                    raise ConnectionError(f"the body does not decode: {error}") from error
         return response
 
     def _prepare(

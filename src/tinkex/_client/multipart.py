@@ -6,6 +6,7 @@ request is retried.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from tinkex.errors import InvalidInputError
 
 __all__ = ["File", "Files", "encode_multipart"]
 
-Content: TypeAlias = bytes | str | Path | IO[bytes]
-#: The content, or `(filename, content[, content type[, headers]])`. Only a `Path` is read as a file; a
+Content: TypeAlias = bytes | str | os.PathLike[str] | IO[bytes]
+#: The content, or `(filename, content[, content type[, headers]])`. Only a path object is read as a file; a
 #: string is content.
 File: TypeAlias = Content | tuple[Any, ...]
 Files: TypeAlias = Mapping[str, File] | Sequence[tuple[str, File]]
@@ -90,8 +91,8 @@ def _pairs(headers: Any) -> Iterable[tuple[str, str]]:
 
 
 def _name_of(content: Any) -> str:
-    name = content if isinstance(content, Path) else getattr(content, "name", None)
-    return Path(name).name if isinstance(name, str | Path) else "upload"
+    name = content if isinstance(content, os.PathLike) else getattr(content, "name", None)
+    return Path(name).name if isinstance(name, str | os.PathLike) else "upload"
 
 
 def _read(content: Any, name: str) -> bytes:
@@ -100,7 +101,7 @@ def _read(content: Any, name: str) -> bytes:
     if isinstance(content, bytes | bytearray | memoryview):
         return bytes(content)
     try:
-        data = content.read_bytes() if isinstance(content, Path) else content.read()
+        data = Path(content).read_bytes() if isinstance(content, os.PathLike) else content.read()
     except (OSError, AttributeError) as error:
         raise InvalidInputError(f"cannot be read: {error}", field=f"files.{name}") from error
     return data.encode() if isinstance(data, str) else bytes(data)

@@ -21,15 +21,22 @@ logger = logging.getLogger("tinkex")
 
 #: A silence longer than this is explained.
 PATIENCE = 2.0
+#: Work that was accepted may take its time: it is mentioned after so long, …
+WORK_PATIENCE = 10.0
+#: … if it also takes so many times as long as the longest of its kind did before.
+UNUSUAL = 3.0
 #: How often the same wait is mentioned again.
 REPEAT = 30.0
 
 
 @dataclass(slots=True)
 class _Wait:
+    """A call that may take `limit` seconds, or work that was promised, which has none."""
+
     what: str
     since: float
-    limit: float
+    limit: float | None
+    request_id: str = ""
 
 
 class Notices:
@@ -38,47 +45,69 @@ class Notices:
     def __init__(self, where: str, clock: Clock) -> None:
         self._where = where
         self._clock = clock
-        self._flights: dict[int, _Wait] = {}
+        self._waits: dict[int, _Wait] = {}
         self._next = 0
         self._tick: asyncio.TimerHandle | None = None
         self._last_spoken: dict[str, float] = {}
         self._mentioned: dict[str, float] = {}  # kinds of calls that are late, and when it was said
+        self._longest: dict[str, float] = {}  # how long work of a kind has taken
         self._deprecated: set[str] = set()
 
     def begin(self, what: str, limit: float) -> int:
         """Note that a call was sent that may take `limit` seconds; `end` it with the number returned."""
+        return self._add(_Wait(what, self._clock.monotonic(), limit))
+
+    def expect(self, what: str, request_id: str) -> int:
+        """Note that the service has promised the result of a request; `end` it as above."""
+        return self._add(_Wait(what, self._clock.monotonic(), None, request_id))
+
+    def _add(self, wait: _Wait) -> int:
         self._next += 1
-        self._flights[self._next] = _Wait(what, self._clock.monotonic(), limit)
+        self._waits[self._next] = wait
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(PATIENCE / 2, self._look)
         return self._next
 
-    def end(self, flight: int) -> None:
-        self._flights.pop(flight, None)
+    def end(self, number: int) -> None:
+        wait = self._waits.pop(number, None)
+        if wait is not None and wait.limit is None:
+            took = self._clock.monotonic() - wait.since
+            if took > self._longest.get(wait.what, 0.0):
+                self._longest[wait.what] = took
 
     def _look(self) -> None:
-        """Mention what has been silent for too long; one line however many calls wait."""
+        """Mention what has been silent for too long; one line however many wait."""
         now = self._clock.monotonic()
-        late = [wait for wait in self._flights.values() if now - wait.since >= PATIENCE]
-        said = {wait.what: self._mentioned.get(wait.what, -REPEAT) for wait in late}
-        fresh = [wait for wait in late if now - said[wait.what] >= REPEAT]
-        if fresh:
-            oldest = min(fresh, key=lambda wait: wait.since)
-            others = ("", " and another call", f" and {len(late) - 1} other calls")[
-                min(len(late), 3) - 1
-            ]
-            logger.warning(
-                "No answer yet from %s to %s%s, sent %.0f s ago, given up after %.0f s.",
-                self._where,
-                oldest.what,
-                others,
-                now - oldest.since,
-                oldest.limit,
-            )
-            said = dict.fromkeys(said, now)
+        late = [wait for wait in self._waits.values() if now - wait.since >= self._patience(wait)]
+        said = {_kind(wait): self._mentioned.get(_kind(wait), -REPEAT) for wait in late}
+        for is_work in (False, True):
+            alike = [wait for wait in late if (wait.limit is None) is is_work]
+            fresh = [wait for wait in alike if now - said[_kind(wait)] >= REPEAT]
+            if fresh:
+                oldest = min(fresh, key=lambda wait: wait.since)
+                logger.warning("%s", self._complaint(oldest, len(alike) - 1, now - oldest.since))
+                said |= dict.fromkeys(map(_kind, alike), now)
         self._mentioned = said  # a kind that answers again is forgotten, and told of anew
         loop = asyncio.get_running_loop()
-        self._tick = loop.call_later(PATIENCE / 2, self._look) if self._flights else None
+        self._tick = loop.call_later(PATIENCE / 2, self._look) if self._waits else None
+
+    def _patience(self, wait: _Wait) -> float:
+        if wait.limit is not None:
+            return PATIENCE
+        return max(WORK_PATIENCE, UNUSUAL * self._longest.get(wait.what, 0.0))
+
+    def _complaint(self, wait: _Wait, others: int, age: float) -> str:
+        if wait.limit is None:
+            more = ("", " and another request", f" and {others} other requests")[min(others, 2)]
+            return (
+                f"Waiting for {wait.what} ({wait.request_id}){more} for {age:.0f} s: {self._where} has "
+                "accepted it and has not finished it."
+            )
+        more = ("", " and another call", f" and {others} other calls")[min(others, 2)]
+        return (
+            f"No answer yet from {self._where} to {wait.what}{more}, sent {age:.0f} s ago, given up "
+            f"after {wait.limit:.0f} s."
+        )
 
     def retry(
         self, what: str, error: TinkerError, attempt: int, elapsed: float, wait: float, limit: str
@@ -116,7 +145,11 @@ class Notices:
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
-        self._flights.clear()
+        self._waits.clear()
+
+
+def _kind(wait: _Wait) -> str:
+    return wait.what if wait.limit is not None else f"promise of {wait.what}"
 
 
 def _reason(error: TinkerError) -> str:

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -25,8 +25,8 @@ import orjson
 
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_from_body
-from tinkex._wire.operations import Operation, operation
-from tinkex.config import poll_delay
+from tinkex._wire.operations import Operation, Pool, operation
+from tinkex.config import PollBackoff, PollBackoffOption, poll_delay
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -70,6 +70,8 @@ __all__ = ["Poll", "backoff"]
 R = TypeVar("R")
 
 _RETRIEVE: Final = operation("retrieve_future")
+#: Thousands of samples may be waited for at once; a training step must not wait behind them.
+_RETRIEVE_SAMPLE: Final = replace(_RETRIEVE, pool=Pool.SAMPLE_FUTURES)
 _MAX_BACKOFF: Final = 30.0
 _PAUSED_WAIT: Final = 1.0
 #: Answers that would end a training run are believed only when they are repeated: something between client and
@@ -98,7 +100,7 @@ class Poll(Generic[R]):
     deadline: float | None = None
     promise_seconds: float | None = None
     size: int | None = None  # of the result in bytes, if the service has told already
-    poll_backoff: Any = None
+    poll_backoff: PollBackoffOption | None = None  # None for the configuration's
 
     async def result(self) -> R:
         """Poll until the result is there; gives up at the deadline with the last error seen."""
@@ -106,12 +108,15 @@ class Poll(Generic[R]):
         state = _Progress(now, now)
         if wants(FutureSubmitted):
             self._tell(FutureSubmitted, self.promise_seconds)
+        waiting = self.transport.notices.expect(self.operation.name, self.promise.request_id)
         try:
             result = await self._result(state)
         except BaseException as error:
             if wants(FutureEvent):
                 self._tell_failed(error, state)
             raise
+        finally:
+            self.transport.notices.end(waiting)
         if wants(FutureCompleted):
             self._tell(FutureCompleted, self._elapsed(state), state.iteration)
         return result
@@ -179,9 +184,8 @@ class Poll(Generic[R]):
             headers["x-tinker-create-promise-roundtrip-time"] = str(self.promise_seconds)
         state.iteration += 1
         url = self.transport.url(_RETRIEVE.path)
-        return await self.transport.exchange(
-            _RETRIEVE, url, headers, body, deadline=self.deadline, quiet=True
-        )
+        row = _RETRIEVE_SAMPLE if self.operation.pool is Pool.SAMPLING else _RETRIEVE
+        return await self.transport.exchange(row, url, headers, body, deadline=self.deadline)
 
     def _check_deadline(self, state: _Progress) -> None:
         if self.deadline is None or self.transport.clock.monotonic() < self.deadline:
@@ -291,7 +295,7 @@ class Poll(Generic[R]):
                 await self.transport.clock.sleep(backoff(doubts - 1))
 
     @property
-    def _backoff(self) -> Any:
+    def _backoff(self) -> PollBackoffOption | PollBackoff:
         chosen = self.poll_backoff
         return self.transport.config.poll_backoff if chosen is None else chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -13,7 +14,13 @@ from urllib.parse import urljoin
 from tinkex._version import PARITY_VERSION
 from tinkex._wire.operations import Pool, operation
 from tinkex.config import Config
-from tinkex.errors import APIResponseValidationError, InvalidInputError, TinkerError
+from tinkex.errors import (
+    APIResponseValidationError,
+    ExperimentalWarning,
+    InvalidInputError,
+    InvalidPathError,
+    TinkerError,
+)
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AccessScope,
@@ -80,6 +87,10 @@ class _Sessionless:
         if _holder is None:
             config = config or config_with_login(base_url=base_url, api_key=api_key)
             _holder = Session(config)
+        elif (base_url, api_key, config) != (None, None, None):
+            raise InvalidInputError(
+                "has an address and a key of its own; give it alone", field="_holder"
+            )
         self._session = _holder
 
     @property
@@ -100,10 +111,12 @@ class _Sessionless:
         request: Any = None,
         path: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        headers: Mapping[str, str] | None = None,
+        *,
+        method: str | None = None,
     ) -> APIFuture[Any]:
-        sent = {"x-sdk-version": PARITY_VERSION, "x-sdk-method": name, **(headers or {})}
-        return self._session.start_call(name, request, path=path, headers=sent, timeout=timeout)
+        """Start an operation; `method` is the public method that asks, where it is called differently."""
+        headers = _headers_of(method or name)
+        return self._session.start_call(name, request, path=path, headers=headers, timeout=timeout)
 
 
 class AdminClient(_Sessionless, AdminClientAsync):
@@ -126,7 +139,7 @@ class AdminClient(_Sessionless, AdminClientAsync):
         await self._session.configured()
         transport, row = self._session.transport, operation("get_audit_log")
         transport.admit(row.pool)
-        response = await transport.send(row, request)
+        response = await transport.send(row, request, headers=_headers_of("get_audit_log"))
         if response.status >= 300:  # a long log lies elsewhere, under a signed address
             location = response.headers.get("location")
             if not location:
@@ -141,7 +154,7 @@ class AdminClient(_Sessionless, AdminClientAsync):
         transport, headers = self._session.transport, {"accept": "application/json"}
         async with (
             asyncio.timeout(transport.config.timeout),
-            transport.open_stream(Pool.SESSION, "GET", url, headers) as response,
+            transport.open_stream(Pool.REST, "GET", url, headers) as response,
         ):
             return await transport.read_stream(response)
 
@@ -201,7 +214,12 @@ class RestClient(RestClientAsync, AdminClient):
     def search_sessions(
         self, request: SessionSearchRequest, *, timeout: float | None = None
     ) -> APIFuture[SessionSearchResponse]:
-        """Find sessions by name, metadata, owner and status, newest first."""
+        """Find sessions by name, metadata, owner and status, newest first; this call may still change."""
+        warnings.warn(
+            "search_sessions may change or go away in any release",
+            ExperimentalWarning,
+            stacklevel=2,
+        )
         return self._call("search_sessions", request, timeout=timeout)
 
     def assign_session_project(
@@ -218,8 +236,9 @@ class RestClient(RestClientAsync, AdminClient):
         return self._session.start("export_session_trace", work, timeout=timeout)
 
     async def _trace(self, session_id: str) -> str:
+        path, headers = {"session_id": session_id}, _headers_of("export_session_trace")
         while True:
-            export = await self._session.call("trace_export", path={"session_id": session_id})
+            export = await self._session.call("trace_export", path=path, headers=headers)
             if export.status == "ready" and export.url:
                 return str(export.url)
             if export.status == "failed":
@@ -237,10 +256,7 @@ class RestClient(RestClientAsync, AdminClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingRun]:
-        request = GetSessionRequest(access_scope=_scope(access_scope))
-        return self._call(
-            "get_training_run", request, {"training_run_id": training_run_id}, timeout
-        )
+        return self._training_run("get_training_run", training_run_id, access_scope, timeout)
 
     def get_training_run_by_tinker_path(
         self,
@@ -251,7 +267,14 @@ class RestClient(RestClientAsync, AdminClient):
     ) -> APIFuture[TrainingRun]:
         """The run a checkpoint belongs to."""
         run = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id
-        return self.get_training_run(run, access_scope, timeout=timeout)
+        return self._training_run("get_training_run_by_tinker_path", run, access_scope, timeout)
+
+    def _training_run(
+        self, method: str, run: ModelID, access_scope: AccessScope, timeout: float | None
+    ) -> APIFuture[TrainingRun]:
+        request = GetSessionRequest(access_scope=_scope(access_scope))
+        path = {"training_run_id": run}
+        return self._call("get_training_run", request, path, timeout, method=method)
 
     def list_training_runs(
         self,
@@ -302,18 +325,21 @@ class RestClient(RestClientAsync, AdminClient):
     def delete_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        return self._done("delete_checkpoint", None, _where(tinker_path), timeout)
+        method = "delete_checkpoint_from_tinker_path"
+        return self._done("delete_checkpoint", None, _where(tinker_path), timeout, method)
 
     def publish_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
         """Let everybody read a checkpoint."""
-        return self._done("publish_checkpoint", None, _where(tinker_path), timeout)
+        method = "publish_checkpoint_from_tinker_path"
+        return self._done("publish_checkpoint", None, _where(tinker_path), timeout, method)
 
     def unpublish_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        return self._done("unpublish_checkpoint", None, _where(tinker_path), timeout)
+        method = "unpublish_checkpoint_from_tinker_path"
+        return self._done("unpublish_checkpoint", None, _where(tinker_path), timeout, method)
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
@@ -322,7 +348,8 @@ class RestClient(RestClientAsync, AdminClient):
         if ttl_seconds is not None and check_count("ttl_seconds", ttl_seconds) == 0:
             raise InvalidInputError("must be positive, or None to keep it", field="ttl_seconds")
         request = SetCheckpointTtlRequest(ttl_seconds=ttl_seconds)
-        return self._done("set_checkpoint_ttl", request, _where(tinker_path), timeout)
+        method = "set_checkpoint_ttl_from_tinker_path"
+        return self._done("set_checkpoint_ttl", request, _where(tinker_path), timeout, method)
 
     def get_checkpoint_archive_url(
         self,
@@ -335,18 +362,25 @@ class RestClient(RestClientAsync, AdminClient):
 
         The service may have to build it first; that is waited for.
         """
-        where = _where(training_run_id, checkpoint_id)
-        deadline = self._session.deadline(timeout)
-        work = partial(self._archive_url, where, deadline)
-        return self._session.start("get_checkpoint_archive_url", work, timeout=timeout)
+        method = "get_checkpoint_archive_url"
+        return self._archive(method, _where(training_run_id, checkpoint_id), timeout)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        return self.get_checkpoint_archive_url(tinker_path, timeout=timeout)
+        method = "get_checkpoint_archive_url_from_tinker_path"
+        return self._archive(method, _where(tinker_path), timeout)
+
+    def _archive(
+        self, method: str, where: Mapping[str, str], timeout: float | None
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        deadline = self._session.deadline(timeout)
+        headers = {**_headers_of(method), "accept": "application/gzip"}
+        work = partial(self._archive_url, where, headers, deadline)
+        return self._session.start("get_checkpoint_archive_url", work, timeout=timeout)
 
     async def _archive_url(
-        self, where: Mapping[str, str], deadline: float | None
+        self, where: Mapping[str, str], headers: Mapping[str, str], deadline: float | None
     ) -> CheckpointArchiveUrlResponse:
         await self._session.configured()
         session, transport, row = (
@@ -358,7 +392,7 @@ class RestClient(RestClientAsync, AdminClient):
         for attempt in range(ARCHIVE_ATTEMPTS):
             try:
                 response = await transport.send(
-                    row, path=where, deadline=deadline, policy=HTTPRetryPolicy(0)
+                    row, path=where, headers=headers, deadline=deadline, policy=HTTPRetryPolicy(0)
                 )
                 break
             except TinkerError as error:
@@ -384,6 +418,12 @@ class RestClient(RestClientAsync, AdminClient):
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[ExternalWeightsUrlsResponse]:
         """Where the files written by `save_weights_external` can be fetched."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        if parsed.checkpoint_type != "external":
+            raise InvalidPathError(
+                f"must be a path of external weights, not {tinker_path!r:.200}",
+                field="tinker_path",
+            )
         return self._call("get_external_weights_urls", None, _where(tinker_path), timeout)
 
     def get_weights_info_by_tinker_path(
@@ -391,9 +431,9 @@ class RestClient(RestClientAsync, AdminClient):
     ) -> APIFuture[WeightsInfoResponse]:
         """Base model, rank and trained parts of a checkpoint."""
         ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-        return self._call(
-            "weights_info", WeightsInfoRequest(tinker_path=tinker_path), timeout=timeout
-        )
+        request = WeightsInfoRequest(tinker_path=tinker_path)
+        method = "get_weights_info_by_tinker_path"
+        return self._call("weights_info", request, timeout=timeout, method=method)
 
     def copy_weights(
         self,
@@ -404,16 +444,20 @@ class RestClient(RestClientAsync, AdminClient):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint, perhaps from another account; the new path."""
+        """Copy a checkpoint, perhaps from another account, into a project; the new path.
+
+        Without `destination_project_id` that is the project of the settings, if they name one.
+        """
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         with refusing_bad_values():
             request = CopyWeightsRequest(
                 source_path=path,
-                destination_project_id=destination_project_id,
+                destination_project_id=destination_project_id or self._session.config.project_id,
                 ttl_seconds=ttl_seconds,
             )
-        token = {"x-tinker-weights-access-token": weights_access_token}
-        headers = {name: value for name, value in token.items() if value is not None}
+        headers = _headers_of("copy_weights")
+        if weights_access_token is not None:
+            headers["x-tinker-weights-access-token"] = weights_access_token
 
         async def copied() -> str:
             response = await self._session.call("copy_weights", request, headers=headers)
@@ -453,11 +497,12 @@ class RestClient(RestClientAsync, AdminClient):
         request: Any,
         path: Mapping[str, str],
         timeout: float | None,
+        method: str | None = None,
     ) -> APIFuture[None]:
         """A call whose answer is only that it worked."""
+        headers = _headers_of(method or name)
 
         async def done() -> None:
-            headers = {"x-sdk-version": PARITY_VERSION, "x-sdk-method": name}
             await self._session.call(
                 name, request, path=path, headers=headers, deadline=self._session.deadline(timeout)
             )
@@ -471,6 +516,11 @@ class RestClient(RestClientAsync, AdminClient):
     unpublish_checkpoint = unpublish_checkpoint_from_tinker_path
     unpublish_checkpoint_by_tinker_path = unpublish_checkpoint_from_tinker_path
     get_checkpoint_archive_url_by_tinker_path = get_checkpoint_archive_url_from_tinker_path
+
+
+def _headers_of(method: str) -> dict[str, str]:
+    """By which release and which public method a call is made; services count what is still in use."""
+    return {"x-sdk-version": PARITY_VERSION, "x-sdk-method": method}
 
 
 def _where(training_run_id: str, checkpoint_id: str | None = None) -> dict[str, str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from tinkex.errors import (
     APIConnectionError,
@@ -43,6 +43,7 @@ T = TypeVar("T")
 MAX_RETRY_AFTER = 60.0
 #: How long a dispatch is tried again while the service does not answer.
 DISPATCH_WINDOW = 300.0
+MAX_WINDOW_WAIT = 30.0
 BILLING_WAIT = 5.0
 BLANK_400_RETRIES = 3
 
@@ -71,7 +72,7 @@ def retry_delay(
 
 class RetryPolicy(Protocol):
     def wait_before_retry(
-        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+        self, error: Exception, attempt: int, elapsed: float, chance: float
     ) -> float | None: ...
 
 
@@ -79,8 +80,8 @@ class RetryPolicy(Protocol):
 class HTTPRetryPolicy:
     """For one HTTP exchange.
 
-    The first `max_retries` follow the short exponential; with a `window`, trying goes on at up to 30 s
-    distance until that many seconds have passed.
+    The first `max_retries` follow the short exponential; with a `window`, trying goes on after 1, 2, 4 … 30 s
+    until that many seconds have passed.
     """
 
     max_retries: int = 10
@@ -88,10 +89,12 @@ class HTTPRetryPolicy:
     billing_window: float = 3600.0
 
     def wait_before_retry(
-        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+        self, error: Exception, attempt: int, elapsed: float, chance: float
     ) -> float | None:
+        if not isinstance(error, TinkerError):
+            return None
         if isinstance(error, BillingError):
-            return BILLING_WAIT if elapsed + BILLING_WAIT <= self.billing_window else None
+            return _billing_wait(elapsed, self.billing_window)
         should = _should_retry(error)
         if should is None and _is_blank_400(error):
             return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
@@ -100,11 +103,17 @@ class HTTPRetryPolicy:
         if attempt < self.max_retries:
             return _asked_wait(error) or retry_delay(attempt, chance=chance)
         if should is None and elapsed < self.window:
-            return min(_asked_wait(error) or 30.0, self.window - elapsed)
+            late = min(2.0 ** min(attempt - self.max_retries, 5), MAX_WINDOW_WAIT)
+            return min(_asked_wait(error) or late, self.window - elapsed)
         return None
 
 
-def is_transient(error: TinkerError) -> bool:
+def _billing_wait(elapsed: float, window: float) -> float | None:
+    """An account that cannot pay may be topped up meanwhile; the service says how long to hope for that."""
+    return BILLING_WAIT if elapsed + BILLING_WAIT <= window else None
+
+
+def is_transient(error: Exception) -> bool:
     if isinstance(error, APIStatusError):
         return error.status_code is not None and retryable_status(error.status_code)
     return isinstance(error, APIConnectionError)
@@ -127,7 +136,7 @@ def _asked_wait(error: TinkerError) -> float | None:
     return asked if asked is not None and 0 < asked <= MAX_RETRY_AFTER else None
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen, as scripts set the fields of the official one
 class RetryConfig:
     """How sampling tries again. Delays are in seconds; `max_retries=None` means without limit."""
 
@@ -167,11 +176,14 @@ class SampleRetryPolicy:
     """For one sample, from submission to result: whatever may pass is tried again."""
 
     config: RetryConfig
+    billing_window: float = 3600.0
 
     def wait_before_retry(
-        self, error: TinkerError, attempt: int, elapsed: float, chance: float
+        self, error: Exception, attempt: int, elapsed: float, chance: float
     ) -> float | None:
         config = self.config
+        if isinstance(error, BillingError):  # a pause, not a retry
+            return _billing_wait(elapsed, self.billing_window)
         if not config.enable_retry_logic:
             return None
         if config.max_retries is not None and attempt >= config.max_retries:
@@ -184,7 +196,8 @@ class SampleRetryPolicy:
 
 
 class OnWait(Protocol):
-    def __call__(self, error: TinkerError, attempt: int, elapsed: float, wait: float) -> None: ...
+    # The error is whatever the policy would try again, which its caller knows best.
+    def __call__(self, error: Any, attempt: int, elapsed: float, wait: float) -> None: ...
 
 
 async def retrying(
@@ -207,17 +220,15 @@ async def retrying(
             result = await attempt_once(attempt)
         except Exception as error:
             now = clock.monotonic()
-            wait = None
-            if isinstance(error, TinkerError):
-                wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
-                if wait is not None and deadline is not None and now + wait >= deadline:
-                    wait = None
+            wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
+            if wait is not None and deadline is not None and now + wait >= deadline:
+                wait = None
             if wants(RetryEvent):
                 attempt_failed(attempt, now - began, error, wait)
             if wait is None:
                 raise
             if on_wait is not None:
-                on_wait(cast("TinkerError", error), attempt, now - started, wait)
+                on_wait(error, attempt, now - started, wait)
         else:
             if wants(RetryAttemptStop):
                 attempt_succeeded(attempt, clock.monotonic() - began)

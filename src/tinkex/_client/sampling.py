@@ -8,10 +8,12 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, Literal, cast
 
+import numpy as np
 import orjson
 
 from tinkex._wire import json_codec
@@ -22,8 +24,10 @@ from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
     APITimeoutError,
+    BillingError,
     ClientClosedError,
     InvalidInputError,
+    InvalidPathError,
     NotFoundError,
     TinkerError,
 )
@@ -44,17 +48,17 @@ from tinkex.types import (
     TensorData,
     UntypedAPIFuture,
 )
-from tinkex.types.paths import ParsedCheckpointTinkerPath
+from tinkex.types.paths import SCHEME, ParsedCheckpointTinkerPath
 
 from ._async_twins import SamplingClientAsync
 from .auth import config_with_login
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
 from .checks import check_count
-from .chunking import input_bytes
+from .chunking import input_bytes, known_tokens
 from .polling import Poll
 from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
-from .retry import RetryConfig, SampleRetryPolicy, retrying
+from .retry import Clock, RetryConfig, SampleRetryPolicy, retrying
 from .runtime import (
     APIFuture,
     SampleFuture,
@@ -76,6 +80,7 @@ _HEADERS: Final = {"content-type": "application/json", "x-tinker-sampling-backpr
 _CLONE_STRIDE: Final = 1_000_000_000
 #: How often a sampler with requests under way asks itself whether any of them moves.
 _STUCK_CHECK: Final = 60.0
+UNLIMITED: Final = 1_000_000_000
 
 
 class SamplingClient(SamplingClientAsync):
@@ -137,9 +142,7 @@ class SamplingClient(SamplingClientAsync):
         """A sampler of a checkpoint, of a base model, or of a sampling session that exists."""
         if sampling_session_id is None and model_path is None and base_model is None:
             raise InvalidInputError("give model_path or base_model", field="model_path")
-        run = None
-        if model_path is not None:
-            run = ParsedCheckpointTinkerPath.from_tinker_path(model_path).training_run_id
+        run = None if model_path is None else _run_of(model_path)
         deadline = holder.deadline(timeout)
 
         async def made() -> SamplingClient:
@@ -186,6 +189,15 @@ class SamplingClient(SamplingClientAsync):
                 f"expected ModelInput, got {type(prompt).__name__}", field="prompt"
             )
         params = SamplingParams() if sampling_params is None else sampling_params
+        if target_prompt_logprobs is not None:
+            _check_targets(target_prompt_logprobs)
+        if prompt_logprobs_last_n is not None:
+            check_count("prompt_logprobs_last_n", prompt_logprobs_last_n, 1)
+            if not include_prompt_logprobs:
+                raise InvalidInputError(
+                    "is about prompt logprobs: set include_prompt_logprobs",
+                    field="prompt_logprobs_last_n",
+                )
         fields: dict[str, Any] = {
             "type": "sample",
             "num_samples": check_count("num_samples", num_samples, 1),
@@ -207,9 +219,7 @@ class SamplingClient(SamplingClientAsync):
                 "prompt_alt_tokens_k", prompt_alt_tokens_k, 0
             )
         if prompt_logprobs_last_n is not None:
-            fields["prompt_logprobs_last_n"] = check_count(
-                "prompt_logprobs_last_n", prompt_logprobs_last_n, 0
-            )
+            fields["prompt_logprobs_last_n"] = prompt_logprobs_last_n
         if self._record_stability_info:
             fields["record_stability_info"] = True
         deadline = self._session.deadline(timeout)
@@ -375,21 +385,28 @@ class SamplingClient(SamplingClientAsync):
         async def once(_: int) -> SampleResponse:
             return await self._attempt(fields, weight, deadline, flight, unanswered)
 
-        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
+        def waiting(error: Any, attempt: int, elapsed: float, wait: float) -> None:
             limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
+            if isinstance(error, BillingError):
+                limit = f"giving up {flight.policy.billing_window:.0f} s after the first"
             session.transport.notices.retry("sample", error, attempt, elapsed, wait, limit)
 
         with flight.boarding():
             result = await retrying(once, flight.policy, session.clock, waiting, deadline)
         flight.progressed()
+        _check_answered(fields, result)
         return result
 
     def _take_off(self) -> _Flight:
         flags = self._session.flags
-        config = self._retry_config or RetryConfig(
-            max_connections=flags.sample_max_concurrent_requests,
-            enable_retry_logic=not flags.sample_no_retries,
-            enable_stuck_detection=flags.sample_enable_stuck_detection,
+        asked = self._retry_config or RetryConfig(
+            max_connections=flags.sample_max_concurrent_requests
+        )
+        config = replace(  # what the service switches off stays off
+            asked,
+            enable_retry_logic=asked.enable_retry_logic and not flags.sample_no_retries,
+            enable_stuck_detection=asked.enable_stuck_detection
+            and flags.sample_enable_stuck_detection,
         )
         self._flight = _Flight(self._session, config, self._sampling_session_id)
         return self._flight
@@ -589,19 +606,12 @@ class _Unanswered:
         self.seq_id: int | None = None
 
 
-class _Flight:
-    """What all samples of one client share while they are under way."""
+class StuckWatch:
+    """Ends what is under way when none of it has moved for too long."""
 
-    def __init__(self, session: Session, config: RetryConfig, sampling_session_id: str) -> None:
-        self._clock = session.clock
-        self.policy = SampleRetryPolicy(config)
+    def __init__(self, clock: Clock, config: RetryConfig) -> None:
+        self._clock = clock
         self.progress_timeout = config.progress_timeout
-        self.room: Budget = slots(config.max_connections or 1_000_000_000)
-        self.poller = (
-            BatchPoller(session, sampling_session_id)
-            if session.flags.sample_use_retrieve_futures
-            else None
-        )
         self._watched = config.enable_stuck_detection
         self._look_every = min(_STUCK_CHECK, config.progress_timeout)
         self._last_progress = self._last_look = 0.0
@@ -622,7 +632,7 @@ class _Flight:
         self._check = asyncio.get_running_loop().call_later(self._look_every, self._look)
 
     def _look(self) -> None:
-        """End everything under way when none of it has moved for too long."""
+        """Look whether anything has moved."""
         self._check = None
         if not self._aboard:
             return
@@ -635,6 +645,20 @@ class _Flight:
                 task.cancel()
         else:
             self._schedule()
+
+
+class _Flight(StuckWatch):
+    """What all samples of one client share while they are under way."""
+
+    def __init__(self, session: Session, config: RetryConfig, sampling_session_id: str) -> None:
+        super().__init__(session.clock, config)
+        self.policy = SampleRetryPolicy(config, session.transport.billing_window)
+        self.room: Budget = slots(config.max_connections or UNLIMITED)
+        self.poller = (
+            BatchPoller(session, sampling_session_id)
+            if session.flags.sample_use_retrieve_futures
+            else None
+        )
 
 
 _stuck: set[asyncio.Task[Any]] = set()
@@ -669,13 +693,18 @@ def _report_sample(prompt: ModelInput, call: Call, result: SampleResponse, secon
         for sequence in result.sequences:
             if sequence.tokens_np is not None:
                 drawn += len(sequence.tokens_np)
-        counts = (prompt.length, result.prompt_cache_hit_tokens, drawn, len(result.sequences))
+        counts = (
+            known_tokens(prompt),
+            result.prompt_cache_hit_tokens,
+            drawn,
+            len(result.sequences),
+        )
         tell(partial(SampleStop, call.id, call.operation, seconds, *counts, metadata=call.metadata))
 
 
 def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: float) -> None:
     if wants(SampleStop):
-        counts = (request.prompt.length, 0, tokens, request.num_samples)
+        counts = (known_tokens(request.prompt), 0, tokens, request.num_samples)
         emit(SampleStop(call.id, call.operation, seconds, *counts, metadata=call.metadata))
 
 
@@ -704,6 +733,40 @@ def _stream_chunk(event: ServerSentEvent) -> SampleStreamChunk:
         logprob=body.get("logprob"),
         error=None if error is None else str(error),
     )
+
+
+def _run_of(model_path: str) -> str | None:
+    """The run whose weights a path names, where it says so: services may shape their paths as they like."""
+    try:
+        return ParsedCheckpointTinkerPath.from_tinker_path(model_path).training_run_id
+    except InvalidPathError:
+        if isinstance(model_path, str) and model_path.startswith(SCHEME):
+            return None
+        raise
+
+
+def _check_targets(targets: TensorData) -> None:
+    """Refuse what the service would: tokens whose logprobs are asked for come in rows, one per position."""
+    field, expected = "target_prompt_logprobs", "must be int64 of shape [len(prompt) - 1, K]"
+    if not isinstance(targets, TensorData):
+        raise InvalidInputError(f"{expected}, not {type(targets).__name__}", field=field)
+    if targets.dtype != "int64" or len(targets.shape or ()) != 2:
+        told = f"{expected}, not {targets.dtype} of shape {targets.shape}"
+        raise InvalidInputError(told, field=field)
+
+
+def _check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
+    """Refuse an answer of a service that does not know what was asked, and so has left it out."""
+    ignored = None
+    if fields.get("prompt_alt_tokens_k") and result.prompt_alt_tokens is None:
+        ignored = "prompt_alt_tokens_k"
+    last, scored = fields.get("prompt_logprobs_last_n"), result.prompt_logprobs_np
+    if last is not None and scored is not None and not np.isnan(scored[:-last]).all():
+        ignored = "prompt_logprobs_last_n"
+    if ignored is not None:
+        raise APIResponseValidationError(
+            message=f"The service ignores {ignored}; it may be too old to know it."
+        )
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

@@ -10,7 +10,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
-from tinkex.config import Config
+from pydantic import RootModel
+
+from tinkex._wire.operations import operation
+from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import InvalidInputError
 from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
@@ -27,6 +30,7 @@ from tinkex.types import (
     LoadWeightsRequest,
     LoraConfig,
     OptimizerConfig,
+    UntypedAPIFuture,
     WeightsInfoRequest,
 )
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
@@ -48,6 +52,10 @@ from .training import TrainingClient
 __all__ = ["ServiceClient"]
 
 _CONFIG_FIELDS = frozenset(Config.__dataclass_fields__)
+
+
+class _Plain(RootModel[dict[str, Any]]):
+    """A result of no known type."""
 
 
 class ServiceClient(ServiceClientAsync):
@@ -72,25 +80,24 @@ class ServiceClient(ServiceClientAsync):
         clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
-        unknown = kwargs.keys() - _CONFIG_FIELDS
-        if unknown:
+        ignored = {name for name, value in kwargs.items() if not _is_setting(name, value)}
+        if ignored:
             warnings.warn(
-                f"ServiceClient ignores {', '.join(sorted(unknown))}", FutureWarning, stacklevel=2
+                f"ServiceClient ignores {', '.join(sorted(ignored))}", FutureWarning, stacklevel=2
             )
-        options = {name: value for name, value in kwargs.items() if name in _CONFIG_FIELDS}
-        if default_headers_overrides is not None:
-            options["default_headers"] = {
-                **options.get("default_headers", {}),
-                **default_headers_overrides,
-            }
-        if base_url is not None:
-            options["base_url"] = base_url
-        if api_key is not None:
-            options["api_key"] = api_key
+        given = {"base_url": base_url, "api_key": api_key, **kwargs}
+        options = {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in ignored
+        }
         if config is None:
             config = config_with_login(**options)
         elif options:
             config = config.replace(**options)
+        if default_headers_overrides:
+            headers = {**config.default_headers, **default_headers_overrides}
+            config = config.replace(default_headers=headers)
         self._session = Session(
             config,
             user_metadata=user_metadata,
@@ -98,10 +105,11 @@ class ServiceClient(ServiceClientAsync):
             display_name=display_name,
             clock=clock,
         )
+        self._project_id = project_id
         self._loss_seq = itertools.count()
 
     def __repr__(self) -> str:
-        return f"ServiceClient(base_url={self._session.config.base_url!r})"
+        return f"ServiceClient(base_url={self._session.config.shown_base_url!r})"
 
     @property
     def holder(self) -> Session:
@@ -132,7 +140,11 @@ class ServiceClient(ServiceClientAsync):
         lora_config: LoraConfig | None = None,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A new LoRA adapter on `base_model`, ready to train."""
+        """A new LoRA adapter on `base_model`, ready to train.
+
+        `lora_config` says the same as the five options before `user_metadata`; what those say differently
+        from their defaults goes before it.
+        """
         return self._create_lora_training_client(
             base_model,
             rank,
@@ -164,12 +176,18 @@ class ServiceClient(ServiceClientAsync):
             raise InvalidInputError(
                 f"must be a non-empty string, got {base_model!r:.80}", field="base_model"
             )
-        if lora_config is None:
-            lora_config = _lora_config(rank, seed, train_mlp, train_attn, train_unembed)
+        config = _lora_config(
+            lora_config,
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
         deadline = self._session.deadline(timeout)
         return self._session.start(
             "create_model",
-            lambda: self._create_model(base_model, lora_config, user_metadata, optimizer, deadline),
+            lambda: self._create_model(base_model, config, user_metadata, optimizer, deadline),
             lambda: {"base_model": base_model},
             timeout=timeout,
         )
@@ -214,11 +232,18 @@ class ServiceClient(ServiceClientAsync):
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
         *,
+        load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A new model from a checkpoint's weights, with a fresh optimizer."""
+        """A new model from a checkpoint's weights; with a fresh optimizer, unless `load_optimizer`."""
         return self._create_training_client_from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, timeout=timeout
+            path,
+            base_model,
+            user_metadata,
+            weights_access_token,
+            optimizer,
+            load_optimizer=load_optimizer,
+            timeout=timeout,
         ).result()
 
     def _create_training_client_from_state(
@@ -229,10 +254,12 @@ class ServiceClient(ServiceClientAsync):
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
         *,
+        load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
+        token = weights_access_token
         return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, timeout, False
+            path, base_model, user_metadata, token, optimizer, timeout, load_optimizer
         )
 
     def create_training_client_from_state_with_optimizer(
@@ -316,8 +343,13 @@ class ServiceClient(ServiceClientAsync):
             if base_model is not None:
                 session.base_models[model_id] = base_model
             return TrainingClient(session, model_seq_id, model_id)
+        # Whoever may load the weights may be told of them: another account's token speaks for that account.
+        headers = None if token is None else {"x-api-key": token}
         info = await session.call(
-            "weights_info", WeightsInfoRequest(tinker_path=path), deadline=deadline
+            "weights_info",
+            WeightsInfoRequest(tinker_path=path),
+            headers=headers,
+            deadline=deadline,
         )
         if not info.is_lora:
             raise InvalidInputError("the checkpoint is not a LoRA adapter", field="path")
@@ -365,6 +397,34 @@ class ServiceClient(ServiceClientAsync):
         deadline = session.deadline(timeout)
         created = await session.run("create_custom_loss", request, deadline=deadline)
         return replace(handle, loss_id=created.loss_id)
+
+    def poll(
+        self,
+        request_id: str | Mapping[str, Any],
+        *,
+        request_type: str | None = None,
+        poll_backoff: PollBackoffOption | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[dict[str, Any]]:
+        """Wait for a request that was sent by hand; its result as JSON.
+
+        `http.post` gives the promise of such a request: its `request_id`, or the whole answer, is what to give here.
+        `poll_backoff` is the wait between polls that failed, if not the configuration's.
+        """
+        promise = {"request_id": request_id} if isinstance(request_id, str) else request_id
+        with refusing_bad_values():
+            promised = UntypedAPIFuture.model_validate(promise)
+        row = replace(operation("retrieve_future"), result=_Plain, request_type=request_type)
+        session, deadline = self._session, self._session.deadline(timeout)
+
+        async def polled() -> dict[str, Any]:
+            await session.configured()
+            result: _Plain = await session.outcome(
+                row, promised, None, deadline=deadline, poll_backoff=poll_backoff
+            )
+            return result.root
+
+        return session.start("retrieve_future", polled, timeout=timeout)
 
     # -- sampling and the rest ---------------------------------------------------------------
 
@@ -428,18 +488,19 @@ class ServiceClient(ServiceClientAsync):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this session; the new path."""
+        """Copy a checkpoint into this client's project; the new path."""
         return RestClient(self._session).copy_weights(
             path,
+            self._project_id,
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
             timeout=timeout,
         )
 
     def get_console_url(self) -> str:
-        """The session's page in the hosted service's console."""
-        session_id = self._session.submit(self._session.opened()).result()
-        return f"{CONSOLE}/sessions/{session_id}"
+        """The session's page in the hosted service's console; before it is open, the page of all sessions."""
+        session_id = self._session.session_id
+        return f"{CONSOLE}/sessions" if session_id is None else f"{CONSOLE}/sessions/{session_id}"
 
     def get_telemetry(self) -> Reporter | None:
         """What reports to the service on this session; None if that is switched off."""
@@ -469,24 +530,20 @@ class ServiceClient(ServiceClientAsync):
             reporter.log_exception(error)
         if kind is None:
             status: FinishReason = "success"
-        else:
-            status = "interrupted" if issubclass(kind, KeyboardInterrupt) else "errored"
+        else:  # `sys.exit` is an interruption too, whatever its code
+            status = "errored" if issubclass(kind, Exception) else "interrupted"
         self.close(status, None if error is None else f"{type(error).__name__}: {error}").result()
 
 
-def _lora_config(
-    rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
-) -> LoraConfig:
-    check_count("rank", rank, 1)
-    if not (train_mlp or train_attn or train_unembed):
-        raise InvalidInputError(
-            "at least one of train_mlp, train_attn, train_unembed must be true", field="train_mlp"
-        )
+def _is_setting(name: str, value: Any) -> bool:
+    """Whether a keyword is one of the settings; an HTTP library's timeout, which has phases, is not."""
+    return name in _CONFIG_FIELDS and not (name == "timeout" and hasattr(value, "connect"))
+
+
+def _lora_config(base: LoraConfig | None, **options: Any) -> LoraConfig:
+    """What is asked for: `base`, with the options that differ from their defaults."""
+    check_count("rank", options["rank"], 1)
+    usual = LoraConfig()
+    changed = {name: value for name, value in options.items() if value != getattr(usual, name)}
     with refusing_bad_values():
-        return LoraConfig(
-            rank=rank,
-            seed=seed,
-            train_mlp=train_mlp,
-            train_attn=train_attn,
-            train_unembed=train_unembed,
-        )
+        return LoraConfig(**{**(base or usual).model_dump(), **changed})

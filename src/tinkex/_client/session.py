@@ -13,15 +13,18 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, Literal, TypeVar
+from weakref import ref
 
 from pydantic import ValidationError
 
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Operation, Pool, operation
-from tinkex.config import LOCAL, Config
+from tinkex.config import LOCAL, Config, PollBackoffOption
 from tinkex.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -132,8 +135,9 @@ class Session:
         self.training_room: Budget
         #: The models trained here, by id; what a model costs depends on it.
         self.base_models: dict[str, str] = {}
+        self._carrier = _Carrier(self)
         self.reporter = (
-            Reporter(self._ship, self._submit_aside, self.clock)
+            Reporter(self._carrier.ship, self._carrier.spawn, self.clock)
             if config.telemetry_enabled
             else None
         )
@@ -277,7 +281,8 @@ class Session:
             if self._local is None:
                 # By name: the client knows nothing of the service, which needs packages of its own.
                 self._local = import_module("tinkex._local").hold()
-        return self.config.replace(base_url=self._local.url)
+        # "local" was meant; that its address is another than the process default's is no news.
+        return self.config.replace(base_url=self._local.url, warn_on_base_url_mismatch=False)
 
     @property
     def _uses_pyqwest(self) -> bool:
@@ -314,7 +319,7 @@ class Session:
         self.response_room = Budget(flags.inflight_response_bytes_semaphore_size)
         self.training_room = Budget(flags.fwdbwd_dispatch_bytes_semaphore_size)
         if flags.pjwt_auth_enabled:
-            self.transport.auth.use_tokens(self._exchange_key)
+            self.transport.auth.use_tokens(partial(_exchange_key, self.transport))
         return flags
 
     async def _locate(self) -> None:
@@ -322,10 +327,6 @@ class Session:
             self.config.base_url == LOCAL
         ):  # starting it takes seconds, in which others must not wait
             await asyncio.to_thread(self._located)
-
-    async def _exchange_key(self) -> str:
-        token: str = (await self.transport.call(operation("auth_token"))).jwt
-        return token
 
     async def _open(self) -> str:
         await self.configured()
@@ -352,8 +353,11 @@ class Session:
                 if message:
                     say("%s", message)
         self._tell_opened(self.session_id)
-        self.in_background(self._beat(self.session_id))
-        self.in_background(self._refresh())
+        self._carrier.transport = self.transport
+        held = _Held(self.transport, self.reporter, self._local, self._background)
+        pulse = _Pulse(self.session_id, self.clock.monotonic())
+        self.in_background(_keep_beating(ref(self), self.clock, held, pulse))
+        self.in_background(_keep_refreshing(ref(self), self.clock))
         if self.flags.pjwt_auth_enabled:
             self.in_background(self.transport.auth.keep_fresh())
         return self.session_id
@@ -361,51 +365,48 @@ class Session:
     def _tell_opened(self, session_id: str) -> None:
         self.transport.metadata = self.metadata
         if wants(SessionOpened):
-            emit(SessionOpened(session_id, self.config.base_url, metadata=self.metadata))
+            emit(SessionOpened(session_id, self.config.shown_base_url, metadata=self.metadata))
         if self.reporter is not None:
             self.reporter.opened(session_id, owner=self._owner)
             report_endings_to(self.reporter)
 
     # -- background --------------------------------------------------------------------------
 
-    async def _beat(self, session_id: str) -> None:
-        """Tell the service every ten seconds that the session is in use."""
-        request = SessionHeartbeatRequest(session_id=session_id)
-        last_success = self.clock.monotonic()
-        finished = failures = 0
-        while True:
-            await self.clock.sleep(HEARTBEAT_INTERVAL)
-            try:
-                await self.transport.call(operation("session_heartbeat"), request)
-            except GoneError:
-                finished += 1
-                if finished == _FINISHED_AFTER:
-                    logger.info("Session %s is finished; its heartbeat stops.", session_id)
-                    return
-            except TinkerError as error:
-                finished, failures = 0, failures + 1
-                silent = self.clock.monotonic() - last_success
-                if wants(HeartbeatFailed):
-                    emit(HeartbeatFailed(session_id, silent, error, metadata=self.metadata))
-                if silent > HEARTBEAT_WARNING_AFTER:
-                    logger.warning(
-                        "No heartbeat of session %s has succeeded for %.0f s: %s",
-                        session_id,
-                        silent,
-                        error,
-                    )
-                if self._gives_up(failures, silent):
-                    self._give_up(session_id, silent, error)
-                    return
-            else:
-                finished = failures = 0
-                last_success = self.clock.monotonic()
+    async def _beat(self, pulse: _Pulse) -> bool:
+        """Tell the service that the session is in use; whether to go on telling."""
+        request = SessionHeartbeatRequest(session_id=pulse.session_id)
+        try:
+            await self.transport.send(operation("session_heartbeat"), request)
+        except GoneError:
+            pulse.finished += 1
+            if pulse.finished == _FINISHED_AFTER:
+                logger.info("Session %s is finished; its heartbeat stops.", pulse.session_id)
+                return False
+        except Exception as error:  # of a replaced HTTP client it may be any
+            pulse.finished, pulse.failures = 0, pulse.failures + 1
+            silent = self.clock.monotonic() - pulse.last_success
+            if wants(HeartbeatFailed):
+                emit(HeartbeatFailed(pulse.session_id, silent, error, metadata=self.metadata))
+            if silent > HEARTBEAT_WARNING_AFTER:
+                logger.warning(
+                    "No heartbeat of session %s has succeeded for %.0f s: %s",
+                    pulse.session_id,
+                    silent,
+                    error,
+                )
+            if self._gives_up(pulse.failures, silent):
+                self._give_up(pulse.session_id, silent, error)
+                return False
+        else:
+            pulse.finished = pulse.failures = 0
+            pulse.last_success = self.clock.monotonic()
+        return True
 
     def _gives_up(self, failures: int, silent: float) -> bool:
         most, longest = self.config.heartbeat_max_failures, self.config.heartbeat_max_silence
         return (most is not None and failures > most) or (longest is not None and silent > longest)
 
-    def _give_up(self, session_id: str, silent: float, last: TinkerError) -> None:
+    def _give_up(self, session_id: str, silent: float, last: Exception) -> None:
         """Fail what is under way and what comes later: a session without a heartbeat may be gone any moment."""
         told = f"Session {session_id} is given up after {silent:.0f} s without a heartbeat; make a new client."
         logger.warning("%s", told)
@@ -413,31 +414,16 @@ class Session:
         error.__cause__ = last
         self._group.close(error)
 
-    async def _refresh(self) -> None:
-        """Keep the flags that may change while the session lives."""
+    async def _refresh(self) -> float | None:
+        """Fetch the flags that may change; seconds until the next time, or None where there are none."""
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
-        while True:
-            try:
-                self.dynamic = await self.transport.call(
-                    operation("client_dynamic_config"), request
-                )
-            except NotFoundError:
-                return
-            except TinkerError as error:
-                logger.debug("The dynamic configuration could not be fetched: %s", error)
-            await self.clock.sleep(max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH))
-
-    async def _ship(self, batch: TelemetrySendRequest, key: str, deadline: float | None) -> None:
-        """Send telemetry, without a word about how long that takes."""
-        await self._locate()
-        row, transport = operation("telemetry"), self.transport
-        url, headers = transport.url(row.path), {"content-type": "application/json"}
-        headers["x-idempotency-key"] = key
-        response = await transport.exchange(
-            row, url, headers, json_codec.encode(batch), deadline=deadline, quiet=True
-        )
-        if response.status >= 300:
-            raise transport.error(row, url, response)
+        try:
+            self.dynamic = await self.transport.call(operation("client_dynamic_config"), request)
+        except NotFoundError:
+            return None
+        except Exception as error:  # of a replaced HTTP client it may be any
+            logger.debug("The dynamic configuration could not be fetched: %s", error)
+        return max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH)
 
     # -- operations --------------------------------------------------------------------------
 
@@ -489,6 +475,7 @@ class Session:
         *,
         observers: Iterable[Observer] = (),
         deadline: float | None = None,
+        poll_backoff: PollBackoffOption | None = None,
     ) -> T:
         """Wait for what was promised; an answer given at once is passed through."""
         if not isinstance(promised, UntypedAPIFuture):
@@ -501,6 +488,7 @@ class Session:
             QueueWatch(tuple(observer_of(observer) for observer in observers)),
             deadline,
             promise_seconds,
+            poll_backoff=poll_backoff,
         ).result()
 
     async def run(
@@ -517,6 +505,10 @@ class Session:
         self.transport.admit(row.pool)
         promised, seconds = await self.promise(row, request, deadline=deadline)
         return await self.outcome(row, promised, seconds, observers=observers, deadline=deadline)
+
+    def get_session_id(self) -> str:
+        """The id of the session, which is opened for it if it must; waits for the service then."""
+        return self.session_id or self.submit(self.opened()).result()
 
     def next_model_seq(self) -> int:
         return next(self._model_seq)
@@ -579,6 +571,101 @@ def refusing_bad_values() -> Iterator[None]:
     except ValidationError as error:
         field, complaint = json_codec.first_complaint(error)
         raise InvalidInputError(complaint, field=field) from error
+
+
+# -- the session's own tasks ---------------------------------------------------------------------
+# They hold the session only while they work, so that one nobody uses any more is let go of.
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """How the heartbeat of a session has gone so far."""
+
+    session_id: str
+    last_success: float
+    finished: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is left of a session that was dropped without being closed."""
+
+    transport: Transport
+    reporter: Reporter | None
+    local: Any
+    tasks: set[asyncio.Task[Any]]
+
+    async def let_go(self) -> None:
+        for task in self.tasks - {asyncio.current_task()}:
+            task.cancel()
+        if self.reporter is not None:
+            await self.reporter.close()
+        await self.transport.close()
+        if self.local is not None:
+            self.local.close()
+
+
+async def _keep_beating(session: ref[Session], clock: Clock, held: _Held, pulse: _Pulse) -> None:
+    """A heartbeat every ten seconds, until the session is closed, finished, given up or dropped."""
+    beating = True
+    while True:
+        await clock.sleep(HEARTBEAT_INTERVAL)
+        living = session()
+        if living is None:
+            await held.let_go()
+            return
+        beating = beating and await living._beat(pulse)
+        del living
+
+
+async def _keep_refreshing(session: ref[Session], clock: Clock) -> None:
+    while (living := session()) is not None:
+        wait = await living._refresh()
+        del living
+        if wait is None:
+            return
+        await clock.sleep(wait)
+
+
+async def _exchange_key(transport: Transport) -> str:
+    token: str = (await transport.call(operation("auth_token"))).jwt
+    return token
+
+
+class _Carrier:
+    """Sends a session's telemetry, of which there may be some left when the session is dropped."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = ref(session)
+        self.transport: Transport | None = None
+        begin_anew_in_forks(self)
+
+    def _begin_anew(self) -> None:
+        leave_behind(self.transport)
+        self.transport = None
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        living = self._session()
+        if living is not None:
+            return living._submit_aside(work)
+        return runtime().submit(work, APIFuture(), TaskGroup(), Context())
+
+    async def ship(self, batch: TelemetrySendRequest, key: str, deadline: float | None) -> None:
+        """Send telemetry, without a word about how long that takes."""
+        living = self._session()
+        if living is not None:
+            await living._locate()
+        row, transport = operation("telemetry"), living.transport if living else self.transport
+        if transport is None:
+            raise ClientClosedError("The client is gone.")
+        url, headers = transport.url(row.path), {"content-type": "application/json"}
+        headers["x-idempotency-key"] = key
+        response = await transport.exchange(
+            row, url, headers, json_codec.encode(batch), deadline=deadline
+        )
+        if response.status >= 300:
+            raise transport.error(row, url, response)
 
 
 async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]]) -> T:

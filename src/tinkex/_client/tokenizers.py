@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Final
 
 from tinkex.errors import InvalidInputError
@@ -13,12 +14,20 @@ __all__ = ["decode", "encode", "load_tokenizer", "set_tokenizer_loader", "tokeni
 
 Loader = Callable[[str, str | None], Any]
 
-_LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-tokenizer"
+#: The models' own repositories are gated.
+_LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _LOCAL: Final = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
 #: Tokenizers that must come from one exact revision, and run code from it.
 _PINNED: Final = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
+    "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
+    "moonshotai/Kimi-K2.6": "b5aabbfb20227ed42becbf5541dbffd213942c58",
+    "moonshotai/Kimi-K3": "f831ab66814297da540d832a5235f8e904f29d06",
 }
+#: Models that have no tokenizer of their own.
+_SHARED: Final = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
+#: Models whose tokenizers are in a package of their makers.
+_MAKERS: Final = ("TML/", "thinkingmachines/")
 
 
 def tokenizer_id(model_name: str, stated: str | None = None) -> str:
@@ -29,12 +38,30 @@ def tokenizer_id(model_name: str, stated: str | None = None) -> str:
     """
     if _LOCAL.match(stated or model_name):
         return stated or model_name
-    if stated:
-        return stated.partition(":")[0]
-    name = model_name.partition(":")[0]
-    if name.startswith("meta-llama/Llama-3"):
-        return _LLAMA_3
-    return name.rpartition("/")[0] if name.count("/") == 2 else name
+    name = (stated or model_name).partition(":")[0]
+    if not stated:
+        if name.startswith("meta-llama/Llama-3"):
+            return _LLAMA_3
+        if name.count("/") == 2:
+            name = name.rpartition("/")[0]
+    return _SHARED.get(name, name)
+
+
+def _default_loader(name: str, revision: str | None) -> Any:
+    found = _from_makers(name) if name.startswith(_MAKERS) else None
+    return _from_transformers(name, revision) if found is None else found
+
+
+def _from_makers(name: str) -> Any:
+    try:
+        makers = import_module("tml_tokenizers.tinker_tokenizers")
+    except ImportError as error:
+        raise InvalidInputError(
+            f"{name} has its tokenizer in the package tml_tokenizers, which is not installed; "
+            "tml-renderers does without one",
+            field="tokenizer",
+        ) from error
+    return makers.get_tinker_tokenizer(name)
 
 
 def _from_transformers(name: str, revision: str | None) -> Any:
@@ -51,14 +78,14 @@ def _from_transformers(name: str, revision: str | None) -> Any:
 _cache: dict[str, Any] = {}
 _locks: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
-_loader: Loader = _from_transformers
+_loader: Loader = _default_loader
 
 
 def set_tokenizer_loader(loader: Loader | None) -> None:
     """Load tokenizers with `loader(name, revision)` from now on; None brings back the default."""
     global _loader  # noqa: PLW0603
     with _guard:
-        _loader = loader or _from_transformers
+        _loader = loader or _default_loader
         _cache.clear()
 
 
@@ -89,4 +116,11 @@ def decode(token_ids: list[int], tokenizer: Any) -> str:
         raise InvalidInputError(
             f"expected token ids, got {type(token_ids).__name__}", field="token_ids"
         )
-    return str(tokenizer.decode(list(token_ids)))
+    ids = list(token_ids)
+    for index, token in enumerate(ids):
+        # numpy's and torch's whole numbers are ids too
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise InvalidInputError(
+                f"expected a whole number, got {type(token).__name__}", field=f"token_ids.{index}"
+            )
+    return str(tokenizer.decode(ids))

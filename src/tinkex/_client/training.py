@@ -180,6 +180,11 @@ class TrainingClient(TrainingClientAsync):
                 f"must be 'logprobs', not {loss_type_input!r}", field="loss_type_input"
             )
         if isinstance(loss_fn, LossHandle):
+            if loss_fn.session_id != self._session.session_id:
+                raise InvalidInputError(
+                    f"{loss_fn.name!r:.80} is of session {loss_fn.session_id}, not of this one",
+                    field="loss_fn",
+                )
             traced_loss.check_inputs(loss_fn, data)
             if loss_fn.loss_id is not None and not regularizers:
                 config = {"loss_id": loss_fn.loss_id}
@@ -197,7 +202,8 @@ class TrainingClient(TrainingClientAsync):
         )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
-        work = (self._custom, list(data), first_pass, loss_fn, pipeline)
+        data = list(data)  # the caller's may change before it is counted
+        work = (self._custom, data, first_pass, loss_fn, pipeline)
         report = partial(_report_pass, data, 2)
         return self._ordered("forward_backward_custom", timeout, *work, report=report)
 
@@ -459,8 +465,14 @@ class TrainingClient(TrainingClientAsync):
         """Token ids of `text`, without a chat template."""
         return encode(text, self.get_tokenizer())
 
+    encode_text = encode  # as in the Elixir SDK
+
     def decode(self, token_ids: list[int]) -> str:
         return decode(token_ids, self.get_tokenizer())
+
+    def _guaranteed_model_id(self) -> ModelID:
+        """The model's id, by the official client's private name, which scripts use."""
+        return self.model_id
 
     def get_console_url(self) -> str:
         return f"{CONSOLE}/training_runs/{self.model_id}"
@@ -481,7 +493,8 @@ class TrainingClient(TrainingClientAsync):
     ) -> APIFuture[ForwardBackwardOutput]:
         check_data(data)
         checked = check_loss(loss_fn, config)
-        work = (self._run_pass, name, list(data), loss_fn, checked)
+        data = list(data)  # the caller's may change before it is counted
+        work = (self._run_pass, name, data, loss_fn, checked)
         return self._ordered(name, timeout, *work, report=partial(_report_pass, data, 1))
 
     def _simple(
@@ -712,7 +725,7 @@ def _report_pass(
     data: Sequence[Datum], passes: int, call: Call, result: ForwardBackwardOutput, seconds: float
 ) -> None:
     if wants(TrainingPass):
-        tokens = passes * sum(datum.model_input.length for datum in data)
+        tokens = passes * sum(chunking.known_tokens(datum.model_input) for datum in data)
         facts = (call.id, call.operation, seconds, len(data), tokens, result.loss)
         emit(TrainingPass(*facts, metadata=call.metadata))
 

@@ -10,7 +10,7 @@ import secrets
 import sys
 import traceback
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import error_from_response
 from tinkex._wire.operations import Body, Operation, Pool, operation, query_of
+from tinkex._wire.transform import given, is_omit
 from tinkex.config import REDACTED, Config, redact_headers
 from tinkex.errors import (
     APIConnectionError,
@@ -44,6 +45,7 @@ from tinkex.telemetry.events import (
     HttpRequestStart,
     HttpRequestStop,
 )
+from tinkex.types import EmptyResponse
 
 from .auth import Auth
 from .breaker import Circuits
@@ -57,12 +59,27 @@ __all__ = ["RawResponse", "Transport", "clean_headers"]
 R = TypeVar("R")
 
 #: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling takes the
-#: configured pool size; more than some fifty busy sockets cost more than they bring.
-_CONNECTIONS: Final = {Pool.SESSION: 16, Pool.TRAINING: 16, Pool.FUTURES: 400, Pool.TELEMETRY: 4}
+#: configured pool size; more than some fifty busy sockets cost more than they bring. Polls of samples
+#: take what the process may open: a sample that is finished must not wait for the place of one that is not.
+_CONNECTIONS: Final = {
+    Pool.SESSION: 16,
+    Pool.REST: 50,
+    Pool.TRAINING: 16,
+    Pool.FUTURES: 400,
+    Pool.TELEMETRY: 4,
+}
 #: Exchanges under way per purpose over HTTP/2, where they share a connection.
 _STREAMS: Final = 1000
-#: What a circuit breaker may stop. Polls wait for what is under way, and telemetry is nobody's call.
-_BREAKABLE: Final = frozenset({Pool.SESSION, Pool.TRAINING, Pool.SAMPLING})
+#: More than are ever under way; samples have a limit of their own.
+_UNLIMITED: Final = 1_000_000_000
+#: What a circuit breaker may stop, and by what name. Polls wait for what is under way, and telemetry is
+#: nobody's call.
+_CIRCUITS: Final = {
+    Pool.SESSION: "session",
+    Pool.REST: "session",
+    Pool.TRAINING: "training",
+    Pool.SAMPLING: "sampling",
+}
 
 
 class RawResponse(Protocol):
@@ -90,7 +107,7 @@ class Transport:
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # a client that was given to us, for its owner to close
         self._limits: dict[Pool, Budget] = {}
-        #: One circuit per pool of `_BREAKABLE`, where the settings want any.
+        #: The circuits of `_CIRCUITS`, where the settings want any.
         self.circuits = (
             None if config.circuit_breaker is None else Circuits(config.circuit_breaker, self.clock)
         )
@@ -156,10 +173,11 @@ class Transport:
         return await retrying(once, policy, self.clock, waiting, deadline)
 
     def policy_for(self, operation: Operation[Any]) -> HTTPRetryPolicy:
+        billing_window = self.billing_window if operation.pauses else 0.0
         if not operation.retries:
-            return HTTPRetryPolicy(0, 0.0, self.billing_window)
+            return HTTPRetryPolicy(0, 0.0, billing_window)
         window = DISPATCH_WINDOW if operation.window else 0.0
-        return HTTPRetryPolicy(self.config.max_retries, window, self.billing_window)
+        return HTTPRetryPolicy(self.config.max_retries, window, billing_window)
 
     def limit_of(self, policy: HTTPRetryPolicy, deadline: float | None, error: TinkerError) -> str:
         """Until when a call is tried, in words."""
@@ -173,6 +191,8 @@ class Transport:
 
     def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
         """Read the body of a good answer; what is not of the protocol is an error, never a guess."""
+        if kind is EmptyResponse:  # what was asked for is done, whatever is said of it
+            return kind()
         try:
             return json_codec.decode(response.content, kind)
         except DecodeError as error:
@@ -211,18 +231,21 @@ class Transport:
         *,
         attempt: int = 0,
         deadline: float | None = None,
-        quiet: bool = False,
+        omitted: Iterable[str] = (),
     ) -> Coroutine[Any, Any, RawResponse]:
-        """One request and its answer, whatever its status; raises only if there is no answer."""
-        once = self._exchange(operation, url, headers, body, attempt, deadline, quiet)
-        if self.circuits is None or operation.pool not in _BREAKABLE:
+        """One request and its answer, whatever its status; raises only if there is no answer.
+
+        `omitted` are headers that every other request has.
+        """
+        once = self._exchange(operation, url, headers, body, attempt, deadline, omitted)
+        if self.circuits is None or operation.pool not in _CIRCUITS:
             return once
-        return self.circuits.of(operation.pool.value).learn_from(once, deadline)
+        return self.circuits.of(_CIRCUITS[operation.pool]).learn_from(once, deadline)
 
     def admit(self, pool: Pool) -> None:
         """Raise if the circuit breaker lets nothing new begin; asked once per call, before it takes a number."""
-        if self.circuits is not None and pool in _BREAKABLE:
-            self.circuits.of(pool.value).admit()
+        if self.circuits is not None and pool in _CIRCUITS:
+            self.circuits.of(_CIRCUITS[pool]).admit()
 
     async def _exchange(
         self,
@@ -232,12 +255,14 @@ class Transport:
         body: bytes | None,
         attempt: int,
         deadline: float | None,
-        quiet: bool,
+        omitted: Iterable[str],
     ) -> RawResponse:
         self._check_open()
         if self.auth.stale and operation is not _EXCHANGE:
             await self.auth.ensure()
         sent = {**self.headers(attempt), **headers}
+        for name in omitted:
+            sent.pop(name, None)
         timeout = self._timeout(operation, deadline)
         if timeout <= 0:  # what nobody waits for any more is not sent
             raise APITimeoutError(HTTPRequest(operation.method, url), "No time was left to ask.")
@@ -247,7 +272,9 @@ class Transport:
         limit = self._limits.get(pool) or self._open_pool(pool)
         if not limit.try_take(1):
             await limit.take(1)
-        flight = None if quiet else self.notices.begin(operation.name, timeout)
+        flight = None
+        if operation.pool in _CIRCUITS:  # a poll that is held is no silence
+            flight = self.notices.begin(operation.name, timeout)
         watched: tuple[int, float] | None = None
         try:
             self._check_open()  # it may have been closed during the wait
@@ -374,6 +401,9 @@ class Transport:
         if isinstance(client, HTTP1Client) and url.startswith("https:"):  # the service sent us on
             client = self._pyqwest_client()
         open_stream = _method_of(client, "stream")
+        # An address elsewhere is a signed one, and as good as a key.
+        if self.config.dump_headers and url.startswith(self._base_url):
+            _dump(method, url, 0, headers, body)
         flight = None if name is None else self.notices.begin(name, timeout)
         path = urlsplit(url).path
         row = Operation(name or path, method, path, object, object, pool, Body.NONE)
@@ -423,12 +453,14 @@ class Transport:
         if not query and not self._query:
             return f"{self._base_url}{path}"
         base, _, inline = path.partition("?")
-        given = _given(query or {})
+        explicit = _query(query or {})
         # In a path a name may stand more than once; it is replaced as a whole or not at all.
-        kept = [pair for pair in parse_qsl(inline, keep_blank_values=True) if pair[0] not in given]
-        named = given.keys() | {name for name, _ in kept}
+        kept = [
+            pair for pair in parse_qsl(inline, keep_blank_values=True) if pair[0] not in explicit
+        ]
+        named = explicit.keys() | {name for name, _ in kept}
         merged = [pair for pair in self._query.items() if pair[0] not in named]
-        merged += [*kept, *given.items()]
+        merged += [*kept, *((name, text) for name, text in explicit.items() if text is not None)]
         suffix = f"?{urlencode(merged)}" if merged else ""
         return f"{self._base_url}{base}{suffix}"
 
@@ -452,10 +484,17 @@ class Transport:
         return timeout
 
     def _open_pool(self, pool: Pool) -> Budget:
-        size = self.config.pool_size if pool is Pool.SAMPLING else _CONNECTIONS[pool]
-        self._limits[pool] = slots(_STREAMS if self._multiplexed else size)
+        self._limits[pool] = slots(self._places(pool))
         self._clients[pool] = self._new_client(pool)
         return self._limits[pool]
+
+    def _places(self, pool: Pool) -> int:
+        """How many exchanges of one purpose may be under way."""
+        if pool is Pool.SAMPLE_FUTURES:
+            return _UNLIMITED if self._multiplexed else _spare_sockets(_file_limit())
+        if self._multiplexed:
+            return _STREAMS
+        return self.config.pool_size if pool is Pool.SAMPLING else _CONNECTIONS[pool]
 
     def _new_client(self, pool: Pool) -> Any:
         chosen = self.config.http_client
@@ -499,6 +538,21 @@ class Transport:
                 await closing()
         self._clients.clear()
         self._limits.clear()
+
+
+def _file_limit() -> int | None:
+    """How many files and sockets this process may have open, where there is a limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _spare_sockets(file_limit: int | None) -> int:
+    """Half of them: the rest of the program has to open something too."""
+    return _UNLIMITED if file_limit is None else max(1, file_limit // 2)
 
 
 class _Streamed:
@@ -552,9 +606,13 @@ _LINE: Final = re.compile(r"[^\r\n\0]*")
 def clean_headers(headers: Mapping[str, Any]) -> dict[str, str]:
     """Headers somebody gave, with lower-case names; what would not stay in its line is refused.
 
-    The values are not repeated in the error: one of them may be a key.
+    Those without a value are left out. The values are not repeated in the error: one of them may be a key.
     """
-    clean = {str(name).strip().lower(): str(value) for name, value in headers.items()}
+    clean = {
+        str(name).strip().lower(): str(value)
+        for name, value in headers.items()
+        if value is not None and given(value)
+    }
     for name, value in clean.items():
         if not _TOKEN.fullmatch(name):
             raise InvalidInputError(f"{name!r:.80} is not the name of a header", field="headers")
@@ -563,20 +621,23 @@ def clean_headers(headers: Mapping[str, Any]) -> dict[str, str]:
     return clean
 
 
-def _given(query: Mapping[str, Any]) -> dict[str, str]:
-    given = {}
+def _query(query: Mapping[str, Any]) -> dict[str, str | None]:
+    """What was given as text, and None for what is to be left out though it is a default."""
+    texts: dict[str, str | None] = {}
     for name, value in query.items():
         if not str(name).strip():
             raise InvalidInputError("has a blank name", field="query")
         if isinstance(value, bool):
-            given[str(name)] = str(value).lower()
+            texts[str(name)] = str(value).lower()
         elif isinstance(value, str | int | float):
-            given[str(name)] = str(value)
-        elif value is not None:
+            texts[str(name)] = str(value)
+        elif is_omit(value):
+            texts[str(name)] = None
+        elif value is not None and given(value):
             raise InvalidInputError(
                 f"must be text or a number, not {type(value).__name__}", field=f"query.{name}"
             )
-    return given
+    return texts
 
 
 def _split_userinfo(url: str) -> tuple[str, str]:
@@ -661,8 +722,27 @@ def _printable(body: bytes) -> str:
 _SECRET_FIELD: Final = re.compile(r'("weights_access_token"\s*:\s*")[^"]*')
 
 
-_OS: Final = {"darwin": "MacOS", "linux": "Linux", "win32": "Windows"}
-_ARCH: Final = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
+_OS: Final = {
+    "darwin": "MacOS",
+    "linux": "Linux",
+    "freebsd": "FreeBSD",
+    "openbsd": "OpenBSD",
+    "win": "Windows",
+}
+_ARCH: Final = {
+    **dict.fromkeys(("x86_64", "amd64"), "x64"),
+    **dict.fromkeys(("i386", "i686", "x86"), "x32"),
+    **dict.fromkeys(("aarch64", "arm64"), "arm64"),
+    **dict.fromkeys(("arm", "armv6l", "armv7l"), "arm"),
+}
+
+
+def machine_headers(system: str, machine: str) -> dict[str, str]:
+    """What this runs on, in the words of the protocol; some systems have their release in the name."""
+    return {
+        "x-stainless-os": _OS.get(system.rstrip("0123456789"), "Unknown"),
+        "x-stainless-arch": _ARCH.get(machine.lower(), "unknown"),
+    }
 
 
 def _default_headers(config: Config, userinfo: str) -> dict[str, str]:
@@ -670,8 +750,7 @@ def _default_headers(config: Config, userinfo: str) -> dict[str, str]:
         "accept": "application/json",
         "user-agent": f"AsyncTinkex/Python {__version__}",
         "x-stainless-package-version": PARITY_VERSION,
-        "x-stainless-os": _OS.get(sys.platform, "Unknown"),
-        "x-stainless-arch": _ARCH.get(platform.machine().lower(), "unknown"),
+        **machine_headers(sys.platform, platform.machine()),
         "x-stainless-runtime": platform.python_implementation(),
         "x-stainless-runtime-version": platform.python_version(),
         "x-stainless-async": "async:asyncio",

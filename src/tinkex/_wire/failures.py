@@ -83,11 +83,17 @@ def error_from_response(
     except orjson.JSONDecodeError:
         content = body.decode("utf-8", "replace") or None
     return status_error_class(status)(
-        _message(content) or f"The service answered {status} without saying why.",
+        _message(content)
+        or _UNEXPLAINED.get(status, f"The service answered {status} without saying why."),
         HTTPResponse(status, dict(headers), request),
         content,
         retry_after=retry_after(headers, now),
     )
+
+
+_UNEXPLAINED: Final = {
+    410: "What was asked for has expired and is gone at the service; submit the request again.",
+}
 
 
 def _message(content: Any) -> str:

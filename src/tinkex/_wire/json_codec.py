@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from functools import singledispatch
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -308,9 +308,15 @@ def _forward_backward_output(value: dict[str, Any]) -> ForwardBackwardOutput:
     )
 
 
+#: JSON has no word for them; this is how protobuf writes them.
+_NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
+
+
 def _number(value: Any, field: str) -> float:
     if value is None:
         return float("nan")
+    if value in _NOT_FINITE:
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DecodeError(f"expected a number, got {value!r:.80}", field=field)
     return float(value)
@@ -319,7 +325,7 @@ def _number(value: Any, field: str) -> float:
 def _sampled_sequence(value: Any, field: str) -> SampledSequence:
     entry = _dict(value, field)
     return SampledSequence(
-        stop_reason=entry["stop_reason"],
+        stop_reason=entry.get("stop_reason"),
         sequence_id=entry.get("sequence_id") or "",
         tokens=_list(entry["tokens"], f"{field}.tokens"),
         logprobs=entry.get("logprobs"),

@@ -33,9 +33,13 @@ class Pool(Enum):
     """Calls that share connections, so that a flood of one kind never starves another."""
 
     SESSION = "session"
+    REST = "rest"
     TRAINING = "training"
     SAMPLING = "sampling"
     FUTURES = "futures"
+    SAMPLE_FUTURES = (
+        "sample_futures"  # the service holds each for half a minute, and there are many
+    )
     TELEMETRY = "telemetry"
 
     __hash__ = object.__hash__  # Enum's own is a Python call, and every request looks its pool up
@@ -63,6 +67,7 @@ class Operation(Generic[R]):
     sends it once and leaves trying again to the layer that knows better: a poll is its own retry, a
     sample has its own limits. With `window` a call is tried for some minutes when the service does not
     answer at all; those that create something are not, because their user waits for the first of them.
+    With `pauses` a call waits until the service is paid again; what opens something says so at once.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Operation(Generic[R]):
     flag: str | None = None
     redirects: bool = False
     window: bool = True
+    pauses: bool = True
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
@@ -106,7 +112,7 @@ def _get(
     name: str, path: str, result: type[R], request: type[Any] = types.EmptyRequest, **more: Any
 ) -> Operation[R]:
     body = Body.NONE if request is types.EmptyRequest else Body.QUERY
-    more.setdefault("pool", Pool.SESSION)
+    more.setdefault("pool", Pool.REST)
     return Operation(name, "GET", f"/api/v1/{path}", request, result, body=body, **more)
 
 
@@ -128,8 +134,13 @@ _CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
 
 _ROWS: Final[tuple[Operation[Any], ...]] = (
     # service and identity
-    _get("healthz", "healthz", types.HealthResponse),
-    _get("get_server_capabilities", "get_server_capabilities", types.GetServerCapabilitiesResponse),
+    _get("healthz", "healthz", types.HealthResponse, pool=Pool.SESSION),
+    _get(
+        "get_server_capabilities",
+        "get_server_capabilities",
+        types.GetServerCapabilitiesResponse,
+        pool=Pool.SESSION,
+    ),
     _post(
         "client_config",
         types.ClientConfigRequest,
@@ -159,17 +170,24 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "/api/v1/auth/apikey/me",
         types.EmptyRequest,
         types.EmptyResponse,
-        Pool.SESSION,
+        Pool.REST,
         Body.NONE,
     ),
     # sessions
-    _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse, window=False),
+    _post(
+        "create_session",
+        types.CreateSessionRequest,
+        types.CreateSessionResponse,
+        window=False,
+        pauses=False,
+    ),
     _post(
         "session_heartbeat",
         types.SessionHeartbeatRequest,
         types.SessionHeartbeatResponse,
         retries=False,
         timeout=10.0,
+        pauses=False,
     ),
     _post(
         "finish_session",
@@ -185,7 +203,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "/api/v1/sessions/{session_id}/project",
         types.AssignSessionProjectRequest,
         types.EmptyResponse,
-        Pool.SESSION,
+        Pool.REST,
     ),
     _get("trace_export", "sessions/{session_id}/trace_export", types.TraceExportResponse),
     _post(
@@ -193,6 +211,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.SessionSearchRequest,
         types.SessionSearchResponse,
         "sessions/search",
+        pool=Pool.REST,
     ),
     # models
     _queued(
@@ -201,6 +220,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.CreateModelResponse,
         "CreateModel",
         window=False,
+        pauses=False,
     ),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse, pool=Pool.TRAINING),
     _queued("unload_model", types.UnloadModelRequest, types.UnloadModelResponse, "UnloadModel"),
@@ -243,13 +263,15 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.SaveWeightsExternalResponseInternal,
         "SaveWeightsExternal",
     ),
-    _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
+    _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse, pool=Pool.REST),
     _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse, pool=Pool.TRAINING),
     # sampling
     _post(
         "create_sampling_session",
         types.CreateSamplingSessionRequest,
         types.CreateSamplingSessionResponse,
+        window=False,
+        pauses=False,
     ),
     _post(
         "join_sampling_session",
@@ -287,7 +309,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "retrieve_futures",
         types.FuturesRetrieveRequest,
         types.FuturesRetrieveResponse,
-        pool=Pool.FUTURES,
+        pool=Pool.SAMPLE_FUTURES,
         retries=False,
         timeout=45.0,
         flag="sample_use_retrieve_futures",
@@ -331,7 +353,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         f"/api/v1/{_CHECKPOINT}",
         types.EmptyRequest,
         types.EmptyResponse,
-        Pool.SESSION,
+        Pool.REST,
         Body.NONE,
     ),
     _post(
@@ -339,6 +361,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.EmptyRequest,
         types.EmptyResponse,
         f"{_CHECKPOINT}/publish",
+        pool=Pool.REST,
         body=Body.NONE,
     ),
     Operation(
@@ -347,7 +370,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         f"/api/v1/{_CHECKPOINT}/publish",
         types.EmptyRequest,
         types.EmptyResponse,
-        Pool.SESSION,
+        Pool.REST,
         Body.NONE,
     ),
     Operation(
@@ -356,7 +379,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         f"/api/v1/{_CHECKPOINT}/ttl",
         types.SetCheckpointTtlRequest,
         types.EmptyResponse,
-        Pool.SESSION,
+        Pool.REST,
     ),
     _get(
         "get_checkpoint_archive_url",

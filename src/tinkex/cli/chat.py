@@ -15,6 +15,7 @@ import click
 from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 
 from .connection import Connection, connected, formatted
+from .drawing import drawn
 from .output import Output, say
 from .templates import Text, chat_tokens
 
@@ -37,10 +38,7 @@ _HELP = "Say something; /reset forgets the conversation, /quit ends it."
     help="Let another answer beside it: its base model, another base model, or another checkpoint.",
 )
 @click.option("--system", help="A system message.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True)
-@click.option("--top-k", type=click.IntRange(min=-1), default=-1, show_default=True)
-@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True)
+@drawn(max_tokens=512, fewest=1, temperature=0.7)
 @click.option("--seed", type=int, help="The same seed gives the same answers.")
 @connected
 @formatted
@@ -56,7 +54,7 @@ def command(
 ) -> None:
     """Talk with MODEL, a checkpoint (tinker://…) or the name of a base model.
 
-    From a pipe, each line is a question; with --format json, so is each answer.
+    From a pipe, each line is a question; with --format json, each line of the output is an answer.
 
     /reset forgets the conversation, /quit or the end of the input ends it.
     """

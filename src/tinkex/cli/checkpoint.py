@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .checkpoint_files import export, import_adapter, push_hf
 from .connection import Connection, connected, formatted
@@ -40,7 +41,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--run-id", help="Only those of one run.")
+@click.option("--run-id", help="Only those of one run: all of them, unless --limit is given too.")
 @paged
 @connected
 @formatted
@@ -56,7 +57,8 @@ def list_checkpoints(
             found = sorted(
                 rest.list_checkpoints(run_id).result().checkpoints, key=made_at, reverse=True
             )
-            checkpoints, total = found[offset : offset + limit if limit else None], len(found)
+            most = limit if _was_given("limit") else 0  # they all came in one answer
+            checkpoints, total = found[offset : offset + most if most else None], len(found)
     taken = sum(checkpoint.size_bytes or 0 for checkpoint in checkpoints)
     payload: CheckpointList = {
         "checkpoints": checkpoints,
@@ -71,6 +73,11 @@ def list_checkpoints(
     if checkpoints:
         count = f"{len(checkpoints)} of {total}" if total is not None else str(len(checkpoints))
         say(f"{count} shown, {size(taken)}.")
+
+
+def _was_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT
 
 
 @command.command("info")
@@ -114,11 +121,13 @@ def _facts(checkpoint: Any) -> dict[str, Any]:
 @click.option("--base-model", help="Save a fresh adapter on this base model.")
 @click.option("--model-path", help="Save the weights of this training checkpoint.")
 @click.option("--name", help="Name of the checkpoint.  [default: made of the base model's]")
-@click.option("--rank", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option(
+    "--rank", type=click.IntRange(min=1), default=32, show_default=True, help="Of a fresh adapter."
+)
 @click.option("--seed", type=int, help="Of a fresh adapter.")
-@click.option("--train-mlp/--no-train-mlp", default=True)
-@click.option("--train-attn/--no-train-attn", default=True)
-@click.option("--train-unembed/--no-train-unembed", default=True)
+@click.option("--train-mlp/--no-train-mlp", default=True, help="Adapt the feed-forward layers.")
+@click.option("--train-attn/--no-train-attn", default=True, help="Adapt attention.")
+@click.option("--train-unembed/--no-train-unembed", default=True, help="Adapt the unembedding.")
 @connected
 @formatted
 def save(
@@ -190,7 +199,7 @@ def unpublish(checkpoint_path: str, connection: Connection, output: Output) -> N
 def set_ttl(
     checkpoint_path: str, ttl: int | None, remove: bool, connection: Connection, output: Output
 ) -> None:
-    """When a checkpoint is deleted."""
+    """Say when a checkpoint is to be deleted, or that it is kept for good."""
     if (ttl is None) != remove:
         raise click.UsageError("give either --ttl or --remove")
     with connection.rest() as rest:

@@ -188,7 +188,7 @@ def import_adapter(
 ) -> None:
     """Take a PEFT adapter directory into a service on this machine, as a checkpoint of a new run.
 
-    The protocol has no call for this; other services take none.
+    Only the local service of tinkex takes adapters; the protocol has no call for it.
     """
     files = _adapter_files(directory)
     query = {
@@ -291,13 +291,16 @@ def _check_is_local(host: str) -> None:
 
 @click.command("push-hf")
 @click.argument("checkpoint_path")
-@click.option("--repo", help="The repository, NAME or USER/NAME.  [default: one of the run]")
+@click.option(
+    "--repo", "-r", help="The repository, NAME or USER/NAME.  [default: tinker-MODEL-RUN]"
+)
 @click.option("--public", is_flag=True, help="Let everybody see a repository that is made.")
 @click.option(
-    "--revision", help="The branch.  [default: main, or one of the checkpoint without --repo]"
+    "--revision",
+    help="The branch.  [default: main; without --repo, one named like the checkpoint]",
 )
 @click.option("--commit-message", help="What the commit says.")
-@click.option("--create-pr", is_flag=True, help="Propose it instead of putting it there.")
+@click.option("--create-pr", is_flag=True, help="Propose it to main instead of putting it there.")
 @click.option("--allow-pattern", multiple=True, help="Only files like this; may be repeated.")
 @click.option("--ignore-pattern", multiple=True, help="No files like this; may be repeated.")
 @click.option("--hf-token", help="A token of the hub; better set in HF_TOKEN.")
@@ -324,8 +327,8 @@ def push_hf(
     """
     from .hub import Hub, destination, prepare
 
-    if create_pr and revision is not None:
-        raise click.UsageError("a proposal is made to the main branch; give no --revision")
+    if create_pr and revision not in {None, "main"}:
+        raise click.UsageError(f"the hub takes proposals to main only, not to {revision}")
     hub = Hub(hf_token)
     user = hub.user()
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:
@@ -345,7 +348,7 @@ def push_hf(
         )
     result = {
         "checkpoint_path": checkpoint_path,
-        "repo": where.repo,
+        "repo_id": where.repo,
         "revision": where.revision,
         "public": public,
         "url": url,

@@ -10,7 +10,7 @@ __all__ = ["command"]
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    r"""Print what makes SHELL complete the commands and options of tinkex.
+    """Print what makes a shell complete the commands and options of tinkex.
 
     \b
     bash:  eval "$(tinkex completion bash)"         in ~/.bashrc
@@ -18,7 +18,7 @@ def command(shell: str) -> None:
     fish:  tinkex completion fish | source          in ~/.config/fish/config.fish
 
     Only the module of the command being typed is loaded, so it is quick.
-    """
+    """  # noqa: D301 - to click the character means that lines stay lines
     from click.shell_completion import get_completion_class
 
     root = click.get_current_context().find_root()

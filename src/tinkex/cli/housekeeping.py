@@ -24,23 +24,29 @@ if TYPE_CHECKING:
 __all__ = ["delete"]
 
 _PARALLEL: Final = 32
+#: What paths call types.
+_TYPES: Final = {"weights": "training", "sampler_weights": "sampler"}
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 @click.command("delete")
 @click.argument("checkpoint_paths", nargs=-1)
-@click.option("--run-id", help="Those of one run.")
+@click.option("--run-id", help="Only those of one run.")
 @click.option(
-    "--type", "kind", type=click.Choice(["training", "sampler", "external"]), help="Of one type."
+    "--type",
+    "kind",
+    type=click.Choice(["training", "sampler", "external", *_TYPES]),
+    callback=lambda _context, _option, value: _TYPES.get(value, value),
+    help="Only those of one type, called as in lists or as in paths.",
 )
-@click.option("--before", help="Older than: a date, or an age such as 7d, 12h.")
-@click.option("--after", help="Younger than: a date, or an age.")
-@click.option("--pattern", help="Whose name fits, e.g. 'step-*'.")
+@click.option("--before", help="Only those older than a date, or an age such as 7d, 12h.")
+@click.option("--after", help="Only those younger than a date, or an age.")
+@click.option("--pattern", help="Only those whose name fits, e.g. 'step-*'.")
 @click.option(
     "--keep-newest",
     type=click.IntRange(min=0),
     metavar="N",
-    help="But the newest N of each run and type, whatever their age.",
+    help="Keep the newest N of each run and type, whatever their age.",
 )
 @click.option("--all", "everything", is_flag=True, help="All of yours.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")

@@ -30,7 +30,7 @@ _COMMANDS: Final = {
     "session": ("tinkex.cli.session", "Sessions of clients."),
     "status": ("tinkex.cli.status", "What is running where."),
     "train": ("tinkex.cli.train", "Fine-tune a model on a file of conversations."),
-    "usage": ("tinkex.cli.usage", "What was used."),
+    "usage": ("tinkex.cli.usage", "Tokens used, and what they cost."),
     "version": ("tinkex.cli.version", "The version of tinkex."),
 }
 

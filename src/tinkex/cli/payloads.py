@@ -101,7 +101,7 @@ class CheckpointImport(TypedDict):
 
 class CheckpointPush(TypedDict):
     checkpoint_path: str
-    repo: str
+    repo_id: str
     revision: str
     public: bool
     url: str

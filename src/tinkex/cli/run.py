@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _COLUMNS = ("Run ID", "Base Model", "Owner", "LoRA", "Status", "Last Update")
+#: What `--columns` calls them; their titles do as well.
+_SHORT = {
+    "id": "Run ID",
+    "model": "Base Model",
+    "owner": "Owner",
+    "lora": "LoRA",
+    "status": "Status",
+    "updated": "Last Update",
+    "checkpoint": "Last Checkpoint",
+    "checkpoint_time": "Checkpoint Time",
+}
 _SCOPE = click.option(
     "--access-scope",
     type=click.Choice(["owned", "accessible"]),
@@ -38,7 +49,7 @@ command.add_command(sample)
 
 @command.command("list")
 @paged
-@click.option("--columns", "-c", help="Columns to show, separated by commas.")
+@click.option("--columns", "-c", help=f"Columns to show, separated by commas: {', '.join(_SHORT)}.")
 @_SCOPE
 @connected
 @formatted
@@ -60,17 +71,17 @@ def list_runs(
 
         runs, total = fetch_all(page, "runs", limit=limit, offset=offset, page_size=100)
     payload: RunList = {"runs": runs, "total": total, "shown": len(runs)}
-    rows = [[facts[column] for column in shown] for facts in map(_facts, runs)]
+    rows = [[facts[column] for column in shown] for facts in map(_listed, runs)]
     output.table(shown, rows, payload)
 
 
 def _wanted(columns: str) -> tuple[str, ...]:
     """Columns by name, in the order they were given; case and spaces do not matter."""
-    known = {_bare(column): column for column in _COLUMNS}
+    known = {_bare(name): column for short, column in _SHORT.items() for name in (short, column)}
     names = [_bare(name) for name in columns.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise click.UsageError(f"no column {unknown[0]!r}; there are {', '.join(_COLUMNS)}")
+        raise click.UsageError(f"no column {unknown[0]!r}; there are {', '.join(_SHORT)}")
     return tuple(known[name] for name in names)
 
 
@@ -99,6 +110,12 @@ def info(run_id: str, access_scope: Any, connection: Connection, output: Output)
     metadata = run.user_metadata or {}
     facts["Metadata"] = ", ".join(f"{name}={value}" for name, value in metadata.items()) or "none"
     output.record(facts, plain(run))
+
+
+def _listed(run: Any) -> dict[str, Any]:
+    last = run.last_checkpoint
+    name, saved = ("none", "never") if last is None else (last.checkpoint_id, ago(last.time))
+    return _facts(run) | {"Last Checkpoint": name, "Checkpoint Time": saved}
 
 
 def _facts(run: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import click
 from tinkex.errors import InvalidInputError
 
 from .connection import Connection, connected, formatted
+from .drawing import drawn
 from .output import Output, say
 
 if TYPE_CHECKING:
@@ -29,11 +30,14 @@ __all__ = ["command"]
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     help='A file with the prompt, or - for stdin: text, or token ids as JSON, [1, 2] or {"tokens": [1, 2]}.',
 )
-@click.option("--max-tokens", type=click.IntRange(min=0), default=64, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
-@click.option("--top-k", type=click.IntRange(min=-1), default=-1, show_default=True)
-@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True)
-@click.option("--num-samples", type=click.IntRange(min=1), default=1, show_default=True)
+@drawn(max_tokens=64, fewest=0, temperature=1.0)
+@click.option(
+    "--num-samples",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many answers.",
+)
 @click.option("--seed", type=int, help="The same seed gives the same samples.")
 @click.option(
     "--output",

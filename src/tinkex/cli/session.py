@@ -13,6 +13,8 @@ from .output import Output, plain
 from .paging import fetch_all, paged
 
 if TYPE_CHECKING:
+    from tinkex.config import Proxy
+
     from .payloads import SessionList, SessionTrace
 
 __all__ = ["command"]
@@ -76,7 +78,7 @@ def export_trace(
         url = rest.export_session_trace(session_id).result()
         target = None if url_only else file or Path(f"{session_id}.pftrace")
         if target is not None:
-            _fetch(url, target)
+            _fetch(url, target, rest.holder.config.proxy)
     payload: SessionTrace = {
         "session_id": session_id,
         "url": url,
@@ -90,13 +92,13 @@ def export_trace(
         click.echo(url)
 
 
-def _fetch(url: str, target: Path) -> None:
+def _fetch(url: str, target: Path, proxy: Proxy | None) -> None:
     """All of it or nothing."""
     from tinkex._client.downloads import fetch
 
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        fetch(url, scratch)
+        fetch(url, scratch, proxy=proxy)
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)

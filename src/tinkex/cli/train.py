@@ -55,10 +55,14 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.argument("data", required=False)
 @click.option("--base-model", help="The model to fine-tune.")
 @_setting("rank", "Rank of the LoRA.", type=_POSITIVE)
-@_setting("learning_rate", "At its highest.", type=click.FloatRange(min=0, min_open=True))
-@_setting("schedule", "How it falls.", type=click.Choice(["cosine", "linear", "constant"]))
-@_setting("warmup", "Steps in which it rises first.", type=click.IntRange(min=0))
-@_setting("weight_decay", "Of AdamW.", type=click.FloatRange(min=0))
+@_setting(
+    "learning_rate", "Learning rate at its highest.", type=click.FloatRange(min=0, min_open=True)
+)
+@_setting(
+    "schedule", "How the learning rate falls.", type=click.Choice(["cosine", "linear", "constant"])
+)
+@_setting("warmup", "Steps in which the learning rate rises first.", type=click.IntRange(min=0))
+@_setting("weight_decay", "Weight decay of AdamW.", type=click.FloatRange(min=0))
 @_setting("grad_clip", "Longest gradient; 0 means any.", type=click.FloatRange(min=0))
 @_setting("epochs", "How often all examples are seen.", type=_POSITIVE)
 @_setting("steps", "Steps in all, instead of epochs.", type=_POSITIVE)
@@ -78,7 +82,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 )
 @_setting(
     "too_long",
-    "What is done with longer ones.",
+    "What is done with longer examples.",
     type=click.Choice(["refuse", "truncate", "skip"]),
 )
 @_setting("chat_template", "Without it, pairs are trained on as plain text.")
@@ -88,7 +92,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     "Share of the examples held out, if they do not say so themselves by a split.",
     type=click.FloatRange(0, 1, max_open=True),
 )
-@_setting("seed", "Of the adapter, the order and the split.", type=int)
+@_setting("seed", "Seed of the adapter, the order and the split.", type=int)
 @_setting("train_mlp", "Adapt the feed-forward layers.")
 @_setting("train_attn", "Adapt attention.")
 @_setting("train_unembed", "Adapt the unembedding.")
@@ -116,8 +120,8 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--resume",
     metavar="DIR|PATH|auto",
-    help="Go on with the run of a directory; with that of --output from one of its checkpoints; or, by auto, with "
-    "that of --output if there is one. Settings, order and optimizer are those of before.",
+    help="Go on with an earlier run: that of a directory; that of --output from one of its checkpoints, tinker://…; "
+    "or, with auto, that of --output if there is one. It keeps its settings, order and optimizer.",
 )
 @click.option("--dry-run", is_flag=True, help="Only count the tokens and price them.")
 @priced

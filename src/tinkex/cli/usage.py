@@ -21,9 +21,15 @@ __all__ = ["command"]
 
 
 @click.command("usage")
-@click.option("--days", type=click.IntRange(1, 14), default=7, show_default=True)
 @click.option(
-    "--by", type=click.Choice(["kind", "session", "model"]), default="kind", show_default=True
+    "--days", type=click.IntRange(1, 14), default=7, show_default=True, help="Days to look back."
+)
+@click.option(
+    "--by",
+    type=click.Choice(["kind", "session", "model"]),
+    default="kind",
+    show_default=True,
+    help="What a line of the table stands for.",
 )
 @priced
 @connected

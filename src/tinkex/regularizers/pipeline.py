@@ -33,7 +33,7 @@ from tinkex.types import (
 from . import protocol
 from .errors import CustomLossError
 from .executor import Executor, Outcome
-from .gradients import norm, weighted_sum
+from .gradients import Gradients, norm, weighted_sum
 from .protocol import Logprobs, LossFn
 from .terms import Point, Term
 
@@ -91,13 +91,13 @@ class Pipeline:
         """The same with the loss as a tensor.
 
         With `differentiate` also its gradient at `logprobs`. A term without one is then an error, unless its weight
-        is 0 and it is only there to be looked at.
+        is 0 and it is only there to be looked at; and so is a datum on which no term depends.
         """
-        protocol.check_loss_fn(base_loss_fn)
         count = len(self._specs)
         began = monotonic()
         _tell(CustomLossStart, time(), count, self.track_grad_norms)
         try:
+            protocol.check_loss_fn(base_loss_fn)
             point = Point.of(data, logprobs, track=differentiate or self.track_grad_norms)
             evaluation = self._evaluate(point, base_loss_fn, strict=differentiate)
         except Exception as error:
@@ -118,6 +118,8 @@ class Pipeline:
         if not torch.isfinite(total):
             raise CustomLossError(f"with its regularizers the loss is {float(total.detach())}")
         known = [(weight, term.gradients) for weight, term in terms if term.gradients is not None]
+        if strict:
+            _check_all_count([parts for weight, parts in known if weight])
         gradient = None if point.leaves is None else weighted_sum(known, point.leaves)
         tracked = self.track_grad_norms
         taken_apart = CustomLossOutput(
@@ -180,6 +182,16 @@ class Pipeline:
             logger.warning("The regularizer %r does not depend on the logprobs.", spec.name)
             return 0.0
         return norm(term.gradients)
+
+
+def _check_all_count(terms: Sequence[Gradients]) -> None:
+    """Refuse a datum that no term looks at: more likely it was forgotten than meant."""
+    for index, parts in enumerate(zip(*terms, strict=True)):
+        if all(part is None for part in parts):
+            raise CustomLossError(
+                f"does not depend on the logprobs of datum {index}, which would not be trained; leave the datum "
+                f"out, or add 0 * logprobs[{index}].sum() to the loss if that is meant"
+            )
 
 
 def _tell(kind: type[Event], *facts: Any) -> None:

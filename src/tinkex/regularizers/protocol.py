@@ -1,8 +1,9 @@
 """What counts as a loss and as a regularizer, and how one is called.
 
-A loss is a function of `(data, logprobs)`. A regularizer is the same, or takes a third argument for its options, or is
-an object with `compute(data, logprobs, options)`. All return `(value, metrics)`. In training, `logprobs` is a list
-with one tensor per datum; on its own, a pipeline may be given one tensor.
+A loss is a function of `(data, logprobs)`. A regularizer is the same, or takes its options as well: as a third
+argument, as `options=`, or one by one as `**options`. Or it is an object with a `compute` like that. All return
+`(value, metrics)`. In training, `logprobs` is a list with one tensor per datum; on its own, a pipeline may be given one
+tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -25,6 +27,15 @@ __all__ = ["Logprobs", "LossFn", "Regularizer", "call", "check_loss_fn", "checke
 Logprobs: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 #: `(data, logprobs) -> (loss, metrics)`
 LossFn: TypeAlias = Callable[[list[Datum], Any], tuple[torch.Tensor, Mapping[str, Any]]]
+
+_OPTIONS: Final = frozenset({"options", "opts"})
+_BY_PLACE: Final = frozenset(
+    {
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    }
+)
 
 
 @runtime_checkable
@@ -54,7 +65,7 @@ def checked(
             f"two regularizers cannot share a name: {', '.join(surplus)}", field="regularizers"
         )
     for spec in specs:
-        _takes_options(spec)
+        _further_arguments(spec)
     return specs
 
 
@@ -81,13 +92,11 @@ def call(
     spec: RegularizerSpec, timeout: float | None, data: list[Datum], logprobs: Logprobs
 ) -> Any:
     """What the regularizer returns; an async one runs on an event loop of its own and is cancelled in time."""
-    fn = _function(spec)
-    arguments: tuple[Any, ...] = (data, logprobs)
-    if _takes_options(spec):
-        arguments = (*arguments, spec.options)
+    positional, named = _further_arguments(spec)
+    begin = partial(_function(spec), data, logprobs, *positional, **named)
     if spec.is_async:
-        return asyncio.run(_awaited(spec, lambda: fn(*arguments), timeout))
-    returned = fn(*arguments)
+        return asyncio.run(_awaited(spec, begin, timeout))
+    returned = begin()
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
@@ -118,19 +127,42 @@ def _function(spec: RegularizerSpec) -> Callable[..., Any]:
     return function
 
 
-def _takes_options(spec: RegularizerSpec) -> bool:
-    """Whether it wants a third argument; refuses what can be called neither way."""
+def _further_arguments(spec: RegularizerSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The options in the way it takes them, by place and by name; refuses what can be called in no way."""
     if inspect.isclass(spec.fn):
         raise CustomLossError(f"{spec.fn.__name__} is a class; give an instance", name=spec.name)
     fn = _function(spec)
-    if _accepts(fn, 2):  # a third that need not be given is for options only if it says so
-        return _third(fn) in {"options", "opts"}
-    if _accepts(fn, 3):
-        return True
-    raise CustomLossError(
-        f"must take (data, logprobs) or (data, logprobs, options), not {_signature(fn)}",
-        name=spec.name,
-    )
+    if (signature := _signature(fn)) is None:
+        return (), {}
+    if _takes_third(fn, signature):
+        return (spec.options,), {}
+    named = _named_options(signature, spec.options)
+    try:
+        signature.bind(None, None, **named)
+    except TypeError as error:
+        raise CustomLossError(
+            f"must take (data, logprobs) or (data, logprobs, options), not {signature}: {error}",
+            name=spec.name,
+        ) from None
+    return (), named
+
+
+def _takes_third(fn: Callable[..., Any], signature: inspect.Signature) -> bool:
+    if not _accepts(fn, 2):
+        return _accepts(fn, 3)
+    third = [*signature.parameters.values()][2:3]  # which is for options only if it says so
+    return any(each.name in _OPTIONS and each.kind in _BY_PLACE for each in third)
+
+
+def _named_options(signature: inspect.Signature, options: Mapping[str, Any]) -> dict[str, Any]:
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name in _OPTIONS:
+            # Without options it keeps its own, such as a partial() has given it.
+            is_needed = parameter.default is parameter.empty
+            return {parameter.name: options} if options or is_needed else {}
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return dict(options)
+    return {}
 
 
 def _accepts(fn: Callable[..., Any], count: int) -> bool:
@@ -141,12 +173,6 @@ def _accepts(fn: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _third(fn: Callable[..., Any]) -> str | None:
-    signature = _signature(fn)
-    names = [] if signature is None else list(signature.parameters)
-    return names[2] if len(names) > 2 else None
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:

@@ -65,7 +65,7 @@ class Point:
         try:
             loss, metrics = _unpacked(function(list(self.data), logprobs), name, strict=strict)
             found = None if self.leaves is None else gradients(loss, self.leaves)
-            plain = {str(key): _plain(value) for key, value in metrics.items()}
+            plain = _plain(metrics)
         except CustomLossError:
             raise
         except BaseException as error:
@@ -98,6 +98,8 @@ def _unpacked(
         )
     if not torch.isfinite(loss).all():
         raise CustomLossError(f"its value is {float(loss.detach())}", name=name)
+    if not (loss.is_floating_point() or loss.is_complex()):  # whole numbers would cut off the rest
+        loss = loss.float()
     return loss.reshape(()), metrics
 
 
@@ -114,10 +116,14 @@ def _check_gradients(found: Gradients | None, name: str | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A metric without its tensor, so that it can be written down."""
+    """A metric without its tensors, so that it can be written down."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.item() if value.numel() == 1 else value.tolist()
     if type(value).__module__ == "numpy":
         return value.tolist()  # of a scalar too
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
     return value

@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 import numpy as np
@@ -248,6 +249,16 @@ ModelInputChunk: TypeAlias = Annotated[
 ]
 
 
+def _tokenizer_of(model_name: str | None) -> Any:
+    if not isinstance(model_name, str) or not model_name:
+        raise InvalidInputError(
+            "give a tokenizer, a training_client or the name of a model", field="model_name"
+        )
+    # By name: these types are shared with the service, and know nothing of the client.
+    tokenizers = import_module("tinkex._client.tokenizers")
+    return tokenizers.load_tokenizer(tokenizers.tokenizer_id(model_name))
+
+
 class ModelInput(RequestModel):
     """A sequence of chunks; immutable, so it can be shared between requests and threads."""
 
@@ -259,10 +270,23 @@ class ModelInput(RequestModel):
         return cls.model_construct(chunks=[text_chunk(_token_array(tokens))])
 
     @classmethod
-    def from_text(cls, text: str, tokenizer: Any) -> ModelInput:
-        """Encode `text` as it is, without a chat template."""
+    def from_text(
+        cls,
+        text: str,
+        tokenizer: Any = None,
+        *,
+        model_name: str | None = None,
+        training_client: Any = None,
+    ) -> ModelInput:
+        """Encode `text` as it is, without a chat template, by a tokenizer or that of a model."""
         if not isinstance(text, str):
             raise InvalidInputError(f"expected str, got {type(text).__name__}", field="text")
+        if isinstance(tokenizer, str):
+            raise InvalidInputError("is text; name a model with model_name=…", field="tokenizer")
+        if tokenizer is None and training_client is not None:
+            tokenizer = training_client.get_tokenizer()
+        if tokenizer is None:
+            tokenizer = _tokenizer_of(model_name)
         return cls.from_ints(tokenizer.encode(text))
 
     @classmethod

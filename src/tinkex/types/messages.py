@@ -184,7 +184,9 @@ class HealthResponse(ResponseModel):
 
 
 class SupportedModel(ResponseModel):
+    model_id: str | None = None
     model_name: str | None = None
+    arch: str | None = None
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None

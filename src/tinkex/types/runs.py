@@ -316,10 +316,24 @@ class SessionSearchResponse(ResponseModel):
 # -- runs and checkpoints ------------------------------------------------------------------------
 
 
+def _number_or_zero(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        return 0
+
+
+Count: TypeAlias = Annotated[int, BeforeValidator(_number_or_zero)]
+
+
 class Cursor(ResponseModel):
-    offset: int
-    limit: int
-    total_count: int
+    """Where a page lies in the whole list; text that is no number reads as 0."""
+
+    offset: Count
+    limit: Count
+    total_count: Count
 
 
 class Checkpoint(ResponseModel):

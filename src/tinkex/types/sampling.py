@@ -95,7 +95,7 @@ class SampledSequence:
     also be given to the constructor.
     """
 
-    stop_reason: StopReason
+    stop_reason: StopReason | None
     sequence_id: str
     tokens_np: Array | None = None
     logprobs_np: Array | None = None
@@ -103,7 +103,7 @@ class SampledSequence:
 
     def __init__(
         self,
-        stop_reason: StopReason,
+        stop_reason: StopReason | None,
         sequence_id: str = "",
         tokens_np: Array | None = None,
         logprobs_np: Array | None = None,
@@ -113,7 +113,7 @@ class SampledSequence:
         logprobs: Any = None,
         topk_logprobs: Any = None,
     ) -> None:
-        if stop_reason not in ("length", "stop"):  # not a set: it may be unhashable
+        if stop_reason not in ("length", "stop", None):  # not a set: it may be unhashable
             raise InvalidInputError(
                 f"must be length or stop, not {stop_reason!r}", field="stop_reason"
             )

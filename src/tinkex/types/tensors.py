@@ -204,6 +204,10 @@ class TensorData:
 
     def _dense(self, values: Array) -> Array:
         if self.shape is None:
+            if (
+                values.ndim != 1
+            ):  # on the wire the numbers are one flat list, whatever they were here
+                self.shape = list(values.shape)
             return values
         if prod(self.shape) != values.size:
             raise InvalidInputError(
@@ -326,12 +330,10 @@ class TensorData:
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """Wrap a two-dimensional tensor, leaving out `pad_value` where that makes it smaller."""
-        if tensor.dim() != 2:
-            raise InvalidInputError(
-                f"a sparse tensor has two dimensions, this one {tensor.dim()}", field="tensor"
-            )
+        """Wrap a tensor; of a two-dimensional one, leave out `pad_value` where that makes it smaller."""
         dense = cls.from_torch(tensor)
+        if tensor.dim() != 2:
+            return dense
         rows, columns = dense._values.shape
         row_of, column_of = np.nonzero(dense._values != pad_value)
         if (rows + 1) + 2 * row_of.size >= rows * columns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from pydantic import (
     SerializeAsAny,
     Tag,
     ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -197,6 +199,13 @@ def _read_params(kind: type[OptimParamsBase], params: Any, info: ValidationInfo)
 
 class OptimStepResponse(ResponseModel):
     metrics: dict[str, float] | None = None
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _null_is_nan(cls, metrics: Any, info: ValidationInfo) -> Any:
+        if info.context is not FROM_WIRE or not isinstance(metrics, dict):
+            return metrics
+        return {name: math.nan if value is None else value for name, value in metrics.items()}
 
     @property
     def success(self) -> bool:
