@@ -14,7 +14,7 @@ from _shared import parsed
 def main() -> None:
     options = parsed(__doc__)
     with tinkex.ServiceClient(base_url=options.base_url) as service:
-        session_id = service.get_console_url().rpartition("/")[2]
+        session_id = service.holder.get_session_id()
         answers = {
             path: status(service, path, {"session_id": session_id})
             for path in ("/api/v1/session_heartbeat", "/api/v1/heartbeat")
