@@ -16,7 +16,7 @@ def main() -> None:
     ) as service:
         training = service.create_lora_training_client(options.base_model, rank=4)
         service.create_sampling_client(base_model=options.base_model)
-        session_id = service.get_console_url().rpartition("/")[2]
+        session_id = service.holder.get_session_id()
 
         rest = service.create_rest_client()
         for each in rest.list_sessions(limit=5).result().sessions:
