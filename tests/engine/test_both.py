@@ -364,3 +364,26 @@ def check_result(job, result):
     if job.target_prompt_tokens is not None:
         assert result.target_prompt_logprobs.shape == job.target_prompt_tokens.shape
         assert (result.target_prompt_logprobs[job.target_prompt_tokens < 0] == 0).all()
+
+
+@pytest.mark.parametrize("last_n", [0, 1, 2, 99])
+def test_targets_are_scored_everywhere_however_little_of_the_prompt_is(samplers, last_n):
+    def scored(**options):
+        job = SampleJob("base", np.array([1, 2, 3, 4], np.int32), max_tokens=1, **options)
+        samplers.add_sample("scored", job)
+        results = []
+        while samplers.sampling:
+            results += [event.result for event in samplers.sample_step()]
+        return results[-1]
+
+    targets = np.array([[2], [3], [4]])
+    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": last_n}
+    both = scored(target_prompt_tokens=targets, **asked)
+    whole, part = scored(prompt_logprobs=True), scored(**asked)
+    np.testing.assert_allclose(
+        both.target_prompt_logprobs[:, 0], whole.prompt_logprobs_T[1:], rtol=1e-6
+    )
+    # How many rows are multiplied at once shows in the last bit.
+    np.testing.assert_allclose(both.prompt_logprobs_T, part.prompt_logprobs_T, rtol=1e-6)
+    for with_targets, without in zip(both.topk_prompt, part.topk_prompt, strict=True):
+        np.testing.assert_allclose(with_targets, without, rtol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tinkex.engine import base_models, checkpoint
 from tinkex.engine.engine import TorchEngine
+from tinkex.engine.memory import memory_of
 from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
 from tinkex.errors import InvalidInputError, NotFoundError
 
@@ -30,6 +32,24 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def engine(tiny):
     return TorchEngine([tiny])
+
+
+def test_models_share_the_memory_for_samples(tiny):
+    engine = TorchEngine([tiny], cache_bytes=1000)
+    twin = dataclasses.replace(tiny, name="twin", directory=tiny.directory.parent / "twin")
+    shutil.copytree(tiny.directory, twin.directory)
+    for model in (tiny, twin):
+        engine.load(model)
+    assert [loaded.sampler.cache_bytes for loaded in engine._loaded.values()] == [500, 500]
+
+
+def test_memory_is_what_a_container_leaves_of_the_machine(tmp_path):
+    cpu, limit = torch.device("cpu"), tmp_path / "memory.max"
+    whole = memory_of(cpu, [limit])
+    assert whole > 1 << 20
+    for text, expected in (("max\n", whole), ("1048576\n", 1 << 20), (f"{2**62}\n", whole)):
+        limit.write_text(text)
+        assert memory_of(cpu, [limit]) == expected
 
 
 def data():

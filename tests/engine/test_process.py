@@ -396,6 +396,20 @@ def test_errors_are_told_to_who_asked_and_the_work_goes_on():
     assert by_id(sent)[11].value == PassResult([], {"pieces": 1.0})
 
 
+def test_what_is_done_is_told_before_a_step_that_ends_the_engine():
+    engine = Diary()
+
+    def break_down() -> None:
+        raise SystemError("the device is lost")
+
+    engine.when["draw"] = break_down
+    sent: list[list[Reply | Token]] = []
+    engine.put(passing(1, "a", 0), drawing(2))
+    with pytest.raises(SystemError):
+        Loop(engine, engine.inbox, sent.append, lambda name: BASE, clock=lambda: engine.now).run()
+    assert by_id(sent)[1].value == PassResult([], {"pieces": 0.0})
+
+
 # -- the end -----------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 
-from tinkex.engine.lora import Adapter
+from tinkex.engine import checkpoint
+from tinkex.engine.lora import Adapter, adaptable_layers
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import LanguageModel, TrainedModel, run_pass
 from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import InvalidInputError
 
 from ..running import finish
 from .test_sampling import run
@@ -31,17 +33,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "Qwen3": ({**GROUPED, "head_dim": 8}, True),
     "Mistral": ({**GROUPED, "sliding_window": None}, True),
     "GPTNeoX": (SIZES, False),
+    "GPT2": ({**SIZES, "bos_token_id": 0, "eos_token_id": 0}, False),  # its layers are no nn.Linear
     "Gemma2": ({**GROUPED, "head_dim": 8, "sliding_window": 8}, False),  # also caps its logits
 }
 
 
-def made(family, dtype):
-    options, lean = FAMILIES[family]
+def plain(family):
+    options, _ = FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**options)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-    language_model = LanguageModel(model.to(dtype), context_length=128)
-    assert (language_model.llama is not None) == lean
+    kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return getattr(transformers, kind)(config).eval().requires_grad_(False)
+
+
+def made(family, dtype):
+    language_model = LanguageModel(plain(family).to(dtype), context_length=128)
+    assert (language_model.llama is not None) == FAMILIES[family][1]
     return language_model
 
 
@@ -83,3 +90,50 @@ def test_every_family_trains_and_samples(family, dtype, tolerance):
         request = TrainingPass([example], "cross_entropy", backward=False)
         scored = finish(run_pass(model, request, 512)).logprobs[0]
         np.testing.assert_allclose(logprobs, scored[len(PROMPT) - 1 :], atol=tolerance)
+
+
+PARTS = ("train_attn", "train_mlp", "train_unembed")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_belongs_to_one_part(family):
+    layers = made(family, torch.float32).layers
+    parts = [
+        adaptable_layers(layers, LoraSpec(4, **{other: other == part for other in PARTS}))
+        for part in PARTS
+    ]
+    assert sorted(name for part in parts for name in part) == sorted(layers)
+    assert adaptable_layers(layers, LoraSpec(4)) == list(layers)
+    assert [len(part) for part in parts[2:]] == [1]
+    assert all("attn" in name or "attention" in name for name in parts[0])
+    assert all("mlp" in name for name in parts[1])
+
+
+def test_a_part_that_cannot_be_trained_is_refused_by_name():
+    torch.manual_seed(0)
+    options = {**GROUPED, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4}
+    config = transformers.Qwen3MoeConfig(**options)
+    model = transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    layers = LanguageModel(model, context_length=64).layers
+    with pytest.raises(InvalidInputError, match="no such layers") as caught:
+        adaptable_layers(layers, LoraSpec(4))
+    assert caught.value.field == "lora_config.train_mlp"
+    assert adaptable_layers(layers, LoraSpec(4, train_mlp=False))
+
+
+def test_an_adapter_of_gpt2_loads_in_peft_as_it_is(tmp_path):
+    from peft import PeftModel
+
+    language_model = made("GPT2", torch.float32)
+    adapter = Adapter.fresh(language_model.layers, LoraSpec(4, seed=1, train_unembed=False), "cpu")
+    for pair in adapter.pairs.values():
+        torch.nn.init.normal_(pair.b, 0, 0.05)
+    checkpoint.save(tmp_path / "adapter", adapter, "gpt2")
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):  # which it sets by itself
+        theirs = PeftModel.from_pretrained(plain("GPT2"), tmp_path / "adapter").eval()
+    tokens = torch.tensor(PROMPT.astype(np.int64))[None]
+    with torch.no_grad(), adapter.switched_on(language_model.layers):
+        ours = language_model.model(tokens).logits
+        before = plain("GPT2")(tokens).logits
+        torch.testing.assert_close(ours, theirs(tokens).logits)
+    assert not torch.allclose(ours, before, atol=1e-3)

@@ -91,8 +91,10 @@ def test_what_a_loss_reads_must_be_there_and_of_its_rank(tinkex_tiny):
 def test_a_loss_of_another_session_is_unknown(tinkex_tiny):
     handle = tinkex_tiny.client().create_custom_loss(clipped, RANKS).result()
     training = tinkex_tiny.client().create_lora_training_client("tinkex/tiny", rank=4)
+    with pytest.raises(tinkex.InvalidInputError, match=handle.session_id):
+        training.forward_backward_custom(data(1), handle)
     with pytest.raises(tinkex.RequestFailedError, match="loss_id"):
-        training.forward_backward_custom(data(1), handle).result()
+        training.forward_backward(data(1), "custom", {"loss_id": handle.loss_id}).result()
 
 
 def node(op, name, target, *args, **kwargs):
@@ -114,6 +116,10 @@ REF = {"ref": "logprobs"}
         (node("call_method", "x", "numpy", REF), "numpy"),
         (node("call_module", "x", "layer", REF), "layer"),
         (node("get_attr", "x", "weights"), "weights"),
+        (node("call_function", "x", "getattr", REF, "__class__"), "__class__"),
+        (node("call_function", "x", "getattr", REF, "grad_fn"), "grad_fn"),
+        (node("call_function", "x", "getattr", REF, REF), "ref"),
+        (node("call_function", "x", "getattr", REF, "shape", 0), "shape"),
         (node("call_function", "x", "torch.exp", {"ref": "later"}), "later"),
     ],
 )
@@ -122,6 +128,52 @@ def test_anything_but_arithmetic_is_refused_by_name(bad, named):
     with pytest.raises(tinkex.InvalidInputError, match=named) as refused:
         TracedLoss(TracedGraph("loss", [("logprobs", 1)], nodes))
     assert refused.value.field == "graph"
+
+
+def shaped(logprobs, advantages, old):
+    ones = torch.ones_like(logprobs, memory_format=torch.preserve_format, layout=torch.strided)
+    moved = advantages.to(logprobs.dtype).to(logprobs.device) * ones
+    flat = moved.contiguous(memory_format=torch.contiguous_format).reshape(logprobs.shape + (1,))  # noqa: RUF005
+    mean = (logprobs * flat.T.mT[:, 0]).sum() / logprobs.shape[0] * logprobs.ndim
+    return [mean, {"custom/mean:mean": mean}]
+
+
+def test_a_loss_can_ask_what_its_tensors_are_and_return_a_list(tinkex_tiny):
+    client = tinkex_tiny.client()
+    handle = client.create_custom_loss(shaped, RANKS).result()
+    assert handle.loss_id is not None
+    training = client.create_lora_training_client("tinkex/tiny", rank=4, seed=3)
+    batch = data()
+    outputs = training.forward(batch, "cross_entropy").result().loss_fn_outputs
+    means = [
+        float((output["logprobs"].to_numpy() * each.loss_fn_inputs["advantages"].to_numpy()).mean())
+        for output, each in zip(outputs, batch, strict=True)
+    ]
+    metrics = training.forward_backward_custom(batch, handle).result().metrics
+    assert metrics["loss:sum"] == pytest.approx(sum(means), rel=1e-5)
+    assert metrics["custom/mean:mean"] == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "growing",
+    [
+        [node("call_function", "x", "operator.mul", {"tuple": [0]}, 1 << 40)],
+        [node("call_function", "x", "operator.mod", "%999999999d", 1)],
+        [
+            node("call_function", "x", "operator.add", {"tuple": [0]}, {"tuple": [0]}),
+            *(
+                node("call_function", f"x{n}", "operator.add", *[{"ref": f"x{n - 1 or ''}"}] * 2)
+                for n in range(1, 60)
+            ),
+        ],
+        [node("call_function", "x", "getattr", {"tuple": [0]}, "T")],
+    ],
+)
+def test_lists_and_texts_do_not_grow_without_end(growing):
+    output = node("output", "output", "output", {"tuple": [REF, {"dict": {}}]})
+    loss = TracedLoss(TracedGraph("loss", [("logprobs", 1)], [LOGPROBS, *growing, output]))
+    with pytest.raises(tinkex.InvalidInputError, match="failed at x"):
+        loss(torch.zeros(3, requires_grad=True), {})
 
 
 def test_numbers_do_not_grow_without_end():

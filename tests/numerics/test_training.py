@@ -131,6 +131,21 @@ def test_a_zero_weight_hides_an_infinite_ratio(language_model):
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.adapter.parameters())
 
 
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy"}))
+def test_an_example_without_a_weight_counts_for_nothing(language_model, name):
+    data = examples(name, (4, 6))
+    hidden = dict(data[1].inputs)
+    hidden["logprobs"] = np.full(6, -300, np.float32)
+    hidden["sequence_ratio_mask"] = np.ones(6, np.float32)
+    hidden["weights"] = np.zeros(6, np.float32)
+    both, one = trained(language_model), trained(language_model)
+    request = TrainingPass([data[0], Example(data[1].tokens_T, hidden)], name)
+    expected = finish(run_pass(one, TrainingPass(data[:1], name), 100)).metrics["loss:sum"]
+    assert finish(run_pass(both, request, 100)).metrics["loss:sum"] == pytest.approx(expected)
+    for ours, theirs in zip(both.adapter.parameters(), one.adapter.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_passes_accumulate_until_the_step_and_forward_leaves_gradients_alone(language_model):
     data = examples()
     together, apart = trained(language_model), trained(language_model)

@@ -318,7 +318,8 @@ def test_names_that_lead_elsewhere(api, model, operation, name):
 @pytest.mark.parametrize("seconds", [60, 0, -1, 10**12, 1.5, "x"])
 def test_life_spans_out_of_bounds(api, model, operation, seconds):
     answer = model.ask(operation, path="a", ttl_seconds=seconds)
-    assert "ttl_seconds" in complaint(api, answer)
+    assert answer.status_code in {200, 400}
+    assert complaint(api, answer).startswith("ttl_seconds: ")
 
 
 def test_names_that_fit(api, model):

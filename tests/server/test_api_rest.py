@@ -228,7 +228,7 @@ def test_a_session_moves_to_a_project_with_its_runs(api):
     assert [run["training_run_id"] for run in runs["training_runs"]] == [model.model_id]
     assert runs["cursor"] == {"offset": 0, "limit": 20, "total_count": 1}
     assert api.ask("PUT", project, {"project_id": " "}).status_code == 400
-    assert api.ask("PUT", project, {}).status_code == 422
+    assert api.ask("PUT", project, {}).status_code == 400
     assert api.ask("PUT", "sessions/nobody/project", {"project_id": "p"}).status_code == 404
 
 
@@ -543,6 +543,25 @@ def test_telemetry_is_always_accepted(api):
             body = {"events": events, "platform": "Linux", "sdk_version": "0.7.0"}
             body["session_id"] = session
             assert api.told("telemetry", body) == {"status": "accepted"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"{}", {}),
+        (b"", {}),
+        (b"[]", {}),
+        (b"\xff not json", {}),
+        (b'{"events": [{"event_data": {"x": NaN}}], "session_id": "s"}', {}),
+        (b"{}", {"content-type": "application/x-protobuf"}),
+        (b"not gzip", {"content-encoding": "gzip"}),
+        (b"{}", {"content-encoding": "of a release to come"}),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_accepted_all_the_same(api, body, headers):
+    kept = reported(api).json()["cursor"]["total_count"]
+    assert api.told("telemetry", body, headers=headers) == {"status": "accepted"}
+    assert reported(api).json()["cursor"]["total_count"] == kept
 
 
 def reported(user: Api, **query: Any) -> httpx.Response:

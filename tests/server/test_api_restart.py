@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -119,6 +120,32 @@ def test_a_number_refused_before_does_not_hold_up_what_comes_after(place):
     assert api.poll(again(model, api).optim_step()).status_code == 200
 
 
+def refuse(model: Model, number: int) -> None:
+    refused = model.ask("forward_backward", seq_id=number, forward_backward_input="bad")
+    assert refused.status_code == 422
+
+
+def test_a_number_refused_last_is_not_waited_for_either(place):
+    model = place.api.model()
+    model.step()
+    refuse(model, 3)
+    api = place.restart()
+    model = again(model, api)
+    assert api.poll(model.forward_backward(seq_id=4)).status_code == 200
+    assert model.ask("optim_step", seq_id=3, adam_params={}).status_code == 400
+
+
+def test_a_number_refused_before_its_turn_leaves_the_others_theirs(place):
+    model = place.api.model()
+    second = model.forward_backward(seq_id=2)
+    refuse(model, 3)
+    api = place.restart()
+    model = again(model, api)
+    fourth, first = model.optim_step(seq_id=4), model.forward_backward(seq_id=1)
+    for promise in (first, second, fourth):
+        assert "metrics" in api.poll(promise).json()
+
+
 def test_samplers_draw_the_same(place):
     api = place.api
     model = api.model()
@@ -165,6 +192,17 @@ def test_samples_under_way_are_drawn_after_all(place):
     api = place.restart()
     assert api.retrieve(promise) == whole
     assert api.told("asample", request) == promise
+
+
+def test_samples_without_a_session_too(place):
+    path = place.api.model().save("w")
+    named = {"sampling_session_id": None, "model_path": path}
+    sampler = Sampler(place.api, "")
+    whole = sampler.sample(num_samples=16, max_tokens=1000, fields=named)
+    promise = sampler.send(num_samples=16, max_tokens=1000, fields=named)
+    api = place.restart()
+    assert api.retrieve(promise) == whole
+    assert Sampler(api, "").sample(num_samples=16, max_tokens=1000, fields=named) == whole
 
 
 def test_a_poller_hears_of_what_was_finished_meanwhile(tmp_path):
@@ -354,16 +392,41 @@ def test_a_journal_with_a_gap_makes_a_run_corrupted(place, tmp_path):
     check_given_up(place, model, "the journal lacks change 4")
 
 
-def rewrite_without_change(directory, lost):
-    """Take one request and its result out of a journal."""
+def rewrite_without_change(directory, lost, *, keep_request=False):
+    """Take one request and its result out of a journal, or its result alone."""
     old, new = Journal(directory), Journal(directory.with_name("rewritten"))
     records = old.open()
     new.open()
     (gone,) = (record.head["id"] for record in records if record.head.get("change") == lost)
     for record in records:
-        if record.head["id"] != gone:
+        if record.head["id"] != gone or (keep_request and record.kind is Kind.REQUEST):
             new.append(record.kind, record.head, old.read(record.place))
     old.close()
     new.close()
     directory.rename(directory.with_name("damaged"))
     directory.with_name("rewritten").rename(directory)
+
+
+def test_what_is_done_again_because_a_result_is_lost_is_counted_once(place, tmp_path):
+    def used(api):
+        day = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        span = {"starting_on": day, "ending_before": day + timedelta(days=2)}
+        events = api.got("billing/usage/events", **{k: v.isoformat() for k, v in span.items()})
+        kinds = {"training": "token_count", "checkpoint": "count"}
+        infos = [event["event_info"] for event in events["data"]]
+        return {info["type"]: info[kinds[info["type"]]] for info in infos}
+
+    model = place.api.model()
+    passed = [
+        promise for _ in range(3) for promise in (model.forward_backward(), model.optim_step())
+    ]
+    model.save("a")
+    before, counted = [place.api.retrieve(promise) for promise in passed], used(place.api)
+    assert counted == {"training": 9, "checkpoint": 1}
+    place.running.close()
+    rewrite_without_change(tmp_path / "journal", 4, keep_request=True)
+    api = place.restart()
+    assert [api.retrieve(promise) for promise in passed] == before
+    assert used(api) == counted
+    again(model, api).step()
+    assert used(api) == {"training": 12, "checkpoint": 1}

@@ -11,6 +11,7 @@ import pytest
 
 from tinkex._wire import json_codec
 from tinkex._wire.proto_codec import decode_sample_response
+from tinkex.server.samplers import PASSING_LIMIT
 from tinkex.testing import service
 
 from .api import PROTO, TINY, Api, Sampler
@@ -146,6 +147,61 @@ def test_a_copy_of_a_client_gets_a_number_of_its_own(api, sampler):
     assert numbers == [1, 2, 3]
     body["sampling_session_id"] = "nobody:sample:0"
     assert api.post("join_sampling_session", body).status_code == 404
+
+
+# -- without a sampler -----------------------------------------------------------------------------
+
+
+def drawn(api, **source) -> list[list[int]]:
+    """What is drawn of a model or a checkpoint that the request itself names."""
+    return Sampler(api, "").tokens(fields={"sampling_session_id": None, **source})
+
+
+def test_a_request_can_name_a_model_instead_of_a_sampler(api, sampler):
+    assert drawn(api, base_model=TINY) == sampler.tokens()
+    body = Sampler(api, "").request(fields={"sampling_session_id": None, "base_model": TINY})
+    with api.http.stream("POST", "/api/v1/stream_sample", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+
+
+def test_requests_of_the_same_number_are_not_the_same_without_a_session(api):
+    first = drawn(api, base_model=TINY)
+    body = {"sampling_session_id": None, "base_model": TINY, "seq_id": 0}
+    assert Sampler(api, "").tokens((8, 9), fields=body) != first
+    with pytest.raises(AssertionError, match="no-such-model"):
+        drawn(api, base_model="no-such-model")
+
+
+def test_a_request_can_name_a_checkpoint_and_gets_what_it_holds_now(api):
+    model = api.model()
+    path = model.save("w")
+    before = drawn(api, model_path=path)
+    assert before == api.sampler(model_path=path).tokens()
+    for _ in range(5):
+        model.step()
+    assert drawn(api, model_path=path) == before
+    model.save("w", overwrite=True)
+    after = drawn(api, model_path=path)
+    assert after != before
+    assert after == api.sampler(model_path=path).tokens()
+    run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+    assert api.ask("DELETE", f"training_runs/{run}/checkpoints/{checkpoint}").status_code == 200
+    with pytest.raises(AssertionError, match="no checkpoint"):
+        drawn(api, model_path=path)
+
+
+def test_samplers_that_nobody_made_are_few_and_end_with_their_session(tmp_path):
+    with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
+        model = api.model()
+        for number in range(PASSING_LIMIT + 3):
+            drawn(api, model_path=model.save(f"w{number}"))
+            assert len(list((tmp_path / "samplers").iterdir())) == min(number + 1, PASSING_LIMIT)
+        (session,) = set(api.got("sessions")["sessions"]) - {model.session_id}
+        finish = {"reason": {"type": "success"}, "detail": None}
+        api.told(f"sessions/{session}/finish", finish)
+        assert not list((tmp_path / "samplers").iterdir())
+        assert drawn(api, base_model=TINY)
+        assert len(api.got("sessions")["sessions"]) == 3
 
 
 # -- drawing ---------------------------------------------------------------------------------------------

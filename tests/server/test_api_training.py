@@ -12,7 +12,7 @@ from tinkex._wire import json_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.proto_codec import decode_forward_backward_output
 from tinkex.testing import service
-from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
+from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 from .api import PROTO, TINY, Api, Model, datum, training_request
 
@@ -213,6 +213,30 @@ def test_losses_on_rewards_give_logprobs_and_learn(api, loss):
     assert result["loss_fn_outputs"][0]["logprobs"]["data"] == before
     api.retrieve(model.optim_step())
     assert sum(model.logprobs()[0]) > sum(before)
+
+
+@pytest.mark.parametrize("engine", ["fake", "torch"])
+def test_numbers_that_are_not_finite_are_read_as_such(engine):
+    with service(engine) as running, Api(running.url) as api:
+        model = api.model()
+        far = datum(logprobs=[-1e4, -1e4, -1.0], advantages=[1.0, -1.0, 1.0])
+        passed, stepped = (
+            model.forward_backward([far], "importance_sampling"),
+            model.optim_step(),
+        )
+        in_json = api.retrieve(passed)["metrics"]
+        in_proto = decode_forward_backward_output(api.retrieve(passed, PROTO)).metrics
+        assert (in_json["loss:sum"], in_json["tokens:sum"]) == ("NaN", 3)
+        assert np.isnan(in_proto["loss:sum"])
+        # As pydantic reads it, with which every client reads a step.
+        step = json_codec.from_object(api.retrieve(stepped), OptimStepResponse)
+        assert step.metrics is not None
+        assert np.isnan(step.metrics["grad_norm"])
+        assert step.metrics["learning_rate"] == 0.01
+        assert "NaN" in map(str, model.logprobs()[0])
+        if engine == "torch":  # the weights are lost; the fake's are those of a few tokens
+            (sequence,) = api.sampler(model_path=model.save("w")).sample()["sequences"]
+            assert sequence["logprobs"] == ["NaN"] * len(sequence["tokens"])
 
 
 def test_a_large_result_is_announced_first(api):

@@ -105,6 +105,27 @@ def test_what_took_the_place_of_an_expired_one_stays(checkpoints, clock):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("when", ["it is written", "it is listed"])
+def test_what_is_overwritten_may_expire_or_be_deleted_meanwhile(checkpoints, clock, when):
+    async def scenario():
+        old = await save(checkpoints, ttl_seconds=3600)
+        place = await checkpoints.check_free(RUN, "training", "a", overwrite=True)
+        written = place.with_name(".new")
+        written.mkdir()
+        (written / "file").write_text("new")
+        clock.now += timedelta(hours=1)
+        if when == "it is written":
+            assert await checkpoints.delete_expired() == 1
+        options = {"ttl_seconds": None, "written": written}
+        new = await checkpoints.add(RUN, "training", "a", "me", 1, **options)
+        await checkpoints.delete(old, "checkpoint_expired")
+        _, directory = await checkpoints.readable("me", tinker_path(new))
+        assert (directory / "file").read_text() == "new"
+        assert [each.name for each in directory.parent.iterdir()] == ["a"]
+
+    asyncio.run(scenario())
+
+
 def test_a_name_is_free_once_its_checkpoint_has_expired(checkpoints, database, clock):
     async def scenario():
         await save(checkpoints, ttl_seconds=3600)

@@ -514,6 +514,29 @@ def test_results_and_requests_are_found_where_compaction_moved_them(tmp_path):
         assert answers == list(range(6))
 
 
+def test_a_result_that_cannot_be_told_is_a_failure_and_still_the_change_it_was(tmp_path):
+    with desk(tmp_path) as at:
+        promise = at.step()
+        at.promises.finish(promise, object(), 7)
+        assert promise.done
+        assert "error" in at.answer(promise)
+    with desk(tmp_path) as at:
+        (promise,) = at.promises
+        assert promise.result is not None
+        assert (promise.result.failed, promise.result.change) == (True, 7)
+
+
+def test_refused_numbers_are_remembered(tmp_path):
+    with desk(tmp_path) as at:
+        at.promises.refuse("m", 3)
+        at.promises.refuse("m", BEYOND)
+        at.promises.refuse("other", 1)
+        assert not len(at.promises)
+    with desk(tmp_path) as at:
+        assert at.promises.refused == {"m": [3, BEYOND], "other": [1]}
+        assert not len(at.promises)
+
+
 # -- feeds -------------------------------------------------------------------------------------------
 
 
@@ -532,6 +555,18 @@ def test_a_feed_gives_what_was_finished_since_and_forgets_what_was_taken(tmp_pat
         assert feed.after(2) == [third]
         assert feed.after(feed.cursor) == []
         assert not feed.finished
+
+
+def test_a_feed_goes_on_from_what_was_told_however_the_clock_was_set(tmp_path):
+    with desk(tmp_path) as at:
+        feed = Feed(cursor=100)
+        first, second = at.sample(1), at.sample(2)
+        feed.put(first)
+        assert feed.after(5000) == [first]
+        assert feed.cursor == 5001
+        feed.put(second)
+        assert feed.after(5001) == [second]
+        assert feed.after(feed.cursor) == []
 
 
 def test_a_sample_names_its_sequences_from_the_beginning(tmp_path):

@@ -14,7 +14,7 @@ from tinkex._wire.operations import OPERATIONS
 from tinkex.server.auth import Keys
 from tinkex.testing import service
 
-from .api import PROTO, TINY, Api, datum, training_request
+from .api import PROTO, TINY, Api, Model, datum, training_request
 
 #: Stands in everything that Ann says; whoever else reads it has read something of hers.
 SECRET = "anns-own-words"
@@ -288,6 +288,13 @@ def test_a_model_of_ones_own_cannot_load_anothers(two, its, before):
     assert state(ann, its) == before
 
 
+def test_nor_sampled_from_without_a_session(two, its, before):
+    ann, bob = two
+    body = bob.sampler().request(fields={"sampling_session_id": None, "model_path": its.weights})
+    assert bob.post("asample", body).status_code == 404
+    assert state(ann, its) == before
+
+
 def test_what_was_tried_in_vain_did_not_use_up_any_number(two, its, before):
     """All of it was sent under numbers that Ann's client uses next."""
     ann, _ = two
@@ -317,3 +324,83 @@ def test_a_token_ends_with_the_key_it_was_made_for(tmp_path):
         ):
             assert ann.get("auth/apikey/me").status_code == 401
             assert ann.post("auth/token", {}).status_code == 401
+
+
+# -- lending ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lent", ["a key", "a token"])
+def test_who_was_lent_a_key_or_a_token_can_load_and_copy_what_it_reads(two, its, lent):
+    ann, bob = two
+    token = "tml-key-of-ann" if lent == "a key" else ann.told("auth/token")["jwt"]
+    expected = ann.loaded(its.path).logprobs()
+    made = bob.loaded(its.path, weights_access_token=token)
+    assert made.logprobs() == expected
+    model = bob.model()
+    assert "error" not in model.do("load_weights", path=its.path, weights_access_token=token)
+    assert model.logprobs() == expected
+    body = {"source_path": its.path}
+    copies = [
+        bob.told("copy_weights", body, headers={"x-tinker-weights-access-token": token}),
+        bob.told(
+            "copy_weights",
+            body | {"session_id": bob.session(), "model_seq_id": 0, "weights_access_token": token},
+        ),
+    ]
+    for copy in copies:
+        assert bob.loaded(copy["tinker_path"]).logprobs() == expected
+        assert ann.post("weights_info", copy).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "wrong", ["tml-key-of-nobody", "eyJhbGciOiJIUzI1NiJ9.e30.AAAA", "eyJ\u00e9"]
+)
+def test_a_token_that_nobody_owns_opens_nothing(two, its, wrong):
+    _, bob = two
+    model, body = bob.model(), {"path": its.path, "weights_access_token": wrong}
+    refused = [
+        model.ask("load_weights", **body),
+        bob.post("load_weights", body | {"session_id": bob.session(), "model_seq_id": 0}),
+        bob.post("copy_weights", {"source_path": its.path, "weights_access_token": wrong}),
+    ]
+    for answer in refused:
+        assert answer.status_code == 403
+        assert "weights_access_token" in answer.json()["detail"]
+        assert wrong not in answer.text
+    assert "metrics" in model.do(
+        "optim_step", adam_params={}
+    )  # the refused number is not waited for
+
+
+def test_a_token_opens_what_its_owner_may_read_and_nothing_else(two, its):
+    ann, bob = two
+    mine = ann.loaded(its.path).save("mine")
+    token = {"weights_access_token": "tml-key-of-bob"}
+    assert (
+        "no checkpoint" in bob.post("copy_weights", {"source_path": mine} | token).json()["detail"]
+    )
+    # What is one's own needs no token, and a wrong one does no harm.
+    wrong = {"weights_access_token": "tml-key-of-nobody"}
+    assert ann.post("copy_weights", {"source_path": mine} | wrong).status_code == 200
+
+
+def test_a_key_that_was_lent_is_not_written_down_and_a_restart_does_not_need_it(tmp_path):
+    file, data_dir = tmp_path / "keys", tmp_path / "data"
+    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+    keys = Keys.from_file(file)
+    with (
+        service("fake", data_dir=data_dir, keys=keys) as running,
+        Api(running.url, "tml-key-of-ann") as ann,
+        Api(running.url, "tml-key-of-bob") as bob,
+    ):
+        path = ann.model().save("lent")
+        model = bob.loaded(path, weights_access_token="tml-key-of-ann")
+        model.step()
+        before = model.logprobs()
+    for written in data_dir.rglob("*"):
+        assert written.is_dir() or b"tml-key-of-ann" not in written.read_bytes()
+    with (
+        service("fake", data_dir=data_dir, keys=keys) as running,
+        Api(running.url, "tml-key-of-bob") as bob,
+    ):
+        assert Model(bob, model.model_id, model.next_seq).logprobs() == before

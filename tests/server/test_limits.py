@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 
 import httpx
 import pytest
@@ -28,6 +29,23 @@ def running(tmp_path_factory):
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     with service("fake", keys=Keys.from_file(file), max_pending=3, max_samples=4) as started:
         yield started
+
+
+def test_a_key_with_many_samples_waiting_does_not_keep_others_waiting(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+    with (
+        service("torch", keys=Keys.from_file(file)) as started,
+        Api(started.url, "tml-key-of-ann") as ann,
+        Api(started.url, "tml-key-of-bob") as bob,
+    ):
+        many, one = ann.sampler(), bob.sampler()
+        for _ in range(4):
+            many.send(num_samples=100, max_tokens=200)  # more than the engine does at a time
+        one.sample(max_tokens=1)
+        page = bob.http.get("/metrics").text
+        (waiting,) = re.findall(r"^tinkex_samples (\S+)$", page, re.MULTILINE)
+        assert float(waiting) >= 3
 
 
 def test_a_key_with_many_requests_waiting_is_told_to_wait_and_others_are_not(running):

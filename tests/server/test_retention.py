@@ -165,3 +165,22 @@ def test_a_model_that_is_asked_for_again_is_the_one_that_lives(tmp_path: Path) -
             assert "metrics" in await told(client, "optim_step", body)
 
     asyncio.run(scenario())
+
+
+def test_a_model_that_was_unloaded_is_not_made_again_under_its_name(tmp_path: Path) -> None:
+    """Nothing that was promised of it is known any more; that there was one is."""
+
+    async def scenario() -> None:
+        async with housed(tmp_path, result_retention=-1.0) as (made, client):
+            model_id = await new_model(client)
+            await told(client, "unload_model", {"model_id": model_id})
+            await made.keep_house()
+            assert len(made.promises) == 0
+            session, _, seq = model_id.split(":")
+            body = {"session_id": session, "model_seq_id": int(seq), "base_model": "tinkex/tiny"}
+            refused = await client.post("create_model", json=body)
+            assert (refused.status_code, refused.json()["field"]) == (400, "model_seq_id")
+            assert "unloaded" in refused.json()["detail"]
+            assert list(made.models) == []
+
+    asyncio.run(scenario())

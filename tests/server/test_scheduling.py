@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from tinkex.server.scheduling import (
     SETTLED_GAP_LIMIT,
     Candidate,
     Sequencer,
-    choose,
+    Shares,
 )
 
 
@@ -128,26 +129,48 @@ def test_a_request_without_a_number_runs_after_what_was_there():
     assert drain(sequencer) == ["first", "second", "info", "third"]
 
 
-def test_keys_take_turns_however_much_one_of_them_asks():
-    waiting = [Candidate(f"greedy{number}", "greedy", number) for number in range(50)]
-    waiting.append(Candidate("modest", "modest", 49.5))
-    served: dict[object, float] = {}
+def order_of(shares: Shares, waiting: list[Candidate]) -> list[str]:
+    """Who is served, one unit each, until nobody waits."""
     order = []
-    while waiting:
-        chosen = choose(waiting, served)
-        assert chosen is not None
+    while (chosen := shares.choose(waiting)) is not None:
         waiting.remove(chosen)
-        served[chosen.key] = served.get(chosen.key, 0.0) + 1
+        shares.serve(chosen.key, 1.0)
         order.append(chosen.model_id)
+    return order
+
+
+def candidates(key: str, count: int) -> list[Candidate]:
+    return [Candidate(f"{key}{number:02}", key, number) for number in range(count)]
+
+
+def test_keys_take_turns_however_much_one_of_them_asks():
+    waiting = [*candidates("greedy", 50), Candidate("modest", "modest", 49.5)]
+    order = order_of(Shares(), waiting)
     assert order.index("modest") <= 1
     assert [name for name in order if name != "modest"] == [
-        f"greedy{number}" for number in range(50)
+        candidate.model_id for candidate in candidates("greedy", 50)
     ]
-    assert choose([], served) is None
+    assert Shares().choose([]) is None
+
+
+@pytest.mark.parametrize("served_before", [0, 3])
+def test_who_comes_back_has_saved_up_no_turns(served_before):
+    shares = Shares()
+    shares.arrive("back")
+    order_of(shares, candidates("back", served_before))
+    shares.arrive("busy")
+    order_of(shares, candidates("busy", 40))
+    for key in ("back", "busy"):  # whoever of them is the first
+        shares.arrive(key)
+    order = order_of(shares, [*candidates("back", 10), *candidates("busy", 10)])
+    assert 4 <= sum(name.startswith("busy") for name in order[:10]) <= 6
 
 
 def test_the_choice_does_not_depend_on_the_order_of_the_list():
-    candidates = [Candidate(f"m{index}", index % 3, index / 2) for index in range(9)]
-    expected = choose(candidates, {0: 2.0, 1: 1.0, 2: 1.0})
-    random.Random(1).shuffle(candidates)
-    assert choose(candidates, {0: 2.0, 1: 1.0, 2: 1.0}) == expected
+    several = [Candidate(f"m{index}", index % 3, index / 2) for index in range(9)]
+    shares = Shares()
+    for key, amount in enumerate((2.0, 1.0, 1.0)):
+        shares.serve(key, amount)
+    expected = shares.choose(several)
+    random.Random(1).shuffle(several)
+    assert shares.choose(several) == expected

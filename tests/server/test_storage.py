@@ -742,6 +742,34 @@ def test_a_checkpoint_is_gone_from_the_disk_when_its_time_is_over(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_checkpoint_whose_replacement_a_crash_interrupted_is_written_after_the_restart(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            body = {"model_id": model, "path": "latest", "overwrite": True}
+            await told(client, "save_weights", body | {"seq_id": 1})
+            reached = asyncio.Event()
+
+            async def stops(method: str, *_: Any, **__: Any) -> None:
+                assert method == "save_state"
+                older = made.checkpoints.place(model, "training", "latest")
+                older.rename(older.with_name(".older"))  # and the new one is not there yet
+                reached.set()
+                await asyncio.Event().wait()
+
+            made.engine.worker.call = stops
+            answer = (await client.post("save_weights", json=body | {"seq_id": 2})).json()
+            await reached.wait()
+        async with housed(tmp_path) as (_, client):
+            promise = {"request_id": answer["request_id"]}
+            path = (await told(client, "retrieve_future", promise))["path"]
+            session = model.partition(":")[0]
+            loading = {"session_id": session, "model_seq_id": 1, "path": path}
+            assert "model_id" in await told(client, "load_weights", loading)
+
+    asyncio.run(scenario())
+
+
 def test_a_checkpoint_can_be_deleted_from_a_full_disk(served, tmp_path):
     """Whatever becomes of the list, the room is there again."""
     with Api(served.url) as api:

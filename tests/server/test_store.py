@@ -256,6 +256,19 @@ def test_copies_of_a_sampler_never_share_a_number(store):
     assert store.next_clone("nobody") is None
 
 
+def test_samplers_expire_and_can_be_deleted(store):
+    store.add_session(session())
+    for number in (1, 2):
+        expires_at = NOW + timedelta(hours=number)
+        store.add_sampler(SamplerRow(f"{number}", "s", "me", "m", None, NOW, expires_at=expires_at))
+    store.add_sampler(SamplerRow("x", "s", "me", "m", None, NOW))
+    assert store.expired_samplers(NOW) == []
+    (expired,) = store.expired_samplers(NOW + timedelta(hours=1))
+    store.delete_sampler(expired.sampler_id)
+    left = {row.sampler_id for row in store.samplers_of_session("s")}
+    assert (expired.sampler_id, left) == ("1", {"2", "x"})
+
+
 def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(tmp_path):
     url = f"sqlite:///{tmp_path}/tinkex.db"
     first = Store(url)
@@ -288,11 +301,16 @@ def test_an_event_is_kept_once_per_owner_and_session(store):
 
 
 def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path):
-    """As version 1 made it: telemetry without the ids of events."""
+    """As version 1 made it: telemetry without the ids of events, samplers that never expire."""
     url = f"sqlite:///{tmp_path}/tinkex.db"
     old = Store(url)
     old.open()
+    old.add_session(session())
+    old.add_sampler(SamplerRow("x", "s", "me", "m", None, NOW))
     with old._transaction() as connection:
+        connection.exec_driver_sql("DROP INDEX ix_samplers_expires_at")
+        for column in ("unnamed", "expires_at"):
+            connection.exec_driver_sql(f"ALTER TABLE samplers DROP COLUMN {column}")
         connection.exec_driver_sql("DROP INDEX telemetry_once")
         connection.exec_driver_sql("ALTER TABLE telemetry DROP COLUMN event_id")
         connection.exec_driver_sql("UPDATE schema_version SET version = 1")
@@ -306,4 +324,8 @@ def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path):
     new.add_telemetry([event("a"), event("a")])
     found, total = new.telemetry("me", "s", limit=9, offset=0)
     assert ([row.event_id for row in found], total) == ([None, "a"], 2)
+    made = SamplerRow("y", "s", "me", "m", None, NOW, unnamed=True, expires_at=NOW)
+    new.add_sampler(made)
+    assert new.sampler("x") == SamplerRow("x", "s", "me", "m", None, NOW)
+    assert new.expired_samplers(NOW) == [made]
     new.close()

@@ -438,6 +438,65 @@ def test_a_request_that_always_kills_the_engine_is_given_up(cache_dir):
     run(work())
 
 
+def test_only_what_kills_the_engine_is_given_up(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            deadly_is_there, company = False, []
+
+            async def deadly() -> None:
+                nonlocal deadly_is_there
+                deadly_is_there = True
+                company.append(0)
+                kill(engine.worker)
+                try:
+                    await engine.worker.died.wait()
+                    await engine.worker.call("create_model", "m", TINY, LoraSpec(4))
+                finally:
+                    deadly_is_there = False
+
+            async def harmless() -> Any:
+                if deadly_is_there:
+                    company[-1] += 1
+                    await engine.worker.died.wait()
+                await engine.worker.call_now("open_sampler", "s", TINY)
+                return await engine.worker.sample(job())
+
+            killing = asyncio.create_task(engine.persist(deadly))
+            await asyncio.sleep(0)
+            others = [asyncio.create_task(engine.persist(harmless)) for _ in range(11)]
+            results = await asyncio.gather(*others)
+            assert [result.stop_reasons for result in results] == [["length"]] * 11
+            with pytest.raises(RequestFailedError, match=r"died \d times"):
+                await killing
+            assert company[0] == 11
+            assert sorted(company, reverse=True) == company  # less with each death …
+            assert company[-1] == 0  # … until it was alone
+            together = [asyncio.create_task(engine.persist(harmless)) for _ in range(11)]
+            await asyncio.gather(*together)
+            assert engine.life == len(company)
+
+    run(work())
+
+
+def test_whoever_waits_for_a_place_can_leave(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            company = engine._company
+            company.suspect()
+            await company.enter()
+            assert company.alone_at_death(0)
+            waiting = [asyncio.create_task(company.enter()) for _ in range(3)]
+            await asyncio.sleep(0)
+            company.leave()  # the first is called in …
+            waiting[0].cancel()  # … and leaves at the same moment
+            await waiting[1]
+            assert not waiting[2].done()
+            company.clear(cause=False)
+            await waiting[2]
+
+    run(work())
+
+
 def test_errors_are_not_tried_again(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -511,6 +570,8 @@ def test_a_service_has_the_base_models_it_was_given(cache_dir):
         async with supervised(cache_dir) as engine:
             assert [model.name for model in engine.models] == [TINY]
             assert (await engine.model(TINY, "base_model")).name == TINY
+            async with engine._adding:  # another, which is being fetched
+                assert (await engine.model(TINY, "base_model")).name == TINY
             with pytest.raises(InvalidInputError, match="it has tinkex/tiny") as caught:
                 await engine.model("another/model", "base_model")
             assert caught.value.field == "base_model"

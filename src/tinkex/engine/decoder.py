@@ -32,7 +32,7 @@ class Decoder(Protocol):
     def prefill(
         self, slots: Sequence[int], prompts: Sequence[Tensor], adapter: Adapter | None
     ) -> list[Tensor]:
-        """Read prompts into slots; the hidden states of each prompt."""
+        """Read prompts into slots there is room in; the hidden states of each prompt."""
 
     def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
         """Read one token in each of the first B slots, after so many others; the logits after it."""
@@ -43,8 +43,11 @@ class Decoder(Protocol):
     def copy(self, source: int, target: int, length: int) -> None:
         """Make one slot's state another's."""
 
+    def size(self, slots: int, length: int) -> int:
+        """Bytes of memory that so many sequences of such a length need."""
+
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for so many sequences of such a length."""
+        """Make room for so many sequences, none longer than that; what is beyond is lost."""
 
     def release(self) -> None:
         """Give the memory back; no sequence is left."""
@@ -70,23 +73,36 @@ class LeanDecoder:
 
     # -- the cache ---------------------------------------------------------------------------
 
+    def size(self, slots: int, length: int) -> int:
+        first = self._body.layers[0]
+        numbers = 2 * len(self._caches) * first.groups * first.size
+        size: int = slots * _rounded(length) * numbers * self._base.dtype.itemsize
+        return size
+
     @torch.inference_mode()
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for so many sequences of such a length."""
-        if slots <= self._slots and length <= self._capacity:
+        """Make room for so many sequences, none longer than that; what is beyond is lost.
+
+        All have the room of the longest. What more there was is kept until it is more than half of the whole:
+        sequences come and go all the time.
+        """
+        needed = slots, _rounded(length)
+        wanted = max(self._slots, needed[0]), max(self._capacity, needed[1])
+        if wanted[0] * wanted[1] > 2 * needed[0] * needed[1]:
+            wanted = needed
+        if wanted == (self._slots, self._capacity):
             return
-        wanted_slots = max(self._slots, slots)
-        wanted = max(self._capacity, -(-length // _GROW) * _GROW)
+        kept, filled = min(self._slots, wanted[0]), min(self._capacity, wanted[1])
         first = self._body.layers[0]
-        shape = (wanted_slots, first.groups, wanted, first.size)
+        shape = (wanted[0], first.groups, wanted[1], first.size)
         for cache in self._caches:
             keys = torch.zeros(shape, dtype=self._base.dtype, device=self._base.device)
             values = torch.zeros_like(keys)
-            if self._slots:
-                keys[: self._slots, :, : self._capacity] = cache.keys
-                values[: self._slots, :, : self._capacity] = cache.values
+            if kept:
+                keys[:kept, :, :filled] = cache.keys[:kept, :, :filled]
+                values[:kept, :, :filled] = cache.values[:kept, :, :filled]
             cache.keys, cache.values = keys, values
-        self._slots, self._capacity = wanted_slots, wanted
+        self._slots, self._capacity = wanted
 
     def release(self) -> None:
         """Give the memory back; no sequence is left."""
@@ -113,7 +129,6 @@ class LeanDecoder:
     ) -> list[Tensor]:
         lengths = [len(prompt) for prompt in prompts]
         longest, count = max(lengths), len(prompts)
-        self.reserve(max(slots) + 1, longest + 1)
         tokens_BT = torch.zeros(count, longest, dtype=torch.long, device=self._base.device)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt
@@ -136,7 +151,6 @@ class LeanDecoder:
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
         count, longest = len(tokens_B), max(lengths) + 1
-        self.reserve(count, longest)
         x = self._body.module.embed_tokens(tokens_B)
         lengths_B = torch.tensor(lengths, device=x.device)
         cos, sin = self._body.rotation(x, lengths_B[:, None])
@@ -181,6 +195,10 @@ class LeanDecoder:
             return self._logits(hidden, (Rows(adapter, None),))
 
 
+def _rounded(length: int) -> int:
+    return -(-length // _GROW) * _GROW
+
+
 @dataclass
 class _Cache:
     """Keys and values of one layer: slots × G × T × E."""
@@ -203,8 +221,18 @@ class PlainDecoder:
         self._base = base
         self._caches: dict[int, Any] = {}
 
+    def size(self, slots: int, length: int) -> int:
+        config = (
+            self._base.config.get_text_config()
+        )  # families differ; few have larger caches than this
+        numbers = 2 * config.num_hidden_layers * config.hidden_size
+        size: int = slots * length * numbers * self._base.dtype.itemsize
+        return size
+
     def reserve(self, slots: int, length: int) -> None:
-        """Caches grow by themselves."""
+        """Caches grow by themselves; those of slots that are not in use any more go."""
+        for slot in [slot for slot in self._caches if slot >= slots]:
+            del self._caches[slot]
 
     def release(self) -> None:
         self._caches.clear()

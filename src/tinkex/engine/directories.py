@@ -30,6 +30,7 @@ __all__ = [
     "Manifest",
     "checked_manifest",
     "copy",
+    "put",
     "reading",
     "write",
 ]
@@ -87,8 +88,7 @@ def _whole(directory: Path) -> Iterator[Path]:
         for file in scratch.iterdir():
             flush(file)
         flush(scratch)
-        _replace(scratch, directory)
-        flush(directory.parent)
+        put(scratch, directory)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -162,8 +162,13 @@ def _peft_config(spec: LoraSpec, base_model: str, target_modules: Iterable[str])
     }
 
 
-def _replace(scratch: Path, directory: Path) -> None:
+def put(scratch: Path, directory: Path) -> None:
     """Put a finished directory in its place; an older one leaves first, and comes back if that fails."""
+    _replace(scratch, directory)
+    flush(directory.parent)
+
+
+def _replace(scratch: Path, directory: Path) -> None:
     if not directory.exists():
         scratch.replace(directory)
         return

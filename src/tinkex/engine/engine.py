@@ -20,6 +20,7 @@ from . import base_models, checkpoint
 from .base_models import BaseModel
 from .checks import check_base, check_same_base
 from .lora import Adapter, LoraLinear
+from .memory import memory_of
 from .sampler import Sampler
 from .traced import TracedLoss
 from .trainer import LanguageModel, TrainedModel, run_pass
@@ -39,6 +40,8 @@ __all__ = ["TorchEngine"]
 TOKEN_BUDGET = 512
 #: Parameters below which threads cost more than they bring, much more on a busy machine.
 SMALL_MODEL = 8_000_000
+#: The part of the memory that keys and values of samples may need; while sequences come and go they take up to twice that.
+CACHE_SHARE = 0.25
 
 
 @dataclass
@@ -67,11 +70,14 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
         detokenize: Callable[[BaseModel, Sequence[int]], str] | None = None,
         token_budget: int = TOKEN_BUDGET,
+        cache_bytes: int | None = None,
     ) -> None:
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
         self._token_budget = token_budget
+        memory = memory_of(torch.device(device))
+        self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
         self._threads = torch.get_num_threads()
         self._loaded: dict[Path, _Loaded] = {}  # by directory: two names of one model share it
         self._models: dict[str, tuple[str, TrainedModel]] = {}
@@ -218,6 +224,8 @@ class TorchEngine:
             small = sum(parameter.numel() for parameter in network.parameters()) < SMALL_MODEL
             threads = 1 if small else self._threads
             self._loaded[model.directory] = _Loaded(language, sampler, threads)
+            for loaded in self._loaded.values():
+                loaded.sampler.cache_bytes = self._cache_bytes / len(self._loaded)
         return self._loaded[model.directory]
 
     def _use_threads(self, loaded: _Loaded) -> None:

@@ -295,8 +295,7 @@ def _scored_prompt(job: SampleJob, table: _Table) -> SampledResult:
     ids, values = np.zeros((length, k), np.int32), np.full((length, k), -99999.0, np.float32)
     target_scores = None if targets is None else np.zeros(targets.shape, np.float32)
     if job.prompt_logprobs or k or targets is not None:
-        last_n = length if job.prompt_logprobs_last_n is None else job.prompt_logprobs_last_n
-        first = max(1, length - last_n) - 1
+        first = job.first_scored - 1 if targets is None else 0
         for previous, found in _by_token(prompt[first:-1]):
             before, logp_V = found + first, table.logprobs(previous)
             scores[before + 1] = logp_V[prompt[before + 1]]
@@ -305,6 +304,8 @@ def _scored_prompt(job: SampleJob, table: _Table) -> SampledResult:
             if targets is not None and target_scores is not None:
                 here = targets[before]
                 target_scores[before] = np.where(here < 0, 0.0, logp_V[np.maximum(here, 0)])
+        unasked = slice(job.first_scored)  # read for the targets only
+        scores[unasked], ids[unasked], values[unasked] = np.nan, 0, -99999.0
     result.prompt_logprobs_T = scores if job.prompt_logprobs else None
     result.topk_prompt = (ids, values) if k else None
     result.target_prompt_logprobs = target_scores

@@ -39,7 +39,6 @@ _MLP: Final = frozenset(
         "dense_4h_to_h",
     }
 )
-_UNEMBED: Final = "lm_head"
 _SEEDS: Final = 2**64  # torch has so many; others are taken around
 
 
@@ -52,29 +51,35 @@ class Pair:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and the pair that is switched on, if any."""
+    """A frozen linear layer and the pair that is switched on, if any.
 
-    def __init__(self, base: nn.Linear) -> None:
+    The layer is torch's, or the `Conv1D` of GPT-2's relatives: the same with its weight the other way around.
+    """
+
+    def __init__(self, base: Any, *, unembeds: bool = False) -> None:
         super().__init__()
         self.base = base
+        self.unembeds = unembeds
         self.pair: Pair | None = None
         self.scale = 0.0
 
     @property
     def weight(self) -> Tensor:
-        return self.base.weight
+        weight: Tensor = self.base.weight
+        return weight
 
     @property
     def bias(self) -> Tensor | None:
-        return self.base.bias
+        bias: Tensor | None = self.base.bias
+        return bias
 
     @property
     def in_features(self) -> int:
-        return self.base.in_features
+        return int(self.base.weight.shape[1 if isinstance(self.base, nn.Linear) else 0])
 
     @property
     def out_features(self) -> int:
-        return self.base.out_features
+        return int(self.base.weight.shape[0 if isinstance(self.base, nn.Linear) else 1])
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
@@ -85,15 +90,20 @@ class LoraLinear(nn.Module):
         return torch.add(y, update, alpha=self.scale)
 
 
-def wrap(model: nn.Module) -> dict[str, LoraLinear]:
+def wrap(model: Any) -> dict[str, LoraLinear]:
     """Wrap every linear layer of the model in place; the wrapped layers by name."""
+    from transformers.pytorch_utils import Conv1D
+
     found = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
     }
+    unembedding = model.get_output_embeddings()
     wrapped = {}
     for name, module in found.items():
         parent_name, _, attribute = name.rpartition(".")
-        layer = LoraLinear(module)
+        layer = LoraLinear(module, unembeds=module is unembedding)
         setattr(model.get_submodule(parent_name), attribute, layer)
         wrapped[name] = layer
     return wrapped
@@ -101,17 +111,25 @@ def wrap(model: nn.Module) -> dict[str, LoraLinear]:
 
 def adaptable_layers(layers: Mapping[str, LoraLinear], spec: LoraSpec) -> list[str]:
     """The layers an adapter trains: attention, feed-forward and unembedding, as its spec says."""
-    chosen = [name for name in layers if _wanted(name, spec)]
-    if not chosen:
+    parts = {name: _part(name, layer) for name, layer in layers.items()}
+    asked = [part for part in ("train_attn", "train_mlp", "train_unembed") if getattr(spec, part)]
+    if not asked:
         raise InvalidInputError("leaves no layer of this model to train", field="lora_config")
-    return chosen
+    for part in asked:
+        if part not in parts.values():
+            raise InvalidInputError(
+                "this model has no such layers that an adapter could train; leave them out with False",
+                field=f"lora_config.{part}",
+            )
+    return [name for name, part in parts.items() if part in asked]
 
 
-def _wanted(name: str, spec: LoraSpec) -> bool:
-    leaf = name.rpartition(".")[2]
-    if leaf == _UNEMBED:
-        return spec.train_unembed
-    return spec.train_mlp if leaf in _MLP or ".mlp." in f".{name}" else spec.train_attn
+def _part(name: str, layer: LoraLinear) -> str:
+    """The setting that says whether a layer is trained."""
+    if layer.unembeds:
+        return "train_unembed"
+    is_mlp = name.rpartition(".")[2] in _MLP or ".mlp." in f".{name}"
+    return "train_mlp" if is_mlp else "train_attn"
 
 
 class Adapter:

@@ -56,6 +56,9 @@ def _gspo(logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     count = int(example.max()) + 1 if example.numel() else 0
     zeros = distance.new_zeros(count)
     total = zeros.index_add(0, example, distance)
+    # Without a weight in it an example does not count, not even by an infinite ratio times a gradient of zero.
+    counted = zeros.index_add(0, example, (inputs["weights"] != 0).to(distance.dtype)) > 0
+    total = torch.where(counted, total, 0.0)
     length = zeros.index_add(0, example, mask.to(distance.dtype)).clamp_min(1)
     sequence_ratio = (total / length).exp()[example]
     ratio = sequence_ratio * (logp - logp.detach()).exp()

@@ -237,11 +237,11 @@ class Loop:
         """Sample as long as training has just worked, at least one step: neither waits for the other."""
         until = self._clock() + seconds
         while self._engine.sampling:
+            self._flush()  # what is done is told before anything else can go wrong
             for event in self._engine.sample_step():
                 self._report(event)
             if self._clock() >= until:
                 return
-            self._flush()
             if not self._inbox.empty() and not self._receive():
                 self._inbox.put(None)
                 return

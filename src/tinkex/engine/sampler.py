@@ -1,19 +1,24 @@
 """Continuous batching: sequences of many requests, adapters and users in one batch, joining and leaving it freely.
 
-A step is: admit what waits and fits, read its prompts, then draw one token for every sequence under way. The
-bookkeeping knows lengths and slots; the decoder knows the model.
+A step is: admit what waits and fits, read its prompts, then draw one token for every sequence under way. A sequence
+can leave the batch at any time and go on later: what was drawn is then read together with its prompt. The bookkeeping
+knows lengths and slots; the decoder knows the model.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tinkex.errors import RequestErrorCategory, RequestFailedError
 
 from . import drawing
 from .checks import check_job
@@ -25,12 +30,15 @@ from .values import Array, SampledResult, SampleEvent, SampleJob
 
 __all__ = ["Sampler"]
 
+logger = logging.getLogger("tinkex.engine")
+
 #: Positions whose logits exist at one time while prompts are scored.
 _LOGIT_ROWS: Final = 256
 _EMPTY: Final = -99999.0
+_TOKEN_BYTES: Final = 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """One continuation under way."""
 
@@ -43,27 +51,48 @@ class _Sequence:
     topk: list[tuple[Array, Array]] = field(default_factory=list)
     stop_reason: Any = None
 
+    def text(self) -> bytes:
+        """What is to be read before the next token can be drawn: its int64s."""
+        prompt = self.request.job.prompt_T.astype(np.int64).tobytes()
+        return prompt + np.array(self.tokens, np.int64).tobytes() if self.tokens else prompt
 
-@dataclass(slots=True)
+    def rewind(self) -> None:
+        """Take back chance that was used for a token which was then not appended: one number each."""
+        self.random = _random(self.request.job, self.index)
+        self.random.random(len(self.tokens))
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
     job_id: str
     job: SampleJob
     adapter: Adapter | None
     stops: frozenset[int]
     limit: int
-    left: int
-    sequences: list[_Sequence] = field(default_factory=list)
+    left: int  # sequences that are not finished
+    sequences: list[_Sequence] = field(default_factory=list)  # those that have begun
+    back: list[_Sequence] = field(default_factory=list)  # of those, the ones to be read again
     prompt: SampledResult | None = None
-    cancelled: bool = False
+    first_V: Tensor | None = None  # the logits after the prompt, for those that begin later
 
     @property
-    def key(self) -> tuple[int, bytes]:
-        """Requests with the same key can share the reading of their prompt."""
-        return id(self.adapter), self.job.prompt_T.tobytes()
+    def waits(self) -> bool:
+        return bool(self.back) or len(self.sequences) < self.job.num_samples
+
+    def take(self) -> _Sequence:
+        """The next sequence to be read."""
+        if self.back:
+            return self.back.pop()
+        index = len(self.sequences)
+        self.sequences.append(_Sequence(self, index, _random(self.job, index)))
+        return self.sequences[-1]
 
 
 class Sampler:
-    """All sampling on one base model."""
+    """All sampling on one base model.
+
+    The cache of the sequences under way stays within `cache_bytes`, as long as that is enough for one.
+    """
 
     def __init__(
         self,
@@ -73,6 +102,7 @@ class Sampler:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         max_sequences: int = 64,
         prefill_tokens: int = 2048,
+        cache_bytes: float = inf,
     ) -> None:
         self._base = base
         self._decoder = decoder_for(base)
@@ -80,19 +110,24 @@ class Sampler:
         self._detokenize = detokenize
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
-        self._waiting: deque[_Request] = deque()
+        self.cache_bytes = cache_bytes
+        self._bytes_that_work = inf  # fewer after a step has failed
+        self._requests: dict[str, _Request] = {}  # all that are not done
+        # By owner those with a sequence that is not in the batch; the owner whose turn it is comes first.
+        self._lines: OrderedDict[str, OrderedDict[str, _Request]] = OrderedDict()
+        self._joining: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._groups: tuple[Rows, ...] | None = None
         self._closed: list[Adapter] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._requests)
 
     @property
     def depth(self) -> tuple[int, int]:
         """Requests waiting and sequences under way."""
-        return len(self._waiting), len(self._running)
+        return sum(map(len, self._lines.values())), len(self._running)
 
     # -- coming and going --------------------------------------------------------------------
 
@@ -108,14 +143,32 @@ class Sampler:
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
         stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
-        self._waiting.append(_Request(job_id, job, adapter, stops, limit, job.num_samples))
+        request = _Request(job_id, job, adapter, stops, limit, job.num_samples)
+        self._requests[job_id] = request
+        self._line(request)[job_id] = request
+
+    def _line(self, request: _Request) -> OrderedDict[str, _Request]:
+        return self._lines.setdefault(request.job.owner, OrderedDict())
 
     def cancel(self, job_id: str) -> None:
-        self._waiting = deque(request for request in self._waiting if request.job_id != job_id)
-        for sequence in self._running:
-            if sequence.request.job_id == job_id:
-                sequence.request.cancelled = True
-        self._forget_closed()
+        request = self._requests.get(job_id)
+        if request is not None:
+            self._drop(request)
+            if not self.busy:  # then there is no step that would
+                self._tidy()
+
+    def _drop(self, request: _Request) -> None:
+        del self._requests[request.job_id]
+        self._leave_line(request)
+        if request.sequences:
+            for sequence in [one for one in self._running if one.request is request]:
+                self._vacate(sequence)
+
+    def _leave_line(self, request: _Request) -> None:
+        owner = request.job.owner
+        line = self._lines.get(owner, OrderedDict())
+        if line.pop(request.job_id, None) is not None and not line:
+            del self._lines[owner]
 
     def forget(self, adapter: Adapter) -> None:
         """Give up what is kept for an adapter; what is under way with it goes on."""
@@ -124,8 +177,7 @@ class Sampler:
 
     def _forget_closed(self) -> None:
         """Drop what was prepared for adapters that are gone, once nobody samples from them any more."""
-        requests = [*self._waiting, *(sequence.request for sequence in self._running)]
-        used = {id(request.adapter) for request in requests}
+        used = {id(request.adapter) for request in self._requests.values()}
         for adapter in self._closed:
             if id(adapter) not in used:
                 self._decoder.forget(adapter)
@@ -134,88 +186,181 @@ class Sampler:
     # -- one step ----------------------------------------------------------------------------
 
     def step(self) -> list[SampleEvent]:
-        """Admit, read, draw; what is finished or streamed."""
+        """Admit, read, draw; what is finished or streamed, and what failed."""
         events: list[SampleEvent] = []
-        admitted = self._admit()
-        if admitted:
-            self._read_prompts(admitted, events)
-        if self._running:
-            self._draw(list(self._running), self._advance(), events)
-        if not self.busy:
-            self._decoder.release()
-        if self._closed:
-            self._forget_closed()
+        try:
+            if admitted := self._admit():
+                self._read_prompts(admitted, events)
+            if self._running:
+                self._make_room()
+                self._draw(list(self._running), self._advance(), events)
+        except Exception as error:
+            if _device_is_lost(error) or not (self._running or self._joining):
+                raise
+            self._recover(error, events)
+        self._tidy()
         return events
 
-    def _admit(self) -> list[_Request]:
-        """The next requests that fit: by sequences under way, and by positions to read in one step."""
-        admitted: list[_Request] = []
-        running = len(self._running)
-        lengths: dict[int, dict[bytes, int]] = {}  # of different prompts, by adapter
-        while self._waiting:
-            request = self._waiting[0]
-            full = running + request.job.num_samples > self._max_sequences
-            adapter, prompt = request.key
-            lengths.setdefault(adapter, {})[prompt] = len(request.job.prompt_T)
-            if (full and (running or admitted)) or (
+    def _tidy(self) -> None:
+        if not self.busy:
+            self._decoder.release()
+            self._bytes_that_work = inf
+        if self._closed:
+            self._forget_closed()
+
+    def _admit(self) -> dict[int, dict[bytes, list[_Sequence]]]:
+        """The next sequences that fit, owners taking turns: by adapter, and by what is to be read.
+
+        They are counted by sequences under way, by the memory of all, and by positions to read in one step.
+        """
+        admitted: dict[int, dict[bytes, list[_Sequence]]] = {}
+        lengths: dict[int, dict[bytes, int]] = {}  # of what is to be read, by adapter
+        longest = self._longest() if self._lines else 0
+        while self._lines:
+            count = len(self._running) + len(self._joining)
+            if count >= self._max_sequences:
+                break
+            owner, line = next(iter(self._lines.items()))
+            request = next(iter(line.values()))
+            sequence = request.take()
+            self._joining.append(sequence)
+            adapter, text = id(request.adapter), sequence.text()
+            length = lengths.setdefault(adapter, {})[text] = len(text) // _TOKEN_BYTES
+            longest = max(longest, length)
+            if (count and not self._fits(count + 1, longest + 1)) or (
                 admitted and _padded(lengths) > self._prefill_tokens
             ):
+                request.back.append(self._joining.pop())
                 break
-            admitted.append(self._waiting.popleft())
-            running += request.job.num_samples
+            admitted.setdefault(adapter, {}).setdefault(text, []).append(sequence)
+            self._lines.move_to_end(owner)
+            if not request.waits:
+                self._leave_line(request)
         return admitted
 
-    def _read_prompts(self, admitted: Sequence[_Request], events: list[SampleEvent]) -> None:
-        by_adapter: dict[int, dict[tuple[int, bytes], list[_Request]]] = {}
-        for request in admitted:
-            by_adapter.setdefault(id(request.adapter), {}).setdefault(request.key, []).append(
-                request
-            )
-        for shared in by_adapter.values():
-            self._read_for_one_adapter(list(shared.values()), events)
+    def _longest(self) -> int:
+        return max((sequence.length for sequence in self._running), default=0)
+
+    def _fits(self, count: int, length: int) -> bool:
+        allowed = min(self.cache_bytes, self._bytes_that_work)
+        return self._decoder.size(count, length) <= allowed
+
+    def _make_room(self) -> None:
+        """Let some wait, if all have grown so long that they do not fit any more."""
+        while len(self._running) > 1 and not self._fits(len(self._running), self._longest() + 1):
+            self._put_back(self._running.pop())
+            self._groups = None
+
+    def _put_back(self, sequence: _Sequence) -> None:
+        """Have a sequence read again later, with what was drawn; before all others of its owner."""
+        request = sequence.request
+        request.back.append(sequence)
+        line = self._line(request)
+        line[request.job_id] = request
+        line.move_to_end(request.job_id, last=False)
+
+    def _recover(self, error: Exception, events: list[SampleEvent]) -> None:
+        """After a step that failed, mostly for want of memory: all are read again, fewer at a time.
+
+        So whatever is the cause will fail alone, and fails nobody else.
+        """
+        tried = list(dict.fromkeys([*self._running, *self._joining]))
+        longest = max(len(sequence.text()) for sequence in tried) // _TOKEN_BYTES
+        failed = f"A step with {len(tried)} sequences of at most {longest} tokens failed."
+        logger.warning(failed, exc_info=error)
+        finished = [sequence for sequence in self._running if sequence.stop_reason is not None]
+        unfinished = [sequence for sequence in tried if sequence.stop_reason is None]
+        self._running, self._joining, self._groups = [], [], None
+        self._decoder.release()
+        for sequence in finished:
+            self._finish(sequence, events)
+        if len(tried) > 1:
+            self._bytes_that_work = self._decoder.size(len(tried), longest + 1) // 2
+            for sequence in reversed(unfinished):
+                sequence.rewind()
+                self._put_back(sequence)
+            return
+        self._bytes_that_work = inf
+        for sequence in unfinished:
+            failure = _too_long(longest) if _lacks_memory(error) else error
+            events.append(SampleEvent(sequence.request.job_id, error=failure))
+            self._drop(sequence.request)
+
+    def _read_prompts(
+        self, admitted: Mapping[int, Mapping[bytes, list[_Sequence]]], events: list[SampleEvent]
+    ) -> None:
+        lengths = [len(text) // _TOKEN_BYTES for shared in admitted.values() for text in shared]
+        count = len(self._running) + len(self._joining)
+        self._decoder.reserve(count, max(self._longest(), *lengths) + 1)
+        for shared in admitted.values():
+            self._read_for_one_adapter(shared, events)
+        self._joining = []
 
     def _read_for_one_adapter(
-        self, shared: Sequence[Sequence[_Request]], events: list[SampleEvent]
+        self, shared: Mapping[bytes, Sequence[_Sequence]], events: list[SampleEvent]
     ) -> None:
-        """Read each different prompt once, then give every sequence a copy of what was read."""
-        adapter = shared[0][0].adapter
-        first = len(self._running)
-        slots, prompts = [], []
-        newcomers: list[list[_Sequence]] = []
-        for requests in shared:
-            slots.append(first + sum(map(len, newcomers)))
-            prompts.append(self._tensor(requests[0].job.prompt_T.astype(np.int64)))
-            newcomers.append(
-                [
-                    _Sequence(request, index, _random(request.job, index))
-                    for request in requests
-                    for index in range(request.job.num_samples)
-                ]
-            )
-        total = first + sum(map(len, newcomers))
-        self._decoder.reserve(total, max(map(len, prompts)) + 1)
-        states = self._decoder.prefill(slots, prompts, adapter)
+        """Read each different text once, then give every sequence a copy of what was read."""
+        first, logits = len(self._running), []
+        unread = {}
+        for text, sequences in shared.items():
+            sibling = self._sibling(sequences)
+            if sibling is None:
+                unread[text] = sequences
+                continue
+            slot, first_V = sibling
+            self._join(sequences, slot, len(sequences[0].request.job.prompt_T))
+            logits.append(first_V.expand(len(sequences), -1))
+        if unread:
+            logits.append(self._read(unread))
+        self._groups = None
+        self._draw(self._running[first:], torch.cat(logits), events)
+
+    def _read(self, shared: Mapping[bytes, Sequence[_Sequence]]) -> Tensor:
+        """Read texts for one adapter; the logits after them, for each of their sequences."""
+        adapter = next(iter(shared.values()))[0].request.adapter
+        counts = [len(sequences) for sequences in shared.values()]
+        slots = [len(self._running) + sum(counts[:index]) for index in range(len(counts))]
+        texts = [self._tensor(np.frombuffer(text, np.int64)) for text in shared]
+        states = self._decoder.prefill(slots, texts, adapter)
         last = torch.stack([state[-1] for state in states])
         logits = self._decoder.prompt_logits(last, adapter).cpu()
-        for slot, requests, sequences, state in zip(slots, shared, newcomers, states, strict=True):
-            length = len(state)
-            for offset, sequence in enumerate(sequences):
-                sequence.length = length
-                sequence.request.sequences.append(sequence)
-                if offset:
-                    self._decoder.copy(slot, slot + offset, length)
-            self._running.extend(sequences)
-            for request in requests:
-                self._score_prompt(request, state)
-        self._groups = None
-        counts = torch.tensor([len(sequences) for sequences in newcomers])
-        self._draw(self._running[first:], logits.repeat_interleave(counts, 0), events)
+        for slot, sequences, state, logits_V in zip(
+            slots, shared.values(), states, logits, strict=True
+        ):
+            self._join(sequences, slot, len(state))
+            for request in dict.fromkeys(sequence.request for sequence in sequences):
+                if request.prompt is None:
+                    self._score_prompt(request, state[: len(request.job.prompt_T)])
+                if request.waits and not sequences[0].tokens:
+                    request.first_V = logits_V.clone()
+        return logits.repeat_interleave(torch.tensor(counts), 0)
+
+    def _sibling(self, sequences: Sequence[_Sequence]) -> tuple[int, Tensor] | None:
+        """A slot that holds the prompt of sequences that have just begun, and the logits after it."""
+        request = sequences[0].request
+        first_V = request.first_V
+        if not request.waits:
+            request.first_V = None
+        if first_V is None or any(one.request is not request or one.tokens for one in sequences):
+            return None
+        slots = (slot for slot, one in enumerate(self._running) if one.request is request)
+        slot = next(slots, None)
+        return None if slot is None else (slot, first_V)
+
+    def _join(self, sequences: Sequence[_Sequence], source: int, length: int) -> None:
+        for sequence in sequences:
+            slot = len(self._running)
+            if slot != source:
+                self._decoder.copy(source, slot, length)
+            sequence.length = length
+            self._running.append(sequence)
 
     def _advance(self) -> Tensor:
         """Read the last token of every sequence; the logits after it."""
         running = self._running
         tokens_B = self._tensor([sequence.tokens[-1] for sequence in running])
         lengths = [sequence.length for sequence in running]
+        self._decoder.reserve(len(running), max(lengths) + 1)
         logits = self._decoder.step(tokens_B, lengths, self._grouped()).cpu()
         for sequence in running:
             sequence.length += 1
@@ -249,16 +394,14 @@ class Sampler:
             [sequence.random for sequence in sequences],
         )
         for row, sequence in enumerate(sequences):
-            request = sequence.request
-            if request.limit <= 0:
+            if sequence.request.limit <= 0:
                 sequence.stop_reason = "length"
-            elif request.cancelled:
-                sequence.stop_reason = "cancelled"
             else:
                 self._append(sequence, tokens[row], logprobs[row], logits_BV[row], events)
         finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
         for sequence in finished:
-            self._leave(sequence, events)
+            self._vacate(sequence)
+            self._finish(sequence, events)
 
     def _append(
         self,
@@ -269,41 +412,45 @@ class Sampler:
         events: list[SampleEvent],
     ) -> None:
         request = sequence.request
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
+        stopped = token in request.stops or self._stop_text(sequence, token)
         if request.job.topk_sample_logprobs:
             normalizer = logits_V[token, None].double() - logprob
             alternatives = request.job.topk_sample_logprobs
             sequence.topk.append(drawing.topk(logits_V, alternatives, normalizer))
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
         if request.job.stream:
             events.append(
                 SampleEvent(request.job_id, index=sequence.index, token=token, logprob=logprob)
             )
-        if token in request.stops or self._stop_text(sequence):
+        if stopped:
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= request.limit:
             sequence.stop_reason = "length"
 
-    def _stop_text(self, sequence: _Sequence) -> bool:
+    def _stop_text(self, sequence: _Sequence, token: int) -> bool:
         texts = sequence.request.job.stop_texts
         if not texts or self._detokenize is None:
             return False
         # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
         window = max(len(text.encode()) for text in texts) + 4
-        tail = self._detokenize(sequence.tokens[-window:])
+        tail = self._detokenize([*sequence.tokens[1 - window :], token])
         return any(text in tail for text in texts)
 
-    def _leave(self, sequence: _Sequence, events: list[SampleEvent]) -> None:
-        """Take a finished sequence out; the last of the batch takes its slot."""
-        slot = next(index for index, running in enumerate(self._running) if running is sequence)
-        last = self._running.pop()
+    def _vacate(self, sequence: _Sequence) -> None:
+        """Take a sequence out; the last of the batch takes its slot."""
+        slot, last = self._running.index(sequence), self._running[-1]
         if last is not sequence:
-            self._decoder.copy(len(self._running), slot, last.length)
+            self._decoder.copy(len(self._running) - 1, slot, last.length)
             self._running[slot] = last
+        self._running.pop()
         self._groups = None
+
+    def _finish(self, sequence: _Sequence, events: list[SampleEvent]) -> None:
         request = sequence.request
         request.left -= 1
-        if request.left == 0 and not request.cancelled:
+        if request.left == 0:
+            del self._requests[request.job_id]
             events.append(SampleEvent(request.job_id, result=_result(request)))
 
     # -- prompts -----------------------------------------------------------------------------
@@ -316,9 +463,7 @@ class Sampler:
         if not wanted:
             return
         length = len(state_TD)
-        first = (
-            1 if job.prompt_logprobs_last_n is None else max(1, length - job.prompt_logprobs_last_n)
-        )
+        first = job.first_scored if job.target_prompt_tokens is None else 1
         scores = np.full(length, np.nan, np.float32)
         k = job.topk_prompt_logprobs
         ids, values = np.zeros((length, k), np.int32), np.full((length, k), _EMPTY, np.float32)
@@ -338,6 +483,8 @@ class Sampler:
                 here = torch.from_numpy(targets[start - 1 : stop - 1].astype(np.int64))
                 found = logits.gather(-1, here.clamp_min(0)) - normalizers
                 target_scores[start - 1 : stop - 1] = torch.where(here < 0, 0.0, found).numpy()
+        unasked = slice(job.first_scored)  # read for the targets only
+        scores[unasked], ids[unasked], values[unasked] = np.nan, 0, _EMPTY
         request.prompt = SampledResult(
             [],
             [],
@@ -346,6 +493,25 @@ class Sampler:
             topk_prompt=(ids, values) if k else None,
             target_prompt_logprobs=target_scores,
         )
+
+
+def _device_is_lost(error: Exception) -> bool:
+    """Whether nothing works on the device any more, until there is a new process."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    # What torch raises where there is no memory on the CPU has no type of its own.
+    told = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+    return told or "you tried to allocate" in str(error)
+
+
+def _too_long(length: int) -> RequestFailedError:
+    return RequestFailedError(
+        f"There is too little memory to sample after {length} tokens, even one sequence alone; "
+        "send a shorter prompt.",
+        category=RequestErrorCategory.Server,
+    )
 
 
 def _random(job: SampleJob, index: int) -> np.random.Generator:

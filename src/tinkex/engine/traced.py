@@ -57,11 +57,35 @@ _METHODS: Final = frozenset(_TORCH) | set(
     """.split()
 )
 
+#: What may be read of a tensor with a dot; fx writes that as a call of `getattr`.
+_ATTRIBUTES: Final = frozenset("T device dtype mT ndim shape".split())
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """`getattr` of what is known to be harmless."""
+    if not isinstance(value, Tensor) or name not in _ATTRIBUTES:
+        raise TypeError(f"reads .{name!s:.40} of a {type(value).__name__}")
+    return getattr(value, name)
+
+
+def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Not of lists and text: the shape of a tensor, taken a billion times, would fill the memory."""
+
+    def checked(left: Any, right: Any) -> Any:
+        if isinstance(left, Sequence) or isinstance(right, Sequence):
+            raise TypeError("counts with a list or a text")
+        return function(left, right)
+
+    return checked
+
+
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = (
     {f"torch.{name}": getattr(torch, name) for name in _TORCH}
     | {f"torch.nn.functional.{name}": getattr(F, name) for name in _FUNCTIONAL}
     | {f"operator.{name}": getattr(operator, name) for name in _OPERATOR}
     | {f"math.{name}": getattr(math, name) for name in _MATH}
+    | {f"operator.{name}": _of_numbers(getattr(operator, name)) for name in ("mod", "mul")}
+    | {"getattr": _attribute}
 )
 
 
@@ -101,7 +125,8 @@ class TracedLoss:
         return found
 
     def _result(self, value: Any, logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
-        loss, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+        pair = isinstance(value, tuple | list) and len(value) == 2
+        loss, metrics = value if pair else (value, {})
         if not isinstance(loss, Tensor) or loss.dim():
             raise self._refused("must return a scalar loss and a dict of scalar metrics")
         if loss.grad_fn is None and logprobs.requires_grad:
@@ -137,6 +162,8 @@ def _check(graph: TracedGraph) -> None:
         kind, target = node["op"], node["target"]
         if kind == "call_function" and target not in _FUNCTIONS:
             raise refuse(f"calls {target!r:.100}, which a loss may not")
+        if target == "getattr" and not _reads_attribute(node):
+            raise refuse(f"reads {node['args'][1:]!r:.100}, which a loss may not")
         if kind == "call_method" and target not in _METHODS:
             raise refuse(f"calls the method {target!r:.100}, which a loss may not")
         if kind in {"call_module", "get_attr"}:
@@ -145,6 +172,12 @@ def _check(graph: TracedGraph) -> None:
             if name not in known:
                 raise refuse(f"{node['name']!r:.100} uses {name!r:.100} before it is there")
         known.add(node["name"])
+
+
+def _reads_attribute(node: Mapping[str, Any]) -> bool:
+    """Whether what is read stands in the graph itself, and in the table."""
+    args = node["args"]
+    return len(args) == 2 and isinstance(args[1], str) and args[1] in _ATTRIBUTES
 
 
 def _references(value: Any) -> list[str]:
@@ -171,6 +204,8 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], inputs: Any) -> Any:
         value = getattr(args[0], node["target"])(*args[1:], **options)
     if isinstance(value, Tensor) and value.numel() > _MAX_ELEMENTS:
         raise ValueError(f"makes a tensor of {value.numel()} elements")
+    if isinstance(value, Sequence) and len(value) > _MAX_NODES:
+        raise ValueError(f"makes a list of {len(value)}")
     if isinstance(value, int) and abs(value) > 1 << 53:
         raise ValueError("makes a number that is too large")
     return value
@@ -195,16 +230,21 @@ def _value(argument: Any, known: Mapping[str, Any]) -> Any:
         return Ellipsis
     if kind == "float":
         return float(value)
-    if kind == "dtype":
-        return _DTYPES[value]
+    if kind in _CONSTANTS:
+        return _CONSTANTS[kind][value]
     if kind == "device":
         return None  # everything is where the model is
     raise ValueError(f"has an argument of kind {kind!r:.40}")
 
 
-_DTYPES: Final = {
-    name: getattr(torch, name)
-    for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
+#: Words that stand for constants of torch, by the kind of argument they are.
+_CONSTANTS: Final = {
+    kind: {name: getattr(torch, name) for name in names.split()}
+    for kind, names in {
+        "dtype": "float32 float64 float16 bfloat16 int64 int32 bool",
+        "layout": "strided",
+        "memory_format": "contiguous_format preserve_format",
+    }.items()
 }
 
 

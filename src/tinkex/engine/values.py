@@ -94,7 +94,7 @@ class SampleJob:
     """One request to sample: `num_samples` continuations of one prompt.
 
     `stop_tokens=None` stops at the model's end tokens, an empty tuple never. `stop_texts` are token
-    sequences that the service's tokenizer made of stop strings, and the strings themselves.
+    sequences that the service's tokenizer made of stop strings, and the strings themselves. Owners take turns.
     """
 
     sampler_id: str
@@ -113,6 +113,13 @@ class SampleJob:
     topk_sample_logprobs: int = 0
     target_prompt_tokens: Array | None = None
     stream: bool = False
+    owner: str = ""
+
+    @property
+    def first_scored(self) -> int:
+        """Where logprobs of the prompt begin; those of targets are given everywhere."""
+        last_n = self.prompt_logprobs_last_n
+        return 1 if last_n is None else max(1, len(self.prompt_T) - last_n)
 
 
 @dataclass(slots=True)

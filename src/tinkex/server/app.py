@@ -33,19 +33,25 @@ from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import (
     DecodeError,
     InternalServerError,
+    InvalidInputError,
     NotFoundError,
     PayloadTooLargeError,
     TinkerError,
     UnsupportedMediaTypeError,
 )
-from tinkex.types import CheckpointType, TelemetrySendRequest, telemetry_event
+from tinkex.types import (
+    CheckpointType,
+    TelemetryResponse,
+    TelemetrySendRequest,
+    telemetry_event,
+)
 
 from . import archives, imports, openapi, pages, reports
 from .disk import as_client_error
 from .leases import Leases
 from .metrics import Metrics
 from .ranges import asked_range
-from .routes import HANDLERS, Call
+from .routes import HANDLERS, Call, owner_of
 from .service import Service
 from .tracing import Tracing
 
@@ -64,6 +70,14 @@ _BUSY: Final = (
     "session_heartbeat",
 )
 _PROTO: Final = "application/x-protobuf"
+#: Fields of which the protocol says that a value that does not fit is refused (400), rather than unreadable (422).
+_REFUSED: Final[Mapping[str, str]] = {
+    "assign_session_project": "project_id",
+    "copy_weights": "ttl_seconds",
+    "save_weights": "ttl_seconds",
+    "save_weights_external": "ttl_seconds",
+    "save_weights_for_sampler": "ttl_seconds",
+}
 
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
@@ -96,14 +110,14 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
     async def metrics_page(request: Request) -> Response:
         try:
-            _owner(service, request.headers)
+            owner_of(service, request.headers)
         except TinkerError as error:
             return _error_response(error, "metrics")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def import_adapter(request: Request) -> Response:
         try:
-            owner = _owner(service, request.headers)
+            owner = owner_of(service, request.headers)
             taken = await imports.receive(service, owner, request)
         except Exception as error:
             return _error_response(error, "import")
@@ -111,7 +125,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
     async def list_telemetry(request: Request) -> Response:
         try:
-            owner = _owner(service, request.headers)
+            owner = owner_of(service, request.headers)
             found = await reports.listed(service.database, owner, request.query_params)
         except Exception as error:
             return _error_response(error, "list_telemetry")
@@ -174,7 +188,7 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
         owner, media = "", "json"
         try:
             headers = request.headers
-            owner = _owner(service, headers)
+            owner = owner_of(service, headers)
             if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
                 body, media = await _read_body(service, row, request)
                 decoded = _decode(row, body, media)
@@ -193,6 +207,11 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
             )
             result = await handler(call)
         except Exception as error:
+            if owner and row.name == "telemetry" and isinstance(error, TinkerError):
+                # Clients send what is refused again and again; what cannot be read is not kept.
+                logger.info("A report of %s is not kept: %s", owner, error)
+                accepted = TelemetryResponse(status="accepted")
+                return Response(json_codec.encode(accepted), media_type="application/json")
             response = _error_response(error, row.name)
             _note_refusal(service, row, owner, decoded or _peek(body, media), response.status_code)
             return response
@@ -202,20 +221,6 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
 
     path = row.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint_id}")
     return Route(path, endpoint, methods=[row.method], name=row.name)
-
-
-def _owner(service: Service, headers: Mapping[str, str]) -> str:
-    token = headers.get("x-api-key", "")
-    if (
-        token.startswith("eyJ")
-        and token.isascii()
-        and service.settings.keys.needed
-        and service.signer is not None
-    ):
-        return service.settings.keys.known(
-            *service.signer.token_owner(token, service.settings.now())
-        )
-    return service.settings.keys.owner(headers)
 
 
 def _base_url(request: Request) -> str:
@@ -261,12 +266,18 @@ def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
         with contextlib.suppress(ValueError):
             content = json.loads(body)
     if row.request is TelemetrySendRequest and isinstance(content, dict):
-        # Clients send what is refused again and again; what cannot be read is left out instead.
+        # Of a batch that can be read, what cannot is left out.
         events = content.get("events")
         listed = events if isinstance(events, list) else ()
         known = [event for event in listed if telemetry_event(event) is not None]
         content = content | {"events": known}
-    return json_codec.from_object(content, row.request)
+    try:
+        return json_codec.from_object(content, row.request)
+    except DecodeError as error:
+        if error.field is None or error.field != _REFUSED.get(row.name):
+            raise
+        complaint = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidInputError(complaint, field=error.field) from error
 
 
 def _error_response(error: BaseException, name: str) -> Response:

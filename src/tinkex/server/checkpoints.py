@@ -120,8 +120,9 @@ class Checkpoints:
         ttl_seconds: int | None,
         user_metadata: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        written: Path | None = None,
     ) -> CheckpointRow:
-        """List a checkpoint that has been written."""
+        """List a checkpoint that has been written: in its place, or elsewhere, from where it is put there."""
         now = self._now()
         row = CheckpointRow(
             run_id,
@@ -134,9 +135,15 @@ class Checkpoints:
             user_metadata=user_metadata,
             request_id=request_id,
         )
-        await self._db(self._store.put_checkpoint, row)
+        await self._db(self._put, row, written)
         await self._note(row, "checkpoint_created", {"size_bytes": size_bytes})
         return row
+
+    def _put(self, row: CheckpointRow, written: Path | None) -> None:
+        """In one piece, or what it replaces could expire in between, and take the new files along."""
+        if written is not None:
+            directories.put(written, self.place(row.run_id, row.kind, row.name))
+        self._store.put_checkpoint(row)
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
         """Take a checkpoint off the disk and off the list, unless another has taken its place.

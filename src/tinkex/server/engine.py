@@ -2,13 +2,18 @@
 
 Each start is a new life with an empty memory. Whoever had something in the old one — a model, an open sampler —
 sees that the life has changed and brings it back.
+
+A death says nothing of its cause: everything that was under way is done again, but less of it at a time with each
+death, until the cause is alone and is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Any, Final, TypeVar
 
 from tinkex.engine.base_models import BaseModel
@@ -27,8 +32,61 @@ __all__ = ["Supervisor"]
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
 
-#: How often one request may see the engine die before it is taken for the cause.
+#: How often a request may see the engine die, the last time alone, before it is taken for the cause.
 DEATHS_ALLOWED: Final = 5
+#: The part of those under way at a death that may be under way together after it.
+SMALLER: Final = 4
+
+
+class _Company:
+    """Who works with the engine at one time: everybody, unless somebody is suspected of killing it."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._room = inf
+        self._outside: deque[asyncio.Future[None]] = deque()
+        self._suspects = 0
+        self._last_death = -1, 0  # the life that ended, and how many were inside
+
+    async def enter(self) -> None:
+        while self._inside >= self._room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._outside.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._call_in()  # whoever is next may have been passed over for this one
+                raise
+        self._inside += 1
+
+    def leave(self) -> None:
+        self._inside -= 1
+        self._call_in()
+
+    def alone_at_death(self, life: int) -> bool:
+        """Whether somebody inside was the only one when a life ended."""
+        if life > self._last_death[0]:
+            self._last_death = life, self._inside
+            self._room = max(1, self._inside // SMALLER)
+        return self._last_death == (life, 1)
+
+    def suspect(self) -> None:
+        self._suspects += 1
+
+    def clear(self, *, cause: bool) -> None:
+        """One suspect less; after the cause was found, or with nobody left to suspect, all may enter again."""
+        self._suspects -= 1
+        if cause or not self._suspects:
+            self._room = inf
+            self._call_in()
+
+    def _call_in(self) -> None:
+        free = self._room - self._inside
+        while self._outside and free > 0:
+            turn = self._outside.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                free -= 1
 
 
 class Supervisor:
@@ -43,6 +101,7 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._models: dict[str, BaseModel] = {}
         self._adding = asyncio.Lock()
+        self._company = _Company()
 
     async def start(self) -> Ready:
         ready = await self.worker.start()
@@ -93,10 +152,13 @@ class Supervisor:
     async def model(self, name: str, field: str) -> BaseModel:
         """A base model, fetched and loaded where that is done on demand."""
         self.check_model(name, field)
+        if name in self._models:  # and need not wait while another is fetched
+            return self._models[name]
         async with self._adding:
             if name not in self._models:
-                self._models[name] = await self.persist(
-                    lambda: self.worker.call("add_base_model", name)
+                # In a company of its own: whoever waits for it may be inside the other one.
+                self._models[name] = await self._persist(
+                    lambda: self.worker.call("add_base_model", name), _Company()
                 )
                 self.worker.also_serve(name)
         return self._models[name]
@@ -112,21 +174,36 @@ class Supervisor:
 
     async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do something with the engine, again if it dies meanwhile, but not for ever."""
-        for _ in range(DEATHS_ALLOWED):
-            await self._alive.wait()
-            life = self.life
-            try:
-                return await work()
-            except NotFoundError:  # of something that only the engine before this one knew?
-                if self.life == life:
-                    raise
-            except EngineDiedError:
-                if self.stopping:
-                    raise asyncio.CancelledError from None
-                if self.worker.died.is_set():  # the watch may not have seen it yet
-                    self._alive.clear()
+        return await self._persist(work, self._company)
+
+    async def _persist(self, work: Callable[[], Awaitable[T]], company: _Company) -> T:
+        deaths, is_cause = 0, False
+        try:
+            while not is_cause:
+                await company.enter()
+                try:
+                    await self._alive.wait()
+                    life = self.life
+                    return await work()
+                except NotFoundError:  # of something that only the engine before this one knew?
+                    if self.life == life:
+                        raise
+                except EngineDiedError:
+                    if self.stopping:
+                        raise asyncio.CancelledError from None
+                    if self.worker.died.is_set():  # the watch may not have seen it yet
+                        self._alive.clear()
+                    if not deaths:
+                        company.suspect()
+                    deaths += 1
+                    is_cause = company.alone_at_death(life) and deaths >= DEATHS_ALLOWED
+                finally:
+                    company.leave()
+        finally:
+            if deaths:
+                company.clear(cause=is_cause)
         raise RequestFailedError(
-            f"The engine's process died {DEATHS_ALLOWED} times while it worked on this request; "
+            f"The engine's process died {deaths} times while it worked on this request; "
             "it is not tried again. Out of memory is the usual reason: send shorter sequences or fewer "
             "at a time.",
             category=RequestErrorCategory.Server,

@@ -26,6 +26,7 @@ from tinkex.types import ForwardBackwardOutput, SampleResponse
 
 from .disk import as_client_error
 from .journal import Journal, Kind, Place, Record
+from .results import encode_result
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
 
@@ -114,6 +115,10 @@ class Feed:
         self.changed.set()
 
     def after(self, cursor: int) -> list[Promise]:
+        if cursor > self.cursor:  # since it was told, the clock that we began with was set back
+            untold = [promise for _, promise in self.finished]
+            self.cursor = cursor + len(untold)
+            self.finished = deque(enumerate(untold, cursor + 1))
         while self.finished and self.finished[0][0] <= cursor:
             self.finished.popleft()
         return [promise for number, promise in self.finished if number > cursor]
@@ -149,6 +154,8 @@ class Promises:
         self._unwritten: deque[Promise] = deque()
         #: Changes of models, by scope, whose requests the journal has lost while it has their results.
         self.lost: dict[str, int] = {}
+        #: Numbers of models, by scope, whose requests were turned away before a restart.
+        self.refused: dict[str, list[int]] = {}
         #: Called with every promise that is given, that got its result, and whose result was told.
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
@@ -193,6 +200,12 @@ class Promises:
         for tell in self.on_accept:
             tell(promise)
         return promise
+
+    def refuse(self, scope: str, seq_id: int) -> None:
+        """Write down that a number was turned away, so that nobody waits for it after a restart either."""
+        head = {"id": "", "refused": scope, "seq": str(seq_id)}
+        with suppress(OSError):  # then they wait for a while
+            self._journal.append(Kind.RESULT, head, b"")
 
     def duplicate(self, scope: str, seq_id: int | None) -> Promise | None:
         """The promise that was given for the same number before."""
@@ -242,17 +255,16 @@ class Promises:
     # -- finishing ---------------------------------------------------------------------------
 
     def finish(self, promise: Promise, value: Any, change: int | None = None) -> None:
-        if isinstance(value, SampleResponse):
-            self._keep(promise, proto_codec.encode_sample_response(value), binary=True)
-        elif isinstance(value, ForwardBackwardOutput):
-            payload = proto_codec.encode_forward_backward_output(value)
-            self._keep(promise, payload, binary=True, change=change)
+        try:
+            payload, binary = _encoded(value)
+        except Exception as error:  # it is done all the same, and nobody shall wait for ever
+            self.fail(promise, error, change)
         else:
-            self._keep(promise, json_codec.encode(value), change=change)
+            self._keep(promise, payload, binary=binary, change=change)
 
-    def fail(self, promise: Promise, error: BaseException) -> None:
+    def fail(self, promise: Promise, error: BaseException, change: int | None = None) -> None:
         body = failure_body(as_client_error(error))
-        self._keep(promise, json_codec.encode(body), failed=True)
+        self._keep(promise, json_codec.encode(body), failed=True, change=change)
 
     def _keep(
         self,
@@ -351,6 +363,8 @@ class Promises:
             return known or self._add(_promise(record.head, record.place, None))
         promise = self._promises.get(record.head["id"])
         head = record.head
+        if "refused" in head:
+            self.refused.setdefault(head["refused"], []).append(int(head["seq"]))
         if promise is None and "scope" in head:
             self.lost[head["scope"]] = max(head["change"], self.lost.get(head["scope"], 0))
         if promise is not None:
@@ -395,6 +409,15 @@ class Promises:
         if promise.key is not None and self._by_key.get(promise.key) is promise:
             del self._by_key[promise.key]
         self._put_away(promise)
+
+
+def _encoded(value: Any) -> tuple[bytes, bool]:
+    """A result as bytes, and whether they are protobuf."""
+    if isinstance(value, SampleResponse):
+        return proto_codec.encode_sample_response(value), True
+    if isinstance(value, ForwardBackwardOutput):
+        return proto_codec.encode_forward_backward_output(value), True
+    return encode_result(value), False
 
 
 def _promise(head: dict[str, Any], place: Place, request: Any) -> Promise:

@@ -58,9 +58,9 @@ from .samplers import Samplers
 from .scheduling import Sequencer
 from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
-from .usage import Usage
+from .usage import Usage, UsageKind
 
-__all__ = ["Model", "ModelWork", "answer_to", "change_of", "changes_model"]
+__all__ = ["Model", "ModelWork", "answer_to", "change_of", "changes_model", "reader_of"]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -133,6 +133,8 @@ class ModelWork:
         self._snapshots = snapshots
         self._now = now
         self._began = now().timestamp()
+        #: Requests that were done before a restart, and are to be done again because a result is lost.
+        self.counted: set[Promise] = set()
         self._operations: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
             "create_model": self._create_model,
             "load_weights": self._load_weights,
@@ -283,7 +285,7 @@ class ModelWork:
         # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
         kept = self._loaded(model, promise)
         if not kept.is_dir():
-            checkpoint, directory = await self._trainable(model.owner, request.path)
+            checkpoint, directory = await self._trainable(reader_of(promise), request.path)
             run = await self._db(self._store.run, checkpoint.run_id)
             assert run is not None
             if run.base_model != model.base_model:
@@ -298,7 +300,12 @@ class ModelWork:
                     field="path",
                 )
             await asyncio.to_thread(directories.copy, directory, kept)
-            model.lora = loaded
+        if model.lora is None:
+            # Here too, because a restart may have come after the copy. The run outlives its checkpoints.
+            source = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
+            run = await self._db(self._store.run, source)
+            assert run is not None
+            model.lora = lora_of(run.lora)
         await self._engine.model(model.base_model, "path")
         await self._call(
             "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
@@ -322,8 +329,7 @@ class ModelWork:
             asked = replace(asked, config=config, traced=traced)
         result = await self._call("run_pass", model.model_id, asked)
         tokens = sum(example.length for example in asked.examples)
-        if not promise.done:  # else it is being run again
-            self._usage.add(model.owner, model.session_id, model.base_model, "training", tokens)
+        self._count(model, promise, "training", tokens)
         return ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[
@@ -350,18 +356,23 @@ class ModelWork:
             overwrite=request.overwrite,
             request_id=promise.request_id,
         )
-        size = await self._call("save_state", model.model_id, place, optimizer=True)
-        row = await self._checkpoints.add(
-            model.model_id,
-            "training",
-            name,
-            model.owner,
-            size,
-            ttl_seconds=request.ttl_seconds,
-            user_metadata=request.user_metadata,
-            request_id=promise.request_id,
-        )
-        self._count_checkpoint(model)
+        scratch = place.with_name(f".{promise.request_id}")
+        try:
+            size = await self._call("save_state", model.model_id, scratch, optimizer=True)
+            row = await self._checkpoints.add(
+                model.model_id,
+                "training",
+                name,
+                model.owner,
+                size,
+                ttl_seconds=request.ttl_seconds,
+                user_metadata=request.user_metadata,
+                request_id=promise.request_id,
+                written=scratch,
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        self._count(model, promise, "checkpoint", 1)
         return SaveWeightsResponse(path=tinker_path(row))
 
     async def _save_weights_for_sampler(
@@ -369,7 +380,7 @@ class ModelWork:
     ) -> SaveWeightsForSamplerResponseInternal:
         check_ttl(request.ttl_seconds)
         if request.path is None:
-            return await self._unnamed_sampler(model, request.sampling_session_seq_id, promise)
+            return await self._unnamed_sampler(model, request, promise)
         place = await self._checkpoints.check_free(
             model.model_id, "sampler", request.path, request_id=promise.request_id
         )
@@ -384,13 +395,14 @@ class ModelWork:
             user_metadata=request.user_metadata,
             request_id=promise.request_id,
         )
-        self._count_checkpoint(model)
+        self._count(model, promise, "checkpoint", 1)
         return SaveWeightsForSamplerResponseInternal(path=tinker_path(row))
 
     async def _unnamed_sampler(
-        self, model: Model, number: int | None, promise: Promise
+        self, model: Model, request: SaveWeightsForSamplerRequest, promise: Promise
     ) -> SaveWeightsForSamplerResponseInternal:
         """A sampler of the weights as they are now; it is not listed as a checkpoint."""
+        number = request.sampling_session_seq_id
         if number is None:
             raise InvalidInputError("give a name, or a sampling_session_seq_id", field="path")
         sampler_id = f"{model.session_id}:sample:{number}"
@@ -399,11 +411,15 @@ class ModelWork:
             raise InvalidInputError(
                 f"this session has a sampler {number} already", field="sampling_session_seq_id"
             )
+        # Who trains makes one after another: those whose time is over make room for it.
+        await self._samplers.delete_expired()
         place = self._samplers.place(sampler_id)
         await self._call("save_state", model.model_id, place, optimizer=False)
+        life = self._engine.life
         await self._call("open_sampler", sampler_id, model.base_model, model_id=model.model_id)
-        await self._samplers.add(model.owner, model.session_id, sampler_id, model.base_model, None)
-        self._samplers.opened(sampler_id)
+        await self._samplers.add_unnamed(
+            model.owner, model.session_id, sampler_id, model.base_model, request.ttl_seconds, life
+        )
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
 
     def _made_by(self, promise: Promise, moment: datetime) -> bool:
@@ -433,7 +449,7 @@ class ModelWork:
             ttl_seconds=request.ttl_seconds,
             request_id=promise.request_id,
         )
-        self._count_checkpoint(model)
+        self._count(model, promise, "checkpoint", 1)
         return SaveWeightsExternalResponseInternal(path=tinker_path(row), size_bytes=size)
 
     async def _unload_model(
@@ -445,8 +461,12 @@ class ModelWork:
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         return await self._engine.worker.call(method, *args, **options)
 
-    def _count_checkpoint(self, model: Model) -> None:
-        self._usage.add(model.owner, model.session_id, model.base_model, "checkpoint", 1)
+    def _count(self, model: Model, promise: Promise, kind: UsageKind, amount: int) -> None:
+        """Count what was used, unless it was before: what is done again is not asked for again."""
+        if promise in self.counted:
+            self.counted.remove(promise)
+        elif not promise.done:
+            self._usage.add(model.owner, model.session_id, model.base_model, kind, amount)
 
     async def _add_run(self, model: Model, user_metadata: dict[str, Any] | None) -> None:
         assert model.lora is not None
@@ -473,6 +493,12 @@ def answer_to(
     if isinstance(request, CreateModelRequest):
         return CreateModelResponse(model_id=model_id)
     return LoadWeightsResponse(path=request.path, model_id=model_id)
+
+
+def reader_of(promise: Promise) -> str:
+    """Who may read the checkpoint that a request loads: who asked, or whose token came with it."""
+    reader: str = promise.extra.get("reader", promise.owner)
+    return reader
 
 
 def change_of(promise: Promise) -> int:

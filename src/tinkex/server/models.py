@@ -24,8 +24,8 @@ from tinkex.types import CreateModelRequest, ForwardRequest, LoadWeightsRequest
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
-from .model_work import Model, ModelWork, answer_to, change_of, changes_model
-from .scheduling import Candidate, choose
+from .model_work import Model, ModelWork, answer_to, change_of, changes_model, reader_of
+from .scheduling import Candidate, Shares
 from .sessions import Sessions
 from .snapshots import Snapshots
 from .store import Database
@@ -65,7 +65,7 @@ class Models:
         self._clock = clock
         self._models: dict[str, Model] = {}
         self._waiting: set[Model] = set()
-        self._served: dict[str, float] = {}
+        self._shares = Shares()
         self._running = 0
         self._kept_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -79,21 +79,25 @@ class Models:
         owner: str,
         request: CreateModelRequest | LoadWeightsRequest,
         body: bytes,
+        reader: str | None = None,
     ) -> Promise:
-        """Accept a request that makes a model: afresh, or from a checkpoint."""
+        """Accept a request that makes a model: afresh, or from a checkpoint that its owner or `reader` may read."""
         assert request.session_id is not None
         await self._sessions.check_active(request.session_id, owner)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
         known = self._made_before(row, model_id, request, body)
         if known is None:
-            base_model = await self._work.base_model(owner, request)
+            base_model = await self._work.base_model(reader or owner, request)
+            run = await self._db(self._store.run, model_id)
             # Another may have come meanwhile.
             known = self._made_before(row, model_id, request, body)
+            if known is None and run is not None:
+                raise _unloaded(model_id, "model_seq_id")
             if known is None:
                 model = self._models[model_id] = Model(
                     model_id, request.session_id, owner, base_model
                 )
-                extra = {"seed": secrets.randbits(31)}
+                extra = {"seed": secrets.randbits(31)} | _read_by(reader)
                 try:
                     known = self._accept(row, model, 0, request, body, "json", extra)
                 except Exception:  # too many are waiting, or the disk is full: there is no model
@@ -132,6 +136,8 @@ class Models:
         request: Any,
         body: bytes,
         media: str,
+        *,
+        reader: str | None = None,
     ) -> Promise:
         """Accept a request for a model; repeating a number gives the first promise again."""
         model = await self.find(model_id, owner)
@@ -146,6 +152,7 @@ class Models:
                     field="seq_id",
                 )
             extra = {"forward": True} if isinstance(request, ForwardRequest) else {}
+            extra |= _read_by(reader)
             known = self._accept(row, model, seq_id, request, body, media, extra)
         await self._promises.flushed()
         return known
@@ -156,7 +163,8 @@ class Models:
         if model is None or model.owner != owner or not seq_id:
             return
         # A number that is taken stays with the request that took it.
-        if self._promises.duplicate(model_id, seq_id) is None:
+        if self._promises.duplicate(model_id, seq_id) is None and not model.line.knows(seq_id):
+            self._promises.refuse(model_id, seq_id)
             model.line.refuse(seq_id)
             self._schedule()
 
@@ -187,14 +195,9 @@ class Models:
         settles = promise.operation.name not in {"forward", "forward_backward"}
         model.line.offer(promise.seq_id, promise, settles=settles)
         if model not in self._waiting:
+            if all(other.owner != model.owner for other in self._waiting):
+                self._shares.arrive(model.owner)
             self._waiting.add(model)
-            others = [
-                self._served[other.owner] for other in self._waiting if other.owner in self._served
-            ]
-            # Who was away has not saved up turns.
-            self._served[model.owner] = max(
-                self._served.get(model.owner, 0.0), min(others, default=0.0)
-            )
         self._schedule()
 
     async def find(self, model_id: str, owner: str) -> Model:
@@ -203,10 +206,7 @@ class Models:
             return model
         run = await self._db(self._store.run, model_id)
         if run is not None and run.owner == owner:
-            raise InvalidInputError(
-                f"model {model_id!r:.200} has been unloaded; its checkpoints are there to go on from",
-                field="model_id",
-            )
+            raise _unloaded(model_id, "model_id")
         raise NotFoundError(f"There is no model {model_id!r:.200}.")
 
     def __iter__(self) -> Any:
@@ -234,7 +234,7 @@ class Models:
                 for model in self._waiting
                 if not model.running and model.line.ready(now)
             ]
-            chosen = choose(ready, self._served)
+            chosen = self._shares.choose(ready)
             if chosen is None:
                 break
             model = self._models[chosen.model_id]
@@ -266,7 +266,7 @@ class Models:
         try:
             await self._run(model, promise)
         finally:
-            self._served[model.owner] = self._served.get(model.owner, 0.0) + self._clock() - started
+            self._shares.serve(model.owner, self._clock() - started)
             self._running -= 1
             model.running = False
             model.made.set()  # or never will be: the first request is the one that makes it
@@ -393,6 +393,8 @@ class Models:
                 why = "The request was done before the service was restarted; its result is lost."
                 over = RequestFailedError(why, promise.request_id, RequestErrorCategory.Server)
                 self._promises.fail(promise, over)
+            for seq_id in self._promises.refused.get(model.model_id, ()):
+                model.line.refuse(seq_id)
             lost = self._promises.lost.get(model.model_id, 0)
             model.changes = max([model.changes, lost, *map(change_of, model.history)])
         self._schedule()
@@ -417,6 +419,7 @@ class Models:
         for promise in undone:
             self._promises.reopen(promise)
         again = [each for each in unknown if _number(each) >= first] + undone
+        self._work.counted.update(again)
         model.line.run_again(sorted(again, key=_number))
         self._waiting.add(model)
         return [each for each in unknown if _number(each) < first]
@@ -449,7 +452,7 @@ class Models:
         run = await self._db(self._store.run, promise.scope)
         try:
             base_model = (
-                await self._work.base_model(promise.owner, self._promises.request_of(promise))
+                await self._work.base_model(reader_of(promise), self._promises.request_of(promise))
                 if run is None
                 else run.base_model
             )
@@ -470,6 +473,17 @@ class Models:
         except TinkerError:
             return False
         return True
+
+
+def _unloaded(model_id: str, field: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"model {model_id!r:.200} has been unloaded; its checkpoints are there to go on from",
+        field=field,
+    )
+
+
+def _read_by(reader: str | None) -> dict[str, Any]:
+    return {} if reader is None else {"reader": reader}
 
 
 def _number(promise: Promise) -> float:

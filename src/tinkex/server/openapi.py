@@ -313,6 +313,12 @@ class _Error:
 _ERRORS: Final = (
     _Error(400, "BadRequest", "Understood and refused; where one field is to blame, it is named."),
     _Error(401, "Unauthorized", "The key is missing or not known here."),
+    _Error(
+        403,
+        "Forbidden",
+        "The access token opens nothing here, or a key cannot be deleted by a call.",
+        of=frozenset({"copy_weights", "delete_api_key", "load_weights"}),
+    ),
     _Error(404, "NotFound", "Something that the request names does not exist."),
     _Error(
         410,

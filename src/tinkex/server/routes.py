@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta
 from email.utils import format_datetime
 from typing import Any, Final
@@ -23,16 +23,22 @@ from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.operations import Operation
 from tinkex.engine.base_models import built_in
-from tinkex.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from tinkex.errors import (
+    AuthenticationError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 
 from .checkpoints import checkpoint_of, tinker_path
 from .futures import Promise
 from .inputs import lora_of
+from .results import encode_result
 from .service import Service
 from .sessions import text_map, utc
 from .store import CheckpointRow, RunRow, TelemetryRow
 
-__all__ = ["HANDLERS", "Call", "promise_response"]
+__all__ = ["HANDLERS", "Call", "owner_of", "promise_response"]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -64,6 +70,14 @@ class Call:
     def knows_external(self) -> bool:
         found = _AGENT.search(self.headers.get("user-agent", ""))
         return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL_SINCE
+
+
+def owner_of(service: Service, headers: Mapping[str, str]) -> str:
+    """Whose request this is: by a key, or by a token that a key was exchanged for."""
+    keys, token = service.settings.keys, headers.get("x-api-key", "")
+    if token.startswith("eyJ") and token.isascii() and keys.needed and service.signer is not None:
+        return keys.known(*service.signer.token_owner(token, service.settings.now()))
+    return keys.owner(headers)
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -259,7 +273,7 @@ async def get_info(call: Call) -> types.GetInfoResponse:
     )
 
 
-async def _submitted(call: Call) -> types.UntypedAPIFuture:
+async def _submitted(call: Call, reader: str | None = None) -> types.UntypedAPIFuture:
     request = call.request
     promise = await call.service.models.submit(
         call.row,
@@ -269,6 +283,7 @@ async def _submitted(call: Call) -> types.UntypedAPIFuture:
         request,
         call.body,
         call.media,
+        reader=reader,
     )
     return _promised(promise)
 
@@ -288,14 +303,37 @@ for _name in (
 @_handles
 async def load_weights(call: Call) -> types.UntypedAPIFuture:
     request: types.LoadWeightsRequest = call.request
+    reader = await _reader(call, request.path, request.weights_access_token)
+    if request.weights_access_token is not None:
+        # It may be somebody's key, which has no place in the journal.
+        request = request.model_copy(update={"weights_access_token": None})
+        call = replace(call, request=request, body=json_codec.encode(request))
     if request.model_id is not None:
-        return await _submitted(call)
+        return await _submitted(call, reader)
     if request.session_id is None or request.model_seq_id is None:
         raise InvalidInputError(
             "give model_id and seq_id of a model, or session_id and model_seq_id for a new one",
             field="model_id",
         )
-    return _promised(await call.service.models.create(call.row, call.owner, request, call.body))
+    return _promised(
+        await call.service.models.create(call.row, call.owner, request, call.body, reader)
+    )
+
+
+async def _reader(call: Call, path: str, token: str | None) -> str | None:
+    """Who reads a checkpoint for a caller who may not: the owner of the key or token that the caller was lent."""
+    if not token or not call.service.settings.keys.needed:
+        return None
+    with contextlib.suppress(NotFoundError):
+        await call.service.checkpoints.readable(call.owner, path)
+        return None
+    try:
+        return owner_of(call.service, {"x-api-key": token})
+    except AuthenticationError:
+        # Not 401: the caller's own key is good.
+        raise PermissionDeniedError(
+            "weights_access_token: must be a key, or a token of auth/token, whose owner may read the weights"
+        ) from None
 
 
 @_handles
@@ -309,9 +347,14 @@ async def create_custom_loss(call: Call) -> types.UntypedAPIFuture:
 
 @_handles
 async def copy_weights(call: Call) -> types.CopyWeightsResponse:
+    request: types.CopyWeightsRequest = call.request
+    token = call.headers.get("x-tinker-weights-access-token") or request.weights_access_token
     return types.CopyWeightsResponse(
         tinker_path=await call.service.copy_weights(
-            call.owner, call.request, call.headers.get("x-idempotency-key")
+            call.owner,
+            request,
+            call.headers.get("x-idempotency-key"),
+            await _reader(call, request.source_path, token),
         )
     )
 
@@ -438,8 +481,8 @@ def promise_response(
     if binary:
         return Response(payload, media_type="application/x-protobuf")
     if promise.operation.name == "asample":
-        return _json(json_codec.encode(proto_codec.decode_sample_response(payload)))
-    return _json(json_codec.encode(proto_codec.decode_forward_backward_output(payload)))
+        return _json(encode_result(proto_codec.decode_sample_response(payload)))
+    return _json(encode_result(proto_codec.decode_forward_backward_output(payload)))
 
 
 def _json(payload: bytes, status: int = 200) -> Response:

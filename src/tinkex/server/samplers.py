@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from tinkex.errors import (
 )
 from tinkex.types import (
     CreateSamplingSessionRequest,
+    CreateSessionRequest,
     SampledSequence,
     SampleRequest,
     SampleResponse,
@@ -48,11 +49,14 @@ from .inputs import sample_job
 from .sessions import Sessions
 from .store import Database, SamplerRow
 from .usage import Usage
+from .worker import EngineDiedError
 
 __all__ = ["Samplers"]
 
 #: Adapters that the engine keeps at hand for sampling.
 OPEN_LIMIT: Final = 32
+#: Samplers of one owner that are kept for requests without a session.
+PASSING_LIMIT: Final = 32
 #: Clients of samplers whose finished requests are kept in order for them; of others they are found anew.
 FEED_LIMIT: Final = 1000
 #: Clients number their requests from this many times their own number.
@@ -66,8 +70,19 @@ class _Sampler:
     row: SamplerRow
     directory: Path | None
     open_in: int = -1  # the life of the engine in which it was opened
-    in_use: int = 0
+    closed: bool = False  # for good: its session has ended, or its time is over
+    drawing: set[asyncio.Task[Any]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(eq=False)
+class _Passing:
+    """What an owner samples from without having made a session: the samplers by what they are of."""
+
+    session_id: str = ""
+    made: OrderedDict[tuple[object, ...], str] = field(default_factory=OrderedDict)
+    count: int = 0
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Samplers:
@@ -98,6 +113,7 @@ class Samplers:
         self._now = now
         self._open_limit = open_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
+        self._passing: dict[str, _Passing] = {}
         self._feeds: OrderedDict[tuple[str, int], Feed] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         promises.on_finish.append(self._tell_feed)
@@ -140,10 +156,15 @@ class Samplers:
                 )
             await self._engine.model(run.base_model, "model_path")
             await self._db(_link, source, self.place(sampler_id))
-            await self.add(owner, session_id, sampler_id, run.base_model, tinker_path(checkpoint))
+            path = tinker_path(checkpoint)
+            await self._add(
+                SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
+            )
         elif base_model is not None:
             await self._engine.model(base_model, "base_model")
-            await self.add(owner, session_id, sampler_id, base_model, None)
+            await self._add(
+                SamplerRow(sampler_id, session_id, owner, base_model, None, self._now())
+            )
         else:
             raise InvalidInputError("give base_model or model_path", field="base_model")
         return sampler_id
@@ -152,17 +173,32 @@ class Samplers:
         """Where a sampler keeps its weights."""
         return self._directory / sampler_id.replace("/", "_")
 
-    async def add(
+    async def add_unnamed(
         self,
         owner: str,
         session_id: str,
         sampler_id: str,
         base_model: str,
-        model_path: str | None,
+        ttl_seconds: int | None,
+        life: int,
     ) -> None:
-        """List a sampler whose weights are in their place."""
-        row = SamplerRow(sampler_id, session_id, owner, base_model, model_path, self._now())
-        self._know(await self._db(self._store.add_sampler, row))
+        """List a sampler whose weights are in their place, and which an engine has open in that life of it."""
+        now = self._now()
+        row = SamplerRow(
+            sampler_id,
+            session_id,
+            owner,
+            base_model,
+            None,
+            now,
+            unnamed=True,
+            expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
+        )
+        (await self._add(row)).open_in = life
+        await self._put_away()
+
+    async def _add(self, row: SamplerRow) -> _Sampler:
+        return self._know(await self._db(self._store.add_sampler, row))
 
     def _know(self, row: SamplerRow) -> _Sampler:
         directory = self.place(row.sampler_id)
@@ -190,14 +226,73 @@ class Samplers:
         return number
 
     async def close_session(self, session_id: str) -> None:
-        """Let go of the samplers of a session that has ended."""
+        """Let go of the samplers of a session that has ended, and of what is being drawn from them."""
         for row in await self._db(self._store.samplers_of_session, session_id):
-            sampler = self._samplers.pop(row.sampler_id, None)
-            if sampler is not None and sampler.open_in == self._engine.life:
-                await self._engine.call_now("close_sampler", row.sampler_id)
-            await asyncio.to_thread(shutil.rmtree, self.place(row.sampler_id), ignore_errors=True)
+            await self._let_go(row.sampler_id)
         for key in [key for key in self._feeds if key[0].startswith(f"{session_id}:")]:
             del self._feeds[key]
+
+    async def delete_expired(self) -> None:
+        """Let go of what has outlived its time, once nobody draws from it."""
+        for row in await self._db(self._store.expired_samplers, self._now()):
+            sampler = self._samplers.get(row.sampler_id)
+            if sampler is None or not sampler.drawing:
+                await self._let_go(row.sampler_id)
+                await self._db(self._store.delete_sampler, row.sampler_id)
+
+    async def _let_go(self, sampler_id: str) -> None:
+        sampler = self._samplers.pop(sampler_id, None)
+        if sampler is not None:
+            sampler.closed = True
+            for task in list(sampler.drawing):
+                task.cancel()
+            # Whether or not it is known to be open: somebody may just have asked for that.
+            await self._engine.call_now("close_sampler", sampler_id)
+        await asyncio.to_thread(shutil.rmtree, self.place(sampler_id), ignore_errors=True)
+
+    # -- without a session ---------------------------------------------------------------------
+
+    async def _passing_sampler(self, owner: str, request: SampleRequest) -> _Sampler:
+        """A sampler for requests that name a model or a checkpoint instead, made for the first of them.
+
+        It belongs to a session of its owner that ends, as any other, when nothing is heard of it for long.
+        """
+        passing = self._passing.setdefault(owner, _Passing())
+        async with passing.making:
+            await self._passing_session(owner, passing)
+            base_model, path = request.base_model, request.model_path
+            # Under the same path there may be other weights by now, or none.
+            written = None
+            if path is not None:
+                written = (await self._checkpoints.readable(owner, path))[0].created_at
+            key = base_model, path, written
+            sampler_id = passing.made.get(key)
+            if sampler_id is None:
+                sampler_id = f"{passing.session_id}:sample:{passing.count}"
+                passing.count += 1
+                await self._make(owner, passing.session_id, sampler_id, base_model, path)
+                passing.made[key] = sampler_id
+            passing.made.move_to_end(key)
+            await self._thin_out(passing)
+            return await self._find(sampler_id, owner)
+
+    async def _passing_session(self, owner: str, passing: _Passing) -> None:
+        if passing.session_id:
+            with contextlib.suppress(TinkerError):  # it has ended, and its samplers are gone
+                return await self._sessions.check_active(passing.session_id, owner)
+        request = CreateSessionRequest(tags=["sampling"], sdk_version="")
+        passing.session_id = await self._sessions.create(owner, request, None)
+        passing.made.clear()
+        return None
+
+    async def _thin_out(self, passing: _Passing) -> None:
+        """Let go of those that were not used for longest: who trains goes from one checkpoint to the next."""
+        for key, sampler_id in list(passing.made.items())[:-PASSING_LIMIT]:
+            sampler = self._samplers.get(sampler_id)
+            if sampler is None or not sampler.drawing:
+                del passing.made[key]
+                await self._let_go(sampler_id)
+                await self._db(self._store.delete_sampler, sampler_id)
 
     # -- drawing -------------------------------------------------------------------------------
 
@@ -205,12 +300,14 @@ class Samplers:
         """Accept a request to sample."""
         sampler = await self._sampler_of(owner, request)
         sampler_id = sampler.row.sampler_id
-        known = self._promises.duplicate(sampler_id, request.seq_id)
+        # Numbers count within a session; without one, another client's first request has the same as this one's.
+        number = None if request.sampling_session_id is None else request.seq_id
+        known = self._promises.duplicate(sampler_id, number)
         if known is None:
             job = sample_job(request, sampler_id, max_samples=self._max_samples)
             extra = {"num_samples": request.num_samples}
             known = self._promises.accept(
-                _ASAMPLE, owner, sampler_id, request.seq_id, request, body, "json", extra
+                _ASAMPLE, owner, sampler_id, number, request, body, "json", extra
             )
             self._start(known, sampler, job, request)
         await self._promises.flushed()
@@ -221,6 +318,7 @@ class Samplers:
         try:
             request: SampleRequest = self._promises.request_of(promise)
             sampler = await self._find(promise.scope, promise.owner)
+            await self._sessions.check_active(sampler.row.session_id, promise.owner)
             job = sample_job(request, promise.scope, max_samples=self._max_samples)
         except TinkerError as error:
             self._promises.fail(promise, error)
@@ -259,10 +357,16 @@ class Samplers:
         if request.sampling_session_id is not None:
             sampler = await self._find(request.sampling_session_id, owner)
             await self._sessions.check_active(sampler.row.session_id, owner)
+            expires_at = sampler.row.expires_at
+            if expires_at is not None and expires_at <= self._now():
+                raise NotFoundError(f"The sampler {sampler.row.sampler_id!r:.200} has expired.")
             return sampler
-        raise InvalidInputError(
-            "is required; create_sampling_session gives one", field="sampling_session_id"
-        )
+        if request.base_model is None and request.model_path is None:
+            raise InvalidInputError(
+                "is required; create_sampling_session gives one. Or give base_model or model_path",
+                field="sampling_session_id",
+            )
+        return await self._passing_sampler(owner, request)
 
     def _start(
         self, promise: Promise, sampler: _Sampler, job: SampleJob, request: SampleRequest
@@ -296,16 +400,44 @@ class Samplers:
         on_token: Callable[[Token], None] | None = None,
     ) -> SampledResult:
         """Have a job done by an engine that has the sampler open."""
+        job = replace(job, owner=sampler.row.owner)
+        told = 0
+
+        def tell(token: Token) -> None:
+            nonlocal told
+            told += 1
+            assert on_token is not None
+            on_token(token)
 
         async def draw() -> SampledResult:
             await self._open(sampler)
-            return await self._engine.worker.sample(job, on_token)
+            try:
+                return await self._engine.worker.sample(job, tell if on_token else None)
+            except EngineDiedError:
+                if not told:
+                    raise
+                # From the beginning it would be said twice, and perhaps not the same.
+                raise RequestFailedError(
+                    f"The engine's process died after {told} tokens of this stream; ask for it again.",
+                    category=RequestErrorCategory.Server,
+                ) from None
 
-        sampler.in_use += 1
+        task = asyncio.current_task()
+        assert task is not None
+        sampler.drawing.add(task)
         try:
+            if sampler.closed:
+                raise asyncio.CancelledError
             result = await self._engine.persist(draw)
+        except asyncio.CancelledError:
+            if not sampler.closed:
+                raise
+            raise RequestFailedError(
+                f"Sampler {sampler.row.sampler_id!r} is gone: its session has ended, or its time was over.",
+                category=RequestErrorCategory.User,
+            ) from None
         finally:
-            sampler.in_use -= 1
+            sampler.drawing.discard(task)
         row = sampler.row
         drawn = sum(map(len, result.tokens))
         self._usage.add(
@@ -330,26 +462,23 @@ class Samplers:
         async with sampler.opening:
             if sampler.open_in == self._engine.life:
                 return
-            if sampler.directory is None and row.model_path is not None:
+            if sampler.directory is None and row.has_weights:
                 raise InternalServerError(f"The weights of sampler {row.sampler_id!r} are gone.")
+            life = self._engine.life  # another one would know nothing of it
             await self._engine.worker.call_now(
                 "open_sampler", row.sampler_id, row.base_model, directory=sampler.directory
             )
-            sampler.open_in = self._engine.life
+            sampler.open_in = life
         await self._put_away()
-
-    def opened(self, sampler_id: str) -> None:
-        """The engine has a sampler open already, because it made it."""
-        self._samplers[sampler_id].open_in = self._engine.life
 
     async def _put_away(self) -> None:
         """Close the samplers that were not used for longest; they can be opened again."""
         life = self._engine.life
         opened = [sampler for sampler in self._samplers.values() if sampler.open_in == life]
         for sampler in opened[: max(0, len(opened) - self._open_limit)]:
-            if not sampler.in_use and sampler.directory is not None:
+            if not sampler.drawing and sampler.directory is not None:
                 sampler.open_in = -1
-                await self._engine.worker.call_now("close_sampler", sampler.row.sampler_id)
+                await self._engine.call_now("close_sampler", sampler.row.sampler_id)
 
     # -- waiting for any -----------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ over. Between models, keys take turns, so that one user's thousand requests do n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-__all__ = ["GAP_LIMIT", "SETTLED_GAP_LIMIT", "Candidate", "Sequencer", "choose"]
+__all__ = ["GAP_LIMIT", "SETTLED_GAP_LIMIT", "Candidate", "Sequencer", "Shares"]
 
 T = TypeVar("T")
 
@@ -142,10 +142,27 @@ class Candidate:
     since: float
 
 
-def choose(candidates: Iterable[Candidate], served: Mapping[Any, float]) -> Candidate | None:
-    """The next model to serve: of the key that has had least, the one that has waited longest."""
-    return min(
-        candidates,
-        key=lambda candidate: (served.get(candidate.key, 0.0), candidate.since, candidate.model_id),
-        default=None,
-    )
+@dataclass
+class Shares:
+    """What each key has had. Among those who wait all count the same, whatever they had before they came."""
+
+    _served: dict[Hashable, float] = field(default_factory=dict)
+    _floor: float = 0.0  # what the key had that was chosen last: who waits has had about as much
+
+    def arrive(self, key: Hashable) -> None:
+        """A key of which nothing was waiting: while it was away it has not saved up turns."""
+        self._served[key] = max(self._served.get(key, 0.0), self._floor)
+
+    def choose(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """The next model to serve: of the key that has had least, the one that has waited longest."""
+        chosen = min(
+            candidates,
+            key=lambda each: (self._served.get(each.key, 0.0), each.since, each.model_id),
+            default=None,
+        )
+        if chosen is not None:
+            self._floor = max(self._floor, self._served.get(chosen.key, 0.0))
+        return chosen
+
+    def serve(self, key: Hashable, amount: float) -> None:
+        self._served[key] = self._served.get(key, 0.0) + amount

@@ -237,10 +237,14 @@ class Service:
         await self.losses.close_session(session_id)
 
     async def copy_weights(
-        self, owner: str, request: CopyWeightsRequest, idempotency_key: str | None
+        self,
+        owner: str,
+        request: CopyWeightsRequest,
+        idempotency_key: str | None,
+        reader: str | None = None,
     ) -> str:
-        """Copy a checkpoint one may read into a run of one's own."""
-        source, _ = await self.checkpoints.readable(owner, request.source_path)
+        """Copy a checkpoint one may read, or was lent a token for, into a run of one's own."""
+        source, _ = await self.checkpoints.readable(reader or owner, request.source_path)
         check_ttl(request.ttl_seconds)
         if request.session_id is not None:
             await self.sessions.check_active(request.session_id, owner)
@@ -300,6 +304,7 @@ class Service:
         """
         for step in (
             self.checkpoints.delete_expired,
+            self.samplers.delete_expired,
             self._forget_results,
             self._end_silent_sessions,
             self._forget_telemetry,

@@ -114,6 +114,8 @@ _samplers = sa.Table(
     sa.Column("model_path", sa.String),
     sa.Column("clones", sa.Integer, nullable=False, default=0),
     sa.Column("created_at", _UTC, nullable=False),
+    sa.Column("unnamed", sa.Boolean, nullable=False, default=False),
+    sa.Column("expires_at", _UTC, index=True),
 )
 _usage = sa.Table(
     "usage",
@@ -155,6 +157,11 @@ _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
         "ALTER TABLE telemetry ADD COLUMN event_id VARCHAR",
         "CREATE UNIQUE INDEX telemetry_once ON telemetry (owner, session_id, event_id)",
+    ),
+    (
+        "ALTER TABLE samplers ADD COLUMN unnamed BOOLEAN DEFAULT FALSE NOT NULL",
+        "ALTER TABLE samplers ADD COLUMN expires_at TIMESTAMP WITH TIME ZONE",
+        "CREATE INDEX ix_samplers_expires_at ON samplers (expires_at)",
     ),
 )
 #: What SQLite says of a full disk, and of a file that may not grow.
@@ -220,6 +227,13 @@ class SamplerRow:
     model_path: str | None
     created_at: datetime
     clones: int = 0
+    unnamed: bool = False  # made of a model as it was, without a checkpoint
+    expires_at: datetime | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is more to it than the base model."""
+        return self.unnamed or self.model_path is not None
 
 
 @dataclass(frozen=True)
@@ -491,6 +505,15 @@ class Store:
         with self._transaction() as connection:
             of_session = _samplers.c.session_id == session_id
             return _all(connection, SamplerRow, _samplers, of_session, _samplers.c.created_at)
+
+    def expired_samplers(self, now: datetime) -> list[SamplerRow]:
+        with self._transaction() as connection:
+            due = _samplers.c.expires_at <= now
+            return _all(connection, SamplerRow, _samplers, due, _samplers.c.expires_at)
+
+    def delete_sampler(self, sampler_id: str) -> None:
+        with self._transaction() as connection:
+            connection.execute(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
     def next_clone(self, sampler_id: str) -> int | None:
         """A number for one more copy of a sampler's client, from 1; None if there is no such sampler."""

@@ -1,0 +1,252 @@
+"""Who joins the batch when, how much memory it takes, and what happens where there is too little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkex.engine.values import SampledResult, SampleEvent
+from tinkex.errors import RequestFailedError
+
+from .test_sampling import PROMPT, job, run, sampler_of
+
+
+class Watched:
+    """A decoder whose caller is watched: what it has read, and what it needs at most; `limit` is all there is."""
+
+    def __init__(self, decoder: Any, limit: float = float("inf")) -> None:
+        self._decoder, self._limit = decoder, limit
+        self.most = 0
+        self.read: list[int] = []
+
+    def reserve(self, slots: int, length: int) -> None:
+        needed = self._decoder.size(slots, length)
+        if needed > self._limit:
+            raise RuntimeError(f"can't allocate memory: you tried to allocate {needed} bytes")
+        self.most = max(self.most, needed)
+        self._decoder.reserve(slots, length)
+
+    def prefill(self, slots: Any, prompts: Any, adapter: Any) -> Any:
+        self.read += map(len, prompts)
+        return self._decoder.prefill(slots, prompts, adapter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+
+def watched(language_model, *, limit: float = float("inf"), **options):
+    sampler = sampler_of(language_model, **options)
+    sampler._decoder = watch = Watched(sampler._decoder, limit)
+    return sampler, watch
+
+
+def tokens(result: SampledResult | None) -> list[list[int]]:
+    assert result is not None
+    return [drawn.tolist() for drawn in result.tokens]
+
+
+def events_of(sampler, each_step: Callable[[], object] = lambda: None) -> list[SampleEvent]:
+    events = []
+    while sampler.busy:
+        events += sampler.step()
+        each_step()
+    return events
+
+
+# -- many sequences ----------------------------------------------------------------------------------
+
+
+def test_a_request_of_many_samples_has_no_more_under_way_than_there_is_room_for(language_model):
+    many = job(seed=3, num_samples=10, prompt_logprobs=True)
+    expected = run(sampler_of(language_model), {"a": many})["a"]
+    sampler, watch = watched(language_model, max_sequences=4)
+    sampler.add("a", many, None)
+    depths = []
+    (event,) = events_of(sampler, lambda: depths.append(sampler.depth))
+    assert tokens(event.result) == tokens(expected)
+    assert event.result is not None
+    np.testing.assert_array_equal(event.result.prompt_logprobs_T, expected.prompt_logprobs_T)
+    assert depths[0] == (1, 4)
+    assert max(running for _, running in depths) == 4
+    assert len(watch.read) == 3  # all four end together, and nothing is left to copy
+
+
+def test_later_samples_take_the_prompt_from_earlier_ones(language_model):
+    many = job(seed=3, num_samples=20, max_tokens=30, stop_tokens=tuple(range(0, 264, 8)))
+    expected = run(sampler_of(language_model), {"a": many})["a"]
+    sampler, watch = watched(language_model, max_sequences=4)
+    assert tokens(run(sampler, {"a": many})["a"]) == tokens(expected)
+    assert len({len(drawn) for drawn in expected.tokens}) > 5
+    assert watch.read == [len(PROMPT)]
+
+
+def test_a_request_can_be_cancelled_when_some_of_its_samples_are_under_way(language_model):
+    sampler, watch = watched(language_model, max_sequences=4)
+    sampler.add("many", job(num_samples=10), None)
+    sampler.add("other", job(temperature=0.0), None)
+    sampler.step()
+    sampler.cancel("many")
+    sampler.cancel("nobody")
+    assert sampler.depth == (1, 0)
+    assert [event.job_id for event in events_of(sampler)] == ["other"]
+    sampler.add("many", job(num_samples=10), None)
+    sampler.step()
+    sampler.cancel("many")
+    assert not sampler.busy
+    assert watch._slots == 0
+
+
+# -- owners ------------------------------------------------------------------------------------------
+
+
+def test_owners_take_turns(language_model):
+    sampler = sampler_of(language_model, max_sequences=2)
+    for number in range(6):
+        sampler.add(f"ann {number}", job(max_tokens=4, owner="ann"), None)
+    sampler.add("ann many", job(max_tokens=4, num_samples=6, owner="ann"), None)
+    for number in range(2):
+        sampler.add(f"bob {number}", job(max_tokens=4, owner="bob"), None)
+    finished = [event.job_id for event in events_of(sampler)]
+    assert finished == [
+        *("ann 0", "bob 0", "ann 1", "bob 1"),
+        *("ann 2", "ann 3", "ann 4", "ann 5", "ann many"),
+    ]
+
+
+def test_samples_of_one_request_take_turns_with_other_owners_too(language_model):
+    sampler = sampler_of(language_model, max_sequences=2)
+    sampler.add("many", job(max_tokens=4, num_samples=9, owner="ann"), None)
+    sampler.step()
+    sampler.add("one", job(max_tokens=4, owner="bob"), None)
+    assert [event.job_id for event in events_of(sampler)] == ["one", "many"]
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+def test_the_cache_stays_within_its_budget_and_nothing_else_changes(language_model):
+    jobs = {str(number): job(seed=number, max_tokens=90 + 20 * number) for number in range(6)}
+    expected = run(sampler_of(language_model), jobs)
+    sampler, watch = watched(language_model)
+    sampler.cache_bytes = budget = watch.size(3, 128)
+    results = run(sampler, jobs)
+    assert {name: tokens(result) for name, result in results.items()} == {
+        name: tokens(result) for name, result in expected.items()
+    }
+    assert watch.size(2, 128) < watch.most <= budget
+    assert max(watch.read) > len(
+        PROMPT
+    )  # some had to wait, and were read again with what was drawn
+
+
+def test_a_long_prompt_waits_until_it_fits_and_nobody_overtakes_it(language_model):
+    sampler, watch = watched(language_model)
+    sampler.cache_bytes = watch.size(4, 64)
+    for number in range(4):
+        sampler.add(f"short {number}", job(max_tokens=5 + number), None)
+    sampler.add("long", job(prompt_T=np.resize(PROMPT, 150), max_tokens=5), None)
+    sampler.add("late", job(max_tokens=5), None)
+    finished = [event.job_id for event in events_of(sampler)]
+    assert finished == [*(f"short {number}" for number in range(4)), "long", "late"]
+    assert watch.most == watch.size(4, 64)
+
+
+def test_one_sequence_over_the_budget_runs_alone(language_model):
+    sampler = sampler_of(language_model, cache_bytes=1)
+    jobs = {name: job(seed=1) for name in "ab"}
+    assert tokens(run(sampler, jobs)["b"]) == tokens(run(sampler_of(language_model), jobs)["b"])
+
+
+def test_the_cache_gets_smaller_when_a_long_sequence_has_left(language_model):
+    sampler, watch = watched(language_model)
+    sampler.add("long", job(prompt_T=np.resize(PROMPT, 1000), max_tokens=2), None)
+    others = {str(number): job(seed=number, max_tokens=40) for number in range(4)}
+    expected = run(sampler_of(language_model), others)
+    for name, one in others.items():
+        sampler.add(name, one, None)
+    sampler.step()
+    assert watch._capacity >= 1000
+    results = {event.job_id: event.result for event in sampler.step()}
+    sampler.step()
+    assert watch._capacity == 64
+    results |= {event.job_id: event.result for event in events_of(sampler)}
+    assert all(tokens(results[name]) == tokens(expected[name]) for name in others)
+
+
+# -- steps that fail ---------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_into_memory_is_done_in_smaller_parts(language_model):
+    jobs = {str(number): job(seed=number, num_samples=4, stream=True) for number in range(8)}
+    expected = run(sampler_of(language_model), jobs)
+    size = sampler_of(language_model)._decoder.size
+    sampler, watch = watched(language_model, limit=size(5, 64))
+    for name, one in jobs.items():
+        sampler.add(name, one, None)
+    events = events_of(sampler)
+    streamed: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if event.token is not None:
+            streamed.setdefault((event.job_id, event.index), []).append(event.token)
+    assert {event.job_id for event in events if event.result is not None} == set(jobs)
+    assert not [event for event in events if event.error is not None]
+    for name, result in expected.items():
+        for index, drawn in enumerate(tokens(result)):
+            assert streamed[name, index] == drawn
+    assert watch._slots == 0
+
+
+def test_a_request_that_does_not_fit_even_alone_fails_and_no_other_does(language_model):
+    others = {str(number): job(seed=number, max_tokens=30) for number in range(6)}
+    expected = run(sampler_of(language_model), others)
+    size = sampler_of(language_model)._decoder.size
+    sampler, _ = watched(language_model, limit=size(8, 64))
+    for name, one in list(others.items())[:3]:
+        sampler.add(name, one, None)
+    sampler.step()
+    sampler.add("long", job(prompt_T=np.resize(PROMPT, 600), num_samples=3), None)
+    for name, one in list(others.items())[3:]:
+        sampler.add(name, one, None)
+    ended = {event.job_id: event for event in events_of(sampler)}
+    error = ended.pop("long").error
+    assert isinstance(error, RequestFailedError)
+    assert "too little memory to sample after 600 tokens" in str(error)
+    assert {name: tokens(event.result) for name, event in ended.items()} == {
+        name: tokens(result) for name, result in expected.items()
+    }
+    assert sampler._bytes_that_work == float("inf")
+
+
+def test_an_error_in_one_request_is_told_to_it_alone(language_model):
+    def detokenize(ids):
+        if len(ids) == 3:
+            raise UnicodeError("these tokens are no text")
+        return ""
+
+    sampler = sampler_of(language_model)
+    sampler._detokenize = detokenize
+    others = {str(number): job(seed=number) for number in range(5)}
+    expected = run(sampler_of(language_model), others)
+    sampler.add("broken", job(stop_texts=("x",)), None)
+    for name, one in others.items():
+        sampler.add(name, one, None)
+    ended = {event.job_id: event for event in events_of(sampler)}
+    assert isinstance(ended.pop("broken").error, UnicodeError)
+    assert {name: tokens(event.result) for name, event in ended.items()} == {
+        name: tokens(result) for name, result in expected.items()
+    }
+
+
+def test_an_error_after_which_nothing_works_is_raised(language_model):
+    class Lost(Watched):
+        def prefill(self, *_: Any) -> Any:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    sampler = sampler_of(language_model)
+    sampler._decoder = Lost(sampler._decoder)
+    sampler.add("a", job(), None)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        sampler.step()

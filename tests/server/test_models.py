@@ -1,0 +1,92 @@
+"""Models from inside: whose turn it is, and what a restart leaves of a model that was being made."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from tinkex.server.app import build_app
+from tinkex.server.auth import Keys
+from tinkex.server.futures import Promise
+
+from .test_storage import housed, inputs, new_model, told
+
+
+def test_who_comes_back_takes_turns_with_who_was_there(tmp_path):
+    """However little was done for one of them before, and however many models it has."""
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+
+    async def scenario() -> None:
+        async with housed(tmp_path / "data", keys=Keys.from_file(file)) as (made, bob):
+            bob.headers["X-API-Key"] = "tml-key-of-bob"
+            ann = httpx.AsyncClient(
+                transport=httpx.ASGITransport(build_app(made)),
+                base_url=bob.base_url,
+                headers={"X-API-Key": "tml-key-of-ann"},
+            )
+            order: list[str] = []
+            moment = [0.0]
+
+            def finished(promise: Promise) -> None:
+                order.append(promise.owner)
+                moment[0] += 1.0  # every request takes a second
+
+            made.promises.on_finish.append(finished)
+            made.models._clock = lambda: moment[0]
+            models = [(ann, await new_model(ann)) for _ in range(3)]
+            models.append((bob, await new_model(bob)))
+
+            async def send(client: httpx.AsyncClient, model: str, number: int) -> dict[str, str]:
+                body: dict[str, Any] = {"model_id": model, "seq_id": number}
+                body["forward_backward_input"] = inputs()
+                answer = (await client.post("forward_backward", json=body)).json()
+                return {"request_id": answer["request_id"]}
+
+            for number in range(1, 31):  # ann is away
+                await told(bob, "retrieve_future", await send(*models[-1], number))
+            order.clear()
+            made.engine._alive.clear()
+            promised = [
+                (client, await send(client, model, number + (30 if client is bob else 0)))
+                for number in range(1, 9)
+                for client, model in models
+            ]
+            made.engine._alive.set()
+            for client, promise in promised:
+                await told(client, "retrieve_future", promise)
+            await ann.aclose()
+            assert order[:16].count("bob") >= 6
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_was_being_made_of_a_checkpoint_is_made_after_a_restart(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            save = {"model_id": model, "seq_id": 1, "path": "a"}
+            path = (await told(client, "save_weights", save))["path"]
+            session = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
+            call, reached = made.engine.worker.call, asyncio.Event()
+
+            async def stops(method: str, *args: Any, **options: Any) -> Any:
+                if method == "restore_model":
+                    reached.set()
+                    await asyncio.Event().wait()
+                return await call(method, *args, **options)
+
+            made.engine.worker.call = stops
+            body = {"session_id": session["session_id"], "model_seq_id": 0, "path": path}
+            answer = (await client.post("load_weights", json=body)).json()
+            await reached.wait()
+        async with housed(tmp_path) as (_, client):
+            promise = {"request_id": answer["request_id"]}
+            loaded = await told(client, "retrieve_future", promise)
+            assert loaded["model_id"] == f"{session['session_id']}:train:0"
+            step = {"model_id": loaded["model_id"], "seq_id": 1, "adam_params": {}}
+            assert "metrics" in await told(client, "optim_step", step)
+
+    asyncio.run(scenario())

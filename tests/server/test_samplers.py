@@ -1,0 +1,245 @@
+"""Samplers from inside: what is kept of them, for how long, and what becomes of them when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+
+from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.errors import RequestFailedError
+from tinkex.server.service import Service
+from tinkex.server.worker import EngineDiedError
+from tinkex.types import FinishSessionRequest, ModelInput, SampleRequest, SamplingParams
+
+from .test_storage import housed, new_model, on_disk, told, told_failure
+
+OWNER = "local"
+FINISH = {"reason": {"type": "success"}}
+
+
+async def unnamed(client: httpx.AsyncClient, model: str, number: int, **fields: Any) -> str:
+    body = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number, **fields}
+    return (await told(client, "save_weights_for_sampler", body))["sampling_session_id"]
+
+
+async def of_base_model(client: httpx.AsyncClient) -> str:
+    session = (await told(client, "create_session", {"tags": [], "sdk_version": "0"}))["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tinkex/tiny"}
+    return (await told(client, "create_sampling_session", body))["sampling_session_id"]
+
+
+def body_of(sampler: str) -> dict[str, Any]:
+    return {
+        "prompt": {"chunks": [{"tokens": [5, 6, 7], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 4, "seed": 1, "stop": []},
+        "sampling_session_id": sampler,
+    }
+
+
+async def sent(client: httpx.AsyncClient, sampler: str) -> dict[str, str]:
+    answer = await client.post("asample", json=body_of(sampler))
+    assert answer.status_code == 200, answer.text
+    promise: dict[str, str] = {"request_id": answer.json()["request_id"]}
+    return promise
+
+
+def request_of(sampler: str) -> SampleRequest:
+    return SampleRequest(
+        prompt=ModelInput.from_ints([5, 6, 7]),
+        sampling_params=SamplingParams(max_tokens=4, seed=1, stop=[]),
+        sampling_session_id=sampler,
+    )
+
+
+# -- how many, and for how long ----------------------------------------------------------------
+
+
+def test_unnamed_samplers_are_put_away_like_others(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            made.samplers._open_limit = 2
+            closed = []
+            call_now = made.engine.worker.call_now
+
+            async def heard(method: str, *args: Any, **options: Any) -> Any:
+                if method == "close_sampler":
+                    closed.append(args[0])
+                return await call_now(method, *args, **options)
+
+            made.engine.worker.call_now = heard
+            model = await new_model(client)
+            samplers = [await unnamed(client, model, number) for number in range(4)]
+            assert closed == samplers[:2]
+            assert "sequences" in await told(client, "asample", body_of(samplers[0]))
+            assert closed == samplers[:3]
+
+    asyncio.run(scenario())
+
+
+def test_an_unnamed_sampler_goes_when_its_time_is_over(tmp_path):
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
+    async def scenario() -> None:
+        async with housed(tmp_path, now=lambda: moment[0]) as (made, client):
+            model = await new_model(client)
+            sampler = await unnamed(client, model, 0, ttl_seconds=3600)
+            stays = await unnamed(client, model, 1)
+            both = on_disk(tmp_path / "samplers")
+            await told(client, "asample", body_of(sampler))
+            moment[0] += timedelta(hours=1)
+            refused = await client.post("asample", json=body_of(sampler))
+            assert refused.status_code == 404
+            assert "has expired" in refused.text
+            await made.samplers.delete_expired()
+            assert 0 < on_disk(tmp_path / "samplers") < both
+            assert (await client.get(f"samplers/{sampler}")).status_code == 404
+            assert "sequences" in await told(client, "asample", body_of(stays))
+
+    asyncio.run(scenario())
+
+
+def test_a_new_unnamed_sampler_makes_room_for_itself(tmp_path):
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
+    async def scenario() -> None:
+        async with housed(tmp_path, now=lambda: moment[0]) as (_, client):
+            model = await new_model(client)
+            for number in range(5):
+                await unnamed(client, model, number, ttl_seconds=3600)
+                moment[0] += timedelta(hours=1)
+            assert len(list((tmp_path / "samplers").iterdir())) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_sampler_whose_weights_are_gone_is_not_its_base_model(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (_, client):
+            sampler = await unnamed(client, await new_model(client), 0)
+        shutil.rmtree(tmp_path / "samplers")
+        async with housed(tmp_path) as (_, client):
+            failed = await told_failure(client, await sent(client, sampler))
+            assert "weights" in failed["error"]
+            assert failed["category"] == "server"
+
+    asyncio.run(scenario())
+
+
+# -- the end of a session ----------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def drawing(made: Service, client: httpx.AsyncClient, sampler: str):
+    """A sample and a stream that wait for an engine which is away."""
+    made.engine._alive.clear()
+    stream = await made.samplers.stream(OWNER, request_of(sampler))
+    streaming = asyncio.ensure_future(anext(stream))
+    yield await sent(client, sampler), streaming
+    made.engine._alive.set()
+
+
+def test_what_is_being_drawn_ends_with_its_session(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            sampler = await of_base_model(client)
+            async with drawing(made, client, sampler) as (promise, streaming):
+                session = sampler.partition(":")[0]
+                await told(client, f"sessions/{session}/finish", FINISH)
+                failed = await told_failure(client, promise)
+                assert "its session has ended" in failed["error"]
+                assert failed["category"] == "user"
+                with pytest.raises(RequestFailedError, match="its session has ended"):
+                    await streaming
+            assert made.samplers.under_way == 0
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_drawn_after_a_restart_for_a_session_that_has_ended(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            sampler = await of_base_model(client)
+            made.engine._alive.clear()
+            promise = await sent(client, sampler)
+            # The service is stopped before it can let go of what belongs to the session.
+            request = FinishSessionRequest.model_validate(FINISH)
+            await made.sessions.finish(sampler.partition(":")[0], OWNER, request)
+        async with housed(tmp_path) as (_, client):
+            failed = await told_failure(client, promise)
+            assert "has ended" in failed["error"]
+
+    asyncio.run(scenario())
+
+
+# -- an engine that dies -----------------------------------------------------------------------
+
+
+class Dying:
+    """An engine that is gone once: before the first token of a sample, or after the last and before the result."""
+
+    def __init__(self, made: Service, *, tokens: bool) -> None:
+        self._sample, self._tokens, self._died = made.engine.worker.sample, tokens, False
+        made.engine.worker.sample = self  # type: ignore[method-assign]
+
+    async def __call__(self, job: SampleJob, on_token: Any = None) -> SampledResult:
+        if self._died:
+            return await self._sample(job, on_token)
+        self._died = True
+        if self._tokens:
+            await self._sample(job, on_token)
+        raise EngineDiedError("The engine's process ended.")
+
+
+async def streamed(made: Service, sampler: str, into: list[int]) -> None:
+    async for chunk in await made.samplers.stream(OWNER, request_of(sampler)):
+        into += [] if chunk.token_id is None else [chunk.token_id]
+
+
+def test_a_stream_says_nothing_twice_when_the_engine_dies(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            sampler = await of_base_model(client)
+            whole: list[int] = []
+            await streamed(made, sampler, whole)
+            assert len(whole) == 4
+            Dying(made, tokens=True)
+            heard: list[int] = []
+            with pytest.raises(RequestFailedError, match="died after 4 tokens"):
+                await streamed(made, sampler, heard)
+            assert heard == whole
+            Dying(made, tokens=False)
+            heard.clear()
+            await streamed(made, sampler, heard)
+            assert heard == whole
+
+    asyncio.run(scenario())
+
+
+def test_a_sampler_that_its_engine_took_along_is_opened_again(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            worker = made.engine.worker
+            call = worker.call
+
+            async def dies(method: str, *args: Any, **options: Any) -> Any:
+                result = await call(method, *args, **options)
+                if method == "open_sampler":
+                    assert worker._writer is not None
+                    worker._writer.close()
+                    await worker.died.wait()
+                    await made.engine._alive.wait()
+                return result
+
+            worker.call = dies
+            sampler = await unnamed(client, model, 0)
+            assert made.engine.life == 1
+            assert "sequences" in await told(client, "asample", body_of(sampler))
+
+    asyncio.run(scenario())
