@@ -245,7 +245,7 @@ def test_an_answer_can_be_read_in_every_way():
     assert answer.text() == '{"a":\n"ä"}' == "".join(answer.iter_text(2))
     assert list(answer.iter_lines()) == ['{"a":', '"ä"}']
     assert b"".join(answer.iter_bytes(3)) == answer.body == next(answer.iter_bytes())
-    assert list(raw(b"").iter_bytes()) == list(raw(b"").iter_text()) == []
+    assert (list(raw(b"").iter_bytes()), list(raw(b"").iter_text())) == ([], [])
     assert (answer.elapsed.total_seconds(), answer.retries_taken) == (0.001, 0)
     assert (answer.http_request.method, answer.http_response.status_code) == ("GET", 200)
     answer.close()
