@@ -411,6 +411,7 @@ def test_everybody_goes_on_after_a_death(cache_dir):
             await all_begun.wait()
             kill(engine.worker)
             results = await asyncio.gather(*sampling)
+            await asyncio.gather(endless_pass_of_its_own, return_exceptions=True)
             assert [result.stop_reasons for result in results] == [["length"]] * 20
             assert begun == 40
             assert engine.life == 1
