@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPER = Path(__file__).with_name("official_side.py")
@@ -22,13 +23,20 @@ def environment(version: str) -> Path:
     """The Python that has `tinker==version`; made once, kept until `make clean`."""
     home = ROOT / ".scratch" / f"tinker-{version}"
     python, ready = home / "bin" / "python", home / ".ready"
-    if ready.exists():
-        return python
+    home.parent.mkdir(exist_ok=True)
+    with FileLock(f"{home}.lock"):  # the tests run in more than one process
+        if not ready.exists():
+            _install(home, version)
+            ready.touch()
+    return python
+
+
+def _install(home: Path, version: str) -> None:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     constraint = ROOT / "constraints.txt"
     install = subprocess.run(
-        [python, "-m", "pip", "install", "--constraint", constraint, f"tinker=={version}"],
+        [home / "bin" / "pip", "install", "--constraint", constraint, f"tinker=={version}"],
         capture_output=True,
         text=True,
         check=False,
@@ -38,8 +46,6 @@ def environment(version: str) -> Path:
         # Advice to upgrade pip may come after what went wrong.
         reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         pytest.skip(f"official client {version} could not be installed: {reason}")
-    ready.touch()
-    return python
 
 
 class OfficialClient:
