@@ -64,12 +64,16 @@ def postgres_url():
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def store(request, tmp_path):
-    if request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
-        empty(url)
-    else:
-        url = f"sqlite:///{tmp_path}/tinkex.db"
+def url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/tinkex.db"
+    url = request.getfixturevalue("postgres_url")
+    empty(url)
+    return url
+
+
+@pytest.fixture
+def store(url):
     opened = Store(url)
     opened.open()
     yield opened
@@ -269,8 +273,7 @@ def test_samplers_expire_and_can_be_deleted(store):
     assert (expired.sampler_id, left) == ("1", {"2", "x"})
 
 
-def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(tmp_path):
-    url = f"sqlite:///{tmp_path}/tinkex.db"
+def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(url):
     first = Store(url)
     first.open()
     first.add_session(session())
@@ -300,9 +303,8 @@ def test_an_event_is_kept_once_per_owner_and_session(store):
     assert store.telemetry("you", None, limit=9, offset=0)[1] == 1
 
 
-def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path):
+def test_a_database_of_the_first_release_is_brought_up_to_date(url):
     """As version 1 made it: telemetry without the ids of events, samplers that never expire."""
-    url = f"sqlite:///{tmp_path}/tinkex.db"
     old = Store(url)
     old.open()
     old.add_session(session())
