@@ -406,7 +406,7 @@ class FakeEngine:
         self._detokenize = detokenize
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Table] = {}
-        self._requests: list[_Request] = []
+        self._requests: dict[str, _Request] = {}
         self._jobs = 0
 
     def load(self, model: BaseModel) -> None:
@@ -484,11 +484,11 @@ class FakeEngine:
             for index in range(job.num_samples)
         ]
         request = _Request(job_id, job, table, limit, stops, sequences, _scored_prompt(job, table))
-        self._requests.append(request)
+        self._requests[job_id] = request
         self._jobs += 1
 
     def cancel_sample(self, job_id: str) -> None:
-        self._requests = [request for request in self._requests if request.job_id != job_id]
+        self._requests.pop(job_id, None)
 
     @property
     def sampling(self) -> bool:
@@ -496,7 +496,7 @@ class FakeEngine:
 
     def sample_step(self) -> list[SampleEvent]:
         events = []
-        for request in self._requests:
+        for request in list(self._requests.values()):
             for index, sequence in request.under_way():
                 token, logprob = self._append(request, sequence)
                 if request.job.stream:
@@ -505,7 +505,7 @@ class FakeEngine:
                     )
             if not request.under_way():
                 events.append(SampleEvent(request.job_id, result=_finished(request)))
-        self._requests = [request for request in self._requests if request.under_way()]
+                del self._requests[request.job_id]
         return events
 
     def _append(self, request: _Request, sequence: _Sequence) -> tuple[int, float]:

@@ -277,6 +277,13 @@ class Store:
 
     def open(self) -> None:
         self._engine = _new_engine(self._url)
+        try:
+            self._bring_up_to_date()
+        except BaseException:
+            self.close()
+            raise
+
+    def _bring_up_to_date(self) -> None:
         with self._transaction() as connection:
             _metadata.create_all(connection)
             found = connection.scalar(sa.select(_version.c.version))
