@@ -21,9 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/tinkex demo $(ARGS)
 
-# One thread each: two processes with two threads each would be slower on two cores.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff format --check .

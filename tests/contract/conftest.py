@@ -26,17 +26,17 @@ def environment(version: str) -> Path:
     home.parent.mkdir(exist_ok=True)
     with FileLock(f"{home}.lock"):  # the tests run in more than one process
         if not ready.exists():
-            _install(home, version)
+            _install(home, python, version)
             ready.touch()
     return python
 
 
-def _install(home: Path, version: str) -> None:
+def _install(home: Path, python: Path, version: str) -> None:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     constraint = ROOT / "constraints.txt"
     install = subprocess.run(
-        [home / "bin" / "pip", "install", "--constraint", constraint, f"tinker=={version}"],
+        [python, "-m", "pip", "install", "--constraint", constraint, f"tinker=={version}"],
         capture_output=True,
         text=True,
         check=False,

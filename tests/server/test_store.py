@@ -284,8 +284,10 @@ def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(url):
     with second._transaction() as connection:
         connection.exec_driver_sql("UPDATE schema_version SET version = 999")
     second.close()
+    refused = Store(url)
     with pytest.raises(RuntimeError, match="newer release"):
-        Store(url).open()
+        refused.open()
+    assert not refused.is_open
 
 
 def event(event_id: str | None, **changes: Any) -> TelemetryRow:
