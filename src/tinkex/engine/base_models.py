@@ -72,6 +72,10 @@ _CONTEXT_KEYS = (
 )
 
 
+#: Limit of the JSON files of a model and of the header of its weights; safetensors has the same.
+_HEADER_LIMIT = 100_000_000
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What was asked for: the name clients will use, and where the model comes from."""
@@ -267,6 +271,11 @@ def _check_complete(directory: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        # A link is followed: the hub's cache consists of them. A pipe or device is not opened.
+        if path.exists() and not path.is_file():
+            raise _refused(f"{path} is not a regular file")
+        if path.stat().st_size > _HEADER_LIMIT:
+            raise _refused(f"{path} is larger than {_HEADER_LIMIT} bytes")
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
@@ -295,7 +304,10 @@ def _tied_embeddings(config: dict[str, Any], directory: Path) -> bool:
     names = _read_json(directory / "model.safetensors.index.json").get("weight_map")
     if names is None:
         with (directory / "model.safetensors").open("rb") as file:
-            names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_LIMIT:
+                raise _refused(f"{directory / 'model.safetensors'} has no valid header")
+            names = json.loads(file.read(length))
     return not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in names)
 
 

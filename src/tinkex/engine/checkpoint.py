@@ -5,9 +5,8 @@ What every checkpoint has in common, whoever wrote its tensors, is in `directori
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ from tinkex.errors import InvalidInputError
 
 from . import directories
 from .directories import CONFIG, OPTIMIZER, WEIGHTS
+from .files import check_regular
 from .lora import Adapter
 from .optim import AdamW
 from .values import LoraSpec
@@ -107,14 +107,22 @@ def _parameter_keys(names: list[str]) -> list[str]:
     return [f"{name}.{factor}" for name in names for factor in ("a", "b")]
 
 
-def load(directory: Path, *, optimizer: bool = False) -> Saved:
-    """Read a checkpoint, ours or a PEFT adapter; what is torn or foreign is refused by name."""
+def load(
+    directory: Path, *, optimizer: bool = False, largest: Callable[[int], int] | None = None
+) -> Saved:
+    """Read a checkpoint, ours or a PEFT adapter; what is torn or foreign is refused by name.
+
+    `largest` says how many bytes an adapter of a rank can take on the base model; a larger file is refused before
+    it is read into memory.
+    """
     manifest = directories.checked_manifest(directory)
     spec = manifest.spec
     if spec is None:
         with directories.reading(CONFIG):
-            spec = _spec_of(json.loads((directory / CONFIG).read_text()))
+            spec = _spec_of(directories.read_json(directory / CONFIG))
+    limit = None if largest is None else largest(spec.rank)
     with directories.reading(WEIGHTS):
+        check_regular(directory / WEIGHTS, limit)
         pairs = _pairs(load_file(directory / WEIGHTS))
     if manifest.spec is None:
         spec = replace(
@@ -129,6 +137,8 @@ def load(directory: Path, *, optimizer: bool = False) -> Saved:
     moments = None
     if optimizer and (directory / OPTIMIZER).exists():
         with directories.reading(OPTIMIZER):
+            # Two moments of each parameter.
+            check_regular(directory / OPTIMIZER, None if limit is None else 2 * limit)
             moments = load_file(directory / OPTIMIZER)
     return Saved(spec, pairs, manifest.steps, moments)
 
@@ -145,7 +155,7 @@ def _spec_of(config: dict[str, Any]) -> LoraSpec:
             )
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)  # its scale is alpha / √rank, ours alpha / rank
-    return LoraSpec(rank, alpha=alpha)
+    return directories.checked_spec(LoraSpec(rank, alpha=alpha))
 
 
 def _pairs(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

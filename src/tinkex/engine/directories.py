@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -20,8 +21,8 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError, TinkerError
 
-from .files import flush
-from .values import LoraSpec
+from .files import check_regular, flush, is_plain_name, read_regular
+from .values import MAX_RANK, LoraSpec
 
 __all__ = [
     "CONFIG",
@@ -29,8 +30,10 @@ __all__ = [
     "WEIGHTS",
     "Manifest",
     "checked_manifest",
+    "checked_spec",
     "copy",
     "put",
+    "read_json",
     "reading",
     "write",
 ]
@@ -39,6 +42,8 @@ WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 OPTIMIZER: Final = "optimizer.safetensors"
 _MANIFEST: Final = "tinkex.json"
+#: Limit of the JSON files of a checkpoint; an adapter's configuration takes a few kilobytes.
+JSON_LIMIT: Final = 4 << 20
 
 
 def write(
@@ -117,20 +122,57 @@ class Manifest:
 
 
 def checked_manifest(directory: Path) -> Manifest:
-    """The manifest, once every file is as it was written."""
+    """The manifest, once every file is as it was written.
+
+    The manifest of an imported checkpoint was written by somebody else: its names and values are checked before use.
+    """
     if not directory.is_dir():
         raise InvalidInputError("there is no such checkpoint", field="path")
     if not (directory / _MANIFEST).exists():
         return Manifest()
     with reading(_MANIFEST):
-        content = json.loads((directory / _MANIFEST).read_text())
-        manifest = Manifest(LoraSpec(**content["lora"]), int(content["steps"]))
+        content = read_json(directory / _MANIFEST)
+        manifest = Manifest(checked_spec(LoraSpec(**content["lora"])), _count(content["steps"]))
         digests = dict(content["sha256"])
     for name, expected in digests.items():
+        if not is_plain_name(name):
+            raise InvalidInputError(
+                f"{_MANIFEST} names {name!r:.100}, which is no file of the checkpoint", field="path"
+            )
         file = directory / name
         if not file.is_file() or _digest(file) != expected:
             raise InvalidInputError(f"the file {name} is damaged", field="path")
     return manifest
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file of a checkpoint."""
+    return json.loads(read_regular(file, JSON_LIMIT))
+
+
+def checked_spec(spec: LoraSpec) -> LoraSpec:
+    """The facts of an adapter, if they are of the right types and within bounds."""
+    flags = (spec.train_attn, spec.train_mlp, spec.train_unembed)
+    if not (
+        type(spec.rank) is int
+        and spec.rank > 0
+        and (spec.seed is None or type(spec.seed) is int)
+        and all(type(flag) is bool for flag in flags)
+        and isinstance(spec.alpha, int | float)
+        and math.isfinite(spec.alpha)
+    ):
+        raise ValueError("not the facts of an adapter")
+    if spec.rank > MAX_RANK:
+        raise InvalidInputError(
+            f"the adapter has rank {spec.rank}, the highest possible is {MAX_RANK}", field="path"
+        )
+    return spec
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError("not a number of steps")
+    return value
 
 
 @contextmanager
@@ -142,7 +184,7 @@ def reading(name: str) -> Iterator[None]:
         yield
     except TinkerError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InvalidInputError(
             f"the file {name} is missing, damaged or of another kind", field="path"
         ) from error
@@ -183,5 +225,6 @@ def _replace(scratch: Path, directory: Path) -> None:
 
 
 def _digest(file: Path) -> str:
+    check_regular(file)
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

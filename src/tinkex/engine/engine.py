@@ -6,7 +6,7 @@ training pass is a generator so that whoever calls can let sampling have its tur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,8 @@ class TorchEngine:
     ) -> None:
         """A model from a checkpoint, with its optimizer or a fresh one."""
         language = self._base(base_model).language
-        saved = checkpoint.load(directory, optimizer=optimizer)
+        largest = partial(_adapter_bytes, language.layers)
+        saved = checkpoint.load(directory, optimizer=optimizer, largest=largest)
         adapter = self._adapter(saved, language.layers)
         model = TrainedModel(language, adapter)
         if optimizer:
@@ -163,7 +164,8 @@ class TorchEngine:
             adapter = model.adapter.frozen_copy()
         elif directory is not None:
             layers = self._base(base_model).language.layers
-            adapter = self._adapter(checkpoint.load(directory), layers).frozen_copy()
+            saved = checkpoint.load(directory, largest=partial(_adapter_bytes, layers))
+            adapter = self._adapter(saved, layers).frozen_copy()
         self.close_sampler(sampler_id)
         self._samplers[sampler_id] = _OpenSampler(base_model, adapter)
 
@@ -252,3 +254,9 @@ class TorchEngine:
         # In the order of a fresh adapter: norms are sums, and sums depend on it in their last bit.
         tensors = {name: saved.tensors[name] for name in layers if name in saved.tensors}
         return Adapter.of_tensors(saved.spec, tensors, self._device)
+
+
+def _adapter_bytes(layers: Mapping[str, LoraLinear], rank: int) -> int:
+    """The most that the file of an adapter can take: factors of every layer in the widest type, and their names."""
+    numbers = sum(layer.in_features + layer.out_features for layer in layers.values())
+    return 8 * rank * numbers + 1024 * len(layers) + (1 << 20)

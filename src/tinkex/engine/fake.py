@@ -24,6 +24,7 @@ from tinkex.errors import InvalidInputError, NotFoundError
 from . import directories
 from .base_models import BaseModel
 from .checks import Loss, check_base, check_examples, check_job, check_loss, check_same_base
+from .files import check_regular
 from .values import (
     AdamStep,
     Array,
@@ -370,6 +371,7 @@ def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Mode
 
     manifest = directories.checked_manifest(directory)
     with directories.reading(directories.WEIGHTS):
+        check_regular(directory / directories.WEIGHTS)
         saved = load_file(directory / directories.WEIGHTS)
         rows = dict(zip(saved["ids"].tolist(), saved["values"], strict=True))
     if manifest.spec is None:
@@ -383,6 +385,7 @@ def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Mode
         if not (directory / directories.OPTIMIZER).exists():
             raise InvalidInputError("the checkpoint holds no optimizer state", field="optimizer")
         with directories.reading(directories.OPTIMIZER):
+            check_regular(directory / directories.OPTIMIZER)
             saved = load_file(directory / directories.OPTIMIZER)
             moments = zip(saved["first"], saved["second"], strict=True)
             model.moments = dict(zip(saved["ids"].tolist(), moments, strict=True))

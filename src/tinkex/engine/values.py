@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
 __all__ = [
+    "MAX_RANK",
     "AdamStep",
     "Array",
     "Example",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+
+#: Highest rank of an adapter.
+MAX_RANK: Final = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ not kept as it came: the engine reads it, which shows whether it fits the base m
 from __future__ import annotations
 
 import asyncio
+import io
 import ipaddress
 import secrets
 import shutil
@@ -45,6 +46,7 @@ MEDIA_TYPE: Final = "application/x-tar"
 LIMIT: Final = 8 << 30
 
 _MANIFEST: Final = "tinkex.json"
+_READ_LIMIT: Final = 1 << 20
 #: What an archive may hold: an adapter, and what a checkpoint of ours has besides.
 _ALLOWED: Final = frozenset({*archives.ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
 _KINDS: Final[Mapping[str, tuple[CheckpointType, ...]]] = {
@@ -137,7 +139,8 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
     target.mkdir()
     left = limit
     try:
-        with tarfile.open(archive, "r:") as tar:  # uncompressed: it is as large as it looks
+        # Uncompressed: the archive is as large as it looks.
+        with _ShortReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
             for member in tar:
                 plain = member.isreg() and member.sparse is None
                 if member.name not in _ALLOWED or not plain:
@@ -151,7 +154,7 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
                 source = tar.extractfile(member)
                 assert source is not None
                 with source, (target / member.name).open("xb") as file:
-                    shutil.copyfileobj(source, file)
+                    shutil.copyfileobj(source, file, _READ_LIMIT // 2)
     except FileExistsError:
         raise InvalidInputError("the archive holds a file twice", field="archive") from None
     except (tarfile.TarError, EOFError) as error:
@@ -159,6 +162,18 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
     missing = [name for name in archives.ADAPTER_FILES if not (target / name).is_file()]
     if missing:
         raise InvalidInputError(f"the archive lacks {' and '.join(missing)}", field="archive")
+
+
+class _ShortReads(io.FileIO):
+    """An archive of which tarfile reads little at a time.
+
+    Content is read in pieces. Extended headers are read whole, however large they say they are: those are refused.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _READ_LIMIT:
+            raise InvalidInputError(f"a header is larger than {_READ_LIMIT} bytes", field="archive")
+        return super().read(size)
 
 
 def _too_large(limit: int) -> PayloadTooLargeError:

@@ -7,7 +7,15 @@ from typing import Final
 
 import numpy as np
 
-from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.values import (
+    MAX_RANK,
+    AdamStep,
+    Array,
+    Example,
+    LoraSpec,
+    SampleJob,
+    TrainingPass,
+)
 from tinkex.errors import InvalidInputError
 from tinkex.types import (
     AdamParams,
@@ -31,7 +39,6 @@ __all__ = [
     "training_pass",
 ]
 
-MAX_RANK: Final = 512
 MAX_TTL: Final = 10 * 365 * 86_400
 MIN_TTL: Final = 3600
 #: Elements of one tensor once its sparse form is written out: a hundred full contexts of 20 alternatives.

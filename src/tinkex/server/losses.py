@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,7 +80,8 @@ class Losses:
 
     async def graph(self, loss_id: Any, session_id: str) -> TracedGraph:
         """A loss of the same session."""
-        if not isinstance(loss_id, str) or not loss_id.startswith(f"{session_id}:loss:"):
+        # The id is also the name of a file: nothing but the session and a number may be in it.
+        if not (isinstance(loss_id, str) and _is_loss_of(session_id, loss_id)):
             raise InvalidInputError(
                 f"there is no loss {loss_id!r:.100} in this session; create_custom_loss makes one",
                 field="loss_fn_config.loss_id",
@@ -113,3 +115,8 @@ class Losses:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _is_loss_of(session_id: str, loss_id: str) -> bool:
+    number = loss_id.removeprefix(f"{session_id}:loss:")
+    return number != loss_id and re.fullmatch(r"-?[0-9]{1,20}", number) is not None

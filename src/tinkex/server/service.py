@@ -96,6 +96,14 @@ class Settings:
     #: What time it is.
     now: Callable[[], datetime] = now_utc
 
+    def __post_init__(self) -> None:
+        if self.on_demand and self.keys.needed:
+            # A base model can be a directory: several users must not choose what the service opens.
+            raise ConfigError(
+                "is for a service of one user; with keys, list the base models instead",
+                field="on_demand",
+            )
+
 
 class Service:
     """One running service; `start` and `stop` are its life."""

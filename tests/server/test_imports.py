@@ -1,0 +1,138 @@
+"""Imported adapters are hostile until shown otherwise: nothing they name is opened outside their own files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+
+import httpx
+import pytest
+import torch
+
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.server.auth import Keys
+from tinkex.server.imports import unpack
+from tinkex.server.service import Settings
+from tinkex.testing import service
+
+from ..tars import tar
+from .api import TINY, Api
+
+QUERY = {"base_model": TINY, "name": "x"}
+TAR = {"content-type": "application/x-tar"}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with service("fake") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def saved(running):
+    """The files of a checkpoint, by name."""
+    with Api(running.url) as api:
+        api.model().save("saved")
+    (directory,) = (running.data_dir / "checkpoints").glob("*/training/saved")
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def post(running, files):
+    with httpx.Client(trust_env=False) as http:
+        return http.post(
+            f"{running.url}/local/import", params=QUERY, headers=TAR, content=tar(*files.items())
+        )
+
+
+def with_manifest(files, **changes):
+    manifest = json.loads(files["tinkex.json"]) | changes
+    return files | {"tinkex.json": json.dumps(manifest).encode()}
+
+
+def test_manifest_cannot_name_a_file_outside_its_directory(running, saved, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"of somebody else")
+    digest = hashlib.sha256(secret.read_bytes()).hexdigest()
+    assert post(running, saved).status_code == 200
+    for name in (str(secret), "../files/tinkex.json", ".", "..", "", "a\0b", "/proc/self/pagemap"):
+        refused = post(running, with_manifest(saved, sha256={name: digest}))
+        assert refused.status_code == 400, name
+        assert "tinkex.json names" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": {"rank": "8"}},
+        {"lora": {"rank": 8, "alpha": float("nan")}},
+        {"lora": {"rank": 8, "seed": "x"}},
+        {"lora": {"rank": 8, "train_mlp": 7}},
+        {"lora": {"rank": 8, "other": 1}},
+        {"lora": []},
+        {"steps": -1},
+        {"steps": 1e300},
+        {"sha256": 7},
+    ],
+)
+def test_manifest_with_wrong_values_is_refused(running, saved, changes):
+    refused = post(running, with_manifest(saved, **changes))
+    assert refused.status_code == 400, refused.text
+    assert "tinkex.json" in refused.json()["detail"]
+
+
+def test_adapter_of_a_rank_that_no_model_can_have_is_refused(running, saved):
+    refused = post(running, with_manifest(saved, lora={"rank": 1 << 40}))
+    assert refused.status_code == 400
+    assert "the highest possible is 512" in refused.json()["detail"]
+
+
+def test_weights_larger_than_any_adapter_of_the_model_are_not_read(tmp_path):
+    from safetensors.torch import save_file
+
+    with service("torch") as tiny:
+        save_file({"x.lora_A.weight": torch.zeros(8, 1 << 18)}, tmp_path / "w")
+        files = {
+            "adapter_config.json": json.dumps({"r": 1, "lora_alpha": 32}).encode(),
+            "adapter_model.safetensors": (tmp_path / "w").read_bytes(),
+        }
+        refused = post(tiny, files)
+    assert refused.status_code == 400
+    assert "adapter_model.safetensors is larger than" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("number", ["../0", "0/..", "a\0b", "x" * 5000, ""])
+def test_loss_id_is_a_session_and_a_number(running, number):
+    with Api(running.url) as api:
+        model = api.model()
+        config = {"loss_id": f"{model.session_id}:loss:{number}"}
+        failed = api.retrieve(model.forward_backward(loss_fn="custom", loss_fn_config=config))
+        assert failed["category"] == "user"
+        assert "loss_id" in failed["error"]
+
+
+def test_service_with_keys_loads_no_base_model_that_a_client_names(tmp_path):
+    (tmp_path / "keys").write_text("ann: tml-key-of-ann\n")
+    with pytest.raises(ConfigError, match="on_demand"):
+        Settings(tmp_path, keys=Keys.from_file(tmp_path / "keys"), on_demand=True)
+
+
+def test_json_files_of_an_adapter_are_bounded_before_they_are_read(running, saved):
+    large = saved | {"tinkex.json": saved["tinkex.json"] + b" " * (5 << 20)}
+    refused = post(running, large)
+    assert refused.status_code == 400
+    assert "tinkex.json is larger than" in refused.json()["detail"]
+    deep = saved | {"tinkex.json": b"[" * 200_000}
+    assert post(running, deep).status_code == 400
+
+
+def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
+    """A tar's own extended headers are read into memory whole; one of many megabytes is refused."""
+    size = 64 << 20
+    header = tarfile.TarInfo("././@PaxHeader")
+    header.type, header.size = tarfile.XHDTYPE, size
+    record = f"{size} comment=".encode().ljust(size - 1, b"x") + b"\n"
+    files = tar(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x"))
+    (tmp_path / "archive").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + record + files)
+    with pytest.raises(InvalidInputError, match=r"archive: .*header is larger than"):
+        unpack(tmp_path / "archive", tmp_path / "files")
