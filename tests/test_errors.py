@@ -483,3 +483,27 @@ def test_any_exception_of_a_worker_becomes_failed_work(error, message, category)
 def test_failed_work_is_read_in_every_form_services_write(body, message, category):
     got = failure_from_body(body, None)
     assert (got.message, got.category) == (message, category)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (APIConnectionError(), "api_connection"),
+        (errors.CircuitOpenError(), "api_connection"),
+        (errors.APITimeoutError(), "api_timeout"),
+        (errors.NotFoundError("no"), "api_status"),
+        (errors.RequestFailedError("no"), "request_failed"),
+        (APIResponseValidationError(), "validation"),
+        (errors.ConfigError("no"), "validation"),
+        (errors.DecodeError("no"), "validation"),
+        (errors.ClientClosedError("no"), "validation"),
+    ],
+)
+def test_every_error_says_what_type_it_is(error, kind):
+    assert error.type == kind
+    assert pickle.loads(pickle.dumps(error)).type == kind
+
+
+def test_data_is_the_body_of_the_answer():
+    error = errors.BadRequestError("no", body={"field": "x"})
+    assert error.data == {"field": "x"} == error.body

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ._client.rest import RestClient as RestClient
     from ._client.retry import RetryConfig as RetryConfig
     from ._client.runtime import APIFuture as APIFuture
+    from ._client.runtime import await_many as await_many
     from ._client.sampling import SamplingClient as SamplingClient
     from ._client.service import ServiceClient as ServiceClient
     from ._client.traced_loss import LossHandle as LossHandle
@@ -113,7 +114,7 @@ _NAMES = {
     "._client.http": "APIResponse StreamResponse",
     "._client.rest": "AdminClient RestClient",
     "._client.retry": "RetryConfig",
-    "._client.runtime": "APIFuture",
+    "._client.runtime": "APIFuture await_many",
     "._client.sampling": "SamplingClient",
     "._client.service": "ServiceClient",
     "._client.traced_loss": "LossHandle PerDatumLossFn",

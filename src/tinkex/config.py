@@ -548,7 +548,7 @@ class Config:
         "Level of the tinkex logger: debug, info, warn or error.",
         _log_level, env="TINKER_LOG", read=_one_of(_LOG_LEVELS))
     dump_headers: Option[bool, bool] = setting(
-        "Log every request with its headers, secrets removed, at level info; see log_level.",
+        "Log every request with its headers at level info, without secrets; enables that level unless log_level is set.",
         _flag, False, env="TINKEX_DUMP_HEADERS", read=_one_of(_BOOLEANS))
     otel_propagate: Option[bool, bool] = setting(
         "Send the OpenTelemetry trace context along.",

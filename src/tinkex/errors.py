@@ -29,7 +29,7 @@
 
     ExperimentalWarning (FutureWarning)   an interface that may still change
 
-Every error carries its facts as attributes (`status_code`, `request_id`, `category`, `body`,
+Every error carries its facts as attributes (`type`, `status_code`, `request_id`, `category`, `body`,
 `retry_after`), answers `user_error` and `retryable`, and survives pickling. The module knows no HTTP
 library: where the official SDK hands an `httpx` object around, anything with the same attributes will
 do, and what tinkex raises itself carries the small `HTTPRequest` and `HTTPResponse` below.
@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeAlias
 
 __all__ = [
     "APIConnectionError",
@@ -56,6 +56,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "DecodeError",
+    "ErrorType",
     "ExperimentalWarning",
     "GoneError",
     "HTTPRequest",
@@ -74,6 +75,12 @@ __all__ = [
     "UnsupportedMediaTypeError",
     "WrongThreadError",
     "status_error_class",
+]
+
+
+#: What kind of failure an error is, for code that handles errors by kind instead of by class.
+ErrorType: TypeAlias = Literal[
+    "api_connection", "api_timeout", "api_status", "request_failed", "validation"
 ]
 
 
@@ -132,6 +139,7 @@ class HTTPResponse:
 class TinkerError(Exception):
     """Root of the tree; `except TinkerError` catches whatever the SDK raises on purpose."""
 
+    type: ClassVar[ErrorType] = "request_failed"
     status_code: int | None = None
     request_id: str | None = None
     body: object | None = None
@@ -145,6 +153,11 @@ class TinkerError(Exception):
     @property
     def status(self) -> int | None:
         return self.status_code
+
+    @property
+    def data(self) -> object | None:
+        """The same as `body`."""
+        return self.body
 
     @property
     def retry_after_ms(self) -> int | None:
@@ -202,12 +215,16 @@ class APIError(TinkerError):
 class APIConnectionError(APIError):
     """No usable answer came back: connection refused, reset, or the name does not resolve."""
 
+    type: ClassVar[ErrorType] = "api_connection"
+
     def __init__(self, request: Any = None, message: str = "Connection error.") -> None:
         super().__init__(message, request)
 
 
 class APITimeoutError(APIConnectionError):
     """No answer came in time; the request may or may not have reached the service."""
+
+    type: ClassVar[ErrorType] = "api_timeout"
 
     def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
         super().__init__(request, message)
@@ -229,6 +246,8 @@ class CircuitOpenError(APIConnectionError):
 
 class APIResponseValidationError(APIError):
     """The service answered with something that is not part of the protocol."""
+
+    type: ClassVar[ErrorType] = "validation"
 
     def __init__(
         self,
@@ -264,6 +283,8 @@ class APIStatusError(APIError):
     `response` may be any object with `status_code` and `headers`. The category comes from the body
     where it names one, else from the status.
     """
+
+    type: ClassVar[ErrorType] = "api_status"
 
     _status: int | None = None  # what a class stands for when no response is at hand
 
@@ -376,6 +397,8 @@ class RequestFailedError(TinkerError):
 class InvalidInputError(TinkerError, ValueError):
     """A value was refused before anything was sent; `field` says which."""
 
+    type: ClassVar[ErrorType] = "validation"
+
     category = RequestErrorCategory.User
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -394,6 +417,8 @@ class InvalidPathError(InvalidInputError):
 class DecodeError(TinkerError, ValueError):
     """Bytes that are not a message of this protocol; `field` says where reading stopped."""
 
+    type: ClassVar[ErrorType] = "validation"
+
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
@@ -406,6 +431,8 @@ class DecodeError(TinkerError, ValueError):
 class ClientClosedError(TinkerError, RuntimeError):
     """The client was closed; make a new one."""
 
+    type: ClassVar[ErrorType] = "validation"
+
     @property
     def retryable(self) -> bool:
         return False
@@ -413,6 +440,8 @@ class ClientClosedError(TinkerError, RuntimeError):
 
 class WrongThreadError(TinkerError, RuntimeError):
     """A blocking call on the runtime's own thread, where it could never be answered."""
+
+    type: ClassVar[ErrorType] = "validation"
 
     @property
     def retryable(self) -> bool:

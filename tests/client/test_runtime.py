@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+import tinkex
 from tinkex._client.runtime import APIFuture, SampleFuture, TaskGroup, runtime
 from tinkex.errors import (
+    APITimeoutError,
     BadRequestError,
     ClientClosedError,
     RequestFailedError,
+    TinkerError,
     WrongThreadError,
 )
 from tinkex.types import AdamParams
@@ -153,6 +156,29 @@ def test_result_async_gives_the_result_within_its_time():
         return await start(give(7)).result_async(10)
 
     assert asyncio.run(wait()) == 7
+
+
+def test_many_are_awaited_in_order_and_failures_are_returned():
+    error = TinkerError("no")
+    futures = [start(give(1)), start(fail_with(error)), start(give(3))]
+    assert tinkex.await_many(futures, 10) == [1, error, 3]
+    assert tinkex.await_many([]) == []
+
+
+def test_awaiting_many_gives_a_timeout_error_for_what_is_not_done():
+    never: APIFuture[int] = APIFuture()
+    done, late = tinkex.await_many([start(give(1)), never], 0.01)
+    assert done == 1
+    assert isinstance(late, APITimeoutError)
+    assert "0.01 s" in str(late)
+    assert not never.done()
+
+
+def test_awaiting_many_returns_a_cancelled_future_as_its_error():
+    cancelled: APIFuture[int] = APIFuture()
+    cancelled.cancel()
+    (outcome,) = tinkex.await_many([cancelled])
+    assert isinstance(outcome, concurrent.futures.CancelledError)
 
 
 def test_the_future_is_its_own_concurrent_future():

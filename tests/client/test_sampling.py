@@ -99,6 +99,16 @@ def test_a_sampling_session_that_exists_is_taken_as_it_is(server, service):
     assert server.asked(CREATE_SAMPLER) == []
 
 
+@pytest.mark.parametrize("made", ["create", "create_async"])
+def test_a_sampler_can_be_made_of_a_service_client_and_awaited(server, service, made):
+    async def create() -> tinkex.SamplingClient:
+        make = getattr(tinkex.SamplingClient, made)
+        sampler: tinkex.SamplingClient = await make(service(), base_model="some/model")
+        return sampler
+
+    assert asyncio.run(create())._sampling_session_id == "s-1:sample:0"
+
+
 # -- what is sent --------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tinkex
+from tinkex import types
 from tinkex._client.http1 import HTTP1Client
 from tinkex._client.options import Timeout
 from tinkex.errors import (
@@ -270,6 +271,14 @@ def test_the_wait_between_polls_may_be_the_calls_own(server, service, clock):
     server.on_future("r-7", Answer({}, 500), Answer({"answer": 42}))
     service().poll("r-7", poll_backoff=("exponential", 7.0, 7.0)).result(10)
     assert clock.slept == [7.0]
+
+
+def test_a_poll_may_have_an_observer_of_its_queue_state(server, service):
+    paused = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "busy"}
+    server.on_future("r-7", Answer(paused), Answer({"answer": 42}))
+    seen: list[Any] = []
+    service().poll("r-7", queue_state_observer=lambda *told: seen.append(told)).result(10)
+    assert seen == [(types.QueueState.PAUSED_CAPACITY, "busy")]
 
 
 def test_a_request_that_failed_is_an_error_to_who_polls_it(server, service):

@@ -659,6 +659,24 @@ def test_a_sampler_with_a_name_is_saved_under_it(server, trainer):
     )
 
 
+def test_a_sampler_may_have_a_time_to_live(server, trainer):
+    trainer.save_weights_and_get_sampling_client("best", ttl_seconds=60)
+    assert server.asked(SAVE_SAMPLER)[0].json["ttl_seconds"] == 60
+    with pytest.raises(InvalidInputError) as refused:
+        trainer.save_weights_and_get_sampling_client("best", ttl_seconds=0)
+    assert refused.value.field == "ttl_seconds"
+
+
+def test_operations_have_the_names_of_the_protocol_too(server, trainer):
+    trainer.save_weights("a").result(10)
+    trainer.load_weights("tinker://s-1:train:0/weights/a").result(10)
+    trainer.load_weights_with_optimizer("tinker://s-1:train:0/weights/a").result(10)
+    sampler = trainer.save_weights_and_get_sampling_client_sync("b")
+    assert isinstance(sampler, tinkex.SamplingClient)
+    assert server.asked(SAVE)[0].json["path"] == "a"
+    assert [sent.json["optimizer"] for sent in server.asked(LOAD)] == [False, True]
+
+
 def test_a_sampler_of_nothing_is_an_error(server, trainer):
     server.on(SAVE_SAMPLER, Answer({}))
     with pytest.raises(APIResponseValidationError):

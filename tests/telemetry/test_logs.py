@@ -62,9 +62,11 @@ def test_other_events_can_be_logged(caplog):
     telemetry.detach(number)
     value, failure = caplog.records
     assert (value.levelname, failure.levelname) == ("INFO", "ERROR")
-    assert value.message.startswith("regularizer.compute.stop: duration=0.25, value=2.0, contri")
-    assert "grad_norm" not in value.message  # which was not computed
-    assert failure.message.endswith("regularizer_name=kl, weight=0.5, reason=no")
+    assert value.message == (
+        "regularizer.compute.stop: duration=250 ms, value=2.0000, contribution=1.0000, "
+        "regularizer_name=kl, weight=0.5000, is_async=False"
+    )
+    assert failure.message.endswith("regularizer_name=kl, weight=0.5000, reason=no")
 
 
 @pytest.fixture
@@ -106,9 +108,24 @@ def test_it_is_applied_once_and_leaves_what_others_chose(loggers):
     assert logs._attached == first
 
 
+@pytest.mark.parametrize(
+    ("chosen", "level", "expected"),
+    [
+        (logging.NOTSET, None, logging.INFO),
+        (logging.ERROR, None, logging.ERROR),
+        (logging.NOTSET, "warn", logging.WARNING),
+    ],
+)
+def test_dumping_headers_enables_info_unless_a_level_is_chosen(loggers, chosen, level, expected):
+    loggers.setLevel(chosen)
+    logs.apply_log_level(level, dump_headers=True)
+    assert loggers.level == expected
+
+
 SCRIPT = """
 import os, sys
 os.environ["TINKER_LOG"] = {level!r}
+os.environ["TINKEX_DUMP_HEADERS"] = {dump!r}
 sys.stderr = sys.stdout
 import tinkex
 client = tinkex.ServiceClient(base_url={url!r}, api_key="tml-test", telemetry_enabled=False)
@@ -118,9 +135,16 @@ client.close().result()
 
 
 def test_a_client_shows_its_requests_when_asked_to(server):
-    shown = run_script(SCRIPT.format(level="info", url=server.url)).splitlines()
+    shown = run_script(SCRIPT.format(level="info", dump="", url=server.url)).splitlines()
     assert any(line.startswith("POST /api/v1/create_session: 200 after ") for line in shown)
 
 
 def test_a_client_is_quiet_by_default(server):
-    assert run_script(SCRIPT.format(level="", url=server.url)) == ""
+    assert run_script(SCRIPT.format(level="", dump="", url=server.url)) == ""
+
+
+def test_dump_headers_alone_prints_requests_without_the_key(server):
+    shown = run_script(SCRIPT.format(level="", dump="1", url=server.url))
+    assert f"POST {server.url}/api/v1/create_session (attempt 0)" in shown
+    assert "x-api-key: [REDACTED]" in shown
+    assert "200 after" not in shown  # what log_level="info" adds

@@ -94,3 +94,16 @@ def test_the_service_accepts():
     assert TelemetryResponse.model_validate({}).status == "accepted"
     with refuses_field("status"):
         TelemetryResponse.model_validate({"status": "refused"})
+
+
+def test_reading_a_batch_drops_events_of_an_unknown_kind():
+    known = COMMON | EVENTS[0][1]
+    batch = TelemetryBatch.model_validate(
+        {
+            "events": [known, COMMON | {"event": "FROM_THE_FUTURE"}],
+            "platform": "linux",
+            "sdk_version": "1",
+            "session_id": "s",
+        }
+    )
+    assert [event.event for event in batch.events] == ["SESSION_START"]

@@ -206,10 +206,11 @@ class TrainingClientAsync:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         *,
+        ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> SamplingClient:
         return await self._save_weights_and_get_sampling_client(
-            name, retry_config, record_stability_info, timeout=timeout
+            name, retry_config, record_stability_info, ttl_seconds=ttl_seconds, timeout=timeout
         )
 
     async def save_weights_external_async(

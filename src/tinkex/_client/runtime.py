@@ -12,13 +12,14 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import Context
 from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from tinkex.errors import WrongThreadError
+from tinkex.errors import APITimeoutError, WrongThreadError
 
 __all__ = [
     "APIFuture",
@@ -26,6 +27,7 @@ __all__ = [
     "Runtime",
     "SampleFuture",
     "TaskGroup",
+    "await_many",
     "begin_anew_in_forks",
     "deliver_result",
     "fail",
@@ -220,6 +222,28 @@ class SampleFuture(APIFuture[T]):
     """A future whose work ends when it is cancelled, or when the task that awaits it is."""
 
     _cancel_with_waiter = True
+
+
+def await_many(
+    futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None
+) -> list[T | Exception]:
+    """Wait for all of them and return, in the same order, each one's result or the error it failed with.
+
+    Never raises for a failed call. After `timeout` seconds in all, what is not done yet is an
+    `APITimeoutError` in the list; the operation itself goes on. In async code use
+    `asyncio.gather(*futures, return_exceptions=True)`.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    outcomes: list[T | Exception] = []
+    for future in futures:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            outcomes.append(future.result(left))
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and not future.done()
+            message = f"The operation did not complete within {timeout} s."
+            outcomes.append(APITimeoutError(message=message) if late else error)
+    return outcomes
 
 
 def _wake(arrived: asyncio.Future[None]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import numpy as np
 import orjson
@@ -70,6 +70,9 @@ from .runtime import (
 from .session import Session
 from .tokenizers import load_tokenizer, tokenizer_id
 from .transport import RawResponse
+
+if TYPE_CHECKING:
+    from .service import ServiceClient
 
 __all__ = ["SamplingClient", "open_sampling_session"]
 
@@ -130,7 +133,7 @@ class SamplingClient(SamplingClientAsync):
 
     @staticmethod
     def create(
-        holder: Session,
+        holder: Session | ServiceClient,
         *,
         model_path: str | None = None,
         base_model: str | None = None,
@@ -139,20 +142,24 @@ class SamplingClient(SamplingClientAsync):
         record_stability_info: bool = False,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        """A sampler of a checkpoint, of a base model, or of a sampling session that exists."""
+        """A sampler of a checkpoint, of a base model, or of a sampling session that exists.
+
+        `holder` is a service client, or what its `holder` is.
+        """
+        session = holder if isinstance(holder, Session) else holder.holder
         if sampling_session_id is None and model_path is None and base_model is None:
             raise InvalidInputError("give model_path or base_model", field="model_path")
         run = None if model_path is None else _run_of(model_path)
-        deadline = holder.deadline(timeout)
+        deadline = session.deadline(timeout)
 
         async def made() -> SamplingClient:
             opened = sampling_session_id
             if opened is None:
                 opened = await open_sampling_session(
-                    holder, model_path=model_path, base_model=base_model, deadline=deadline
+                    session, model_path=model_path, base_model=base_model, deadline=deadline
                 )
             client = SamplingClient(
-                holder,
+                session,
                 sampling_session_id=opened,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
@@ -161,7 +168,9 @@ class SamplingClient(SamplingClientAsync):
             return client
 
         facts = {"base_model": base_model, "model_id": run}
-        return holder.start("create_sampling_session", made, lambda: facts, timeout=timeout)
+        return session.start("create_sampling_session", made, lambda: facts, timeout=timeout)
+
+    create_async = create  # its future can be awaited
 
     # -- sampling ----------------------------------------------------------------------------
 

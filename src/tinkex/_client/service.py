@@ -40,7 +40,7 @@ from .auth import config_with_login
 from .checks import check_count
 from .http import HTTPClient
 from .notices import logger
-from .queue_state import QueueLogger
+from .queue_state import Observer, QueueLogger
 from .rest import RestClient
 from .retry import Clock, RetryConfig
 from .runtime import APIFuture
@@ -404,23 +404,31 @@ class ServiceClient(ServiceClientAsync):
         *,
         request_type: str | None = None,
         poll_backoff: PollBackoffOption | None = None,
+        queue_state_observer: Observer | None = None,
         timeout: float | None = None,
     ) -> APIFuture[dict[str, Any]]:
         """Wait for a request that was sent by hand; its result as JSON.
 
         `http.post` gives the promise of such a request: its `request_id`, or the whole answer, is what to give here.
-        `poll_backoff` is the wait between polls that failed, if not the configuration's.
+        `poll_backoff` is the wait between polls that failed, if not the configuration's. `queue_state_observer` is
+        called with the state and the reason each time the service pauses or resumes the request.
         """
         promise = {"request_id": request_id} if isinstance(request_id, str) else request_id
         with refusing_bad_values():
             promised = UntypedAPIFuture.model_validate(promise)
         row = replace(operation("retrieve_future"), result=_Plain, request_type=request_type)
         session, deadline = self._session, self._session.deadline(timeout)
+        observers = () if queue_state_observer is None else (queue_state_observer,)
 
         async def polled() -> dict[str, Any]:
             await session.configured()
             result: _Plain = await session.outcome(
-                row, promised, None, deadline=deadline, poll_backoff=poll_backoff
+                row,
+                promised,
+                None,
+                observers=observers,
+                deadline=deadline,
+                poll_backoff=poll_backoff,
             )
             return result.root
 
@@ -505,6 +513,8 @@ class ServiceClient(ServiceClientAsync):
     def get_telemetry(self) -> Reporter | None:
         """What reports to the service on this session; None if that is switched off."""
         return self._session.reporter
+
+    telemetry_reporter = get_telemetry
 
     # -- ending ------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class Session:
             if config.telemetry_enabled
             else None
         )
-        apply_log_level(config.log_level)
+        apply_log_level(config.log_level, dump_headers=config.dump_headers)
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:

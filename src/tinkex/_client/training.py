@@ -343,6 +343,11 @@ class TrainingClient(TrainingClientAsync):
             timeout,
         )
 
+    # The same under the names of the protocol.
+    save_weights = save_state
+    load_weights = load_state
+    load_weights_with_optimizer = load_state_with_optimizer
+
     # -- sampling ----------------------------------------------------------------------------
 
     def save_weights_and_get_sampling_client(
@@ -351,16 +356,19 @@ class TrainingClient(TrainingClientAsync):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         *,
+        ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> SamplingClient:
         """A sampler frozen at the current weights.
 
         With a `name` the weights are saved under it; without one the sampler lives as long as the session
-        and nothing is listed as a checkpoint.
+        and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
         """
         return self._save_weights_and_get_sampling_client(
-            name, retry_config, record_stability_info, timeout=timeout
+            name, retry_config, record_stability_info, ttl_seconds=ttl_seconds, timeout=timeout
         ).result()
+
+    save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
 
     def _save_weights_and_get_sampling_client(
         self,
@@ -368,6 +376,7 @@ class TrainingClient(TrainingClientAsync):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         *,
+        ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
         from .sampling import SamplingClient, open_sampling_session
@@ -379,7 +388,11 @@ class TrainingClient(TrainingClientAsync):
 
         def request(seq_id: int) -> SaveWeightsForSamplerRequest:
             return SaveWeightsForSamplerRequest(
-                model_id=self.model_id, path=name, sampling_session_seq_id=unnamed, seq_id=seq_id
+                model_id=self.model_id,
+                path=name,
+                sampling_session_seq_id=unnamed,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
             )
 
         async def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:

@@ -19,6 +19,8 @@ _LEVELS: Final = {
 }
 #: Libraries that log every request at INFO; an answer such as 429 looks alarming there and is not.
 _NOISY: Final = ("httpx", "httpcore", "pyqwest")
+#: Fields in seconds, which are logged in milliseconds.
+_DURATIONS: Final = frozenset({"duration", "elapsed_time", "delay", "roundtrip"})
 _LOGGED: Final = (HttpRequestStop, HttpRequestException, QueueStateChange)
 
 
@@ -42,7 +44,7 @@ def _line(event: Event) -> str:
         return f"queue is {event.queue_state}{why} (request {event.request_id})"
     if not isinstance(event, HttpRequestStop | HttpRequestException):
         facts = (event.measurements | event.facts).items()
-        told = ", ".join(f"{name}={value}" for name, value in facts if value is not None)
+        told = ", ".join(_shown(name, value) for name, value in facts if value is not None)
         return f"{event.name.removeprefix('tinkex.')}: {told}"
     request = f"{event.method} {event.path}"
     seconds = f"{event.duration * 1000:.0f} ms"
@@ -52,20 +54,36 @@ def _line(event: Event) -> str:
     return f"{request}: {event.status} after {seconds}{again}"
 
 
+def _shown(name: str, value: object) -> str:
+    if name in _DURATIONS and isinstance(value, float):
+        return f"{name}={value * 1000:.0f} ms"
+    return f"{name}={value:.4f}" if isinstance(value, float) else f"{name}={value}"
+
+
 _attached: int | None = None
 
 
-def apply_log_level(level: str | None) -> None:
-    """Do what TINKER_LOG says: `debug` and `info` also show every request; unset leaves the logger alone."""
+def apply_log_level(level: str | None, *, dump_headers: bool = False) -> None:
+    """Apply TINKER_LOG: `debug` and `info` also log every request; unset leaves the logger alone.
+
+    `dump_headers` logs at INFO. Where neither `level` nor the program sets a level, INFO is enabled, so that
+    the dump is visible without a second setting.
+    """
     global _attached  # noqa: PLW0603
     chatty = level in {"debug", "info"}
     if level is not None:
-        _logger.setLevel(_LEVELS[level])
-        if not _logger.hasHandlers():  # else Python shows warnings only
-            _logger.addHandler(logging.StreamHandler())
+        _enable(_LEVELS[level])
+    elif dump_headers and not _logger.level and not _logger.isEnabledFor(logging.INFO):
+        _enable(logging.INFO)
     if chatty and _attached is None:
         _attached = attach_logger()
     for name in _NOISY:
         noisy = logging.getLogger(name)
         if not chatty and noisy.level == logging.NOTSET:
             noisy.setLevel(logging.WARNING)
+
+
+def _enable(level: int) -> None:
+    _logger.setLevel(level)
+    if not _logger.hasHandlers():  # without a handler Python shows warnings only
+        _logger.addHandler(logging.StreamHandler())

@@ -191,13 +191,24 @@ class Metrics(bus.Collector):
             self._histograms: dict[str, _Histogram] = {}
             self._flowed: dict[str, float] = {}
             self._measured = self._clock()
+            if self._subscriptions:
+                self._count_from_zero()
+
+    def _count_from_zero(self) -> None:
+        """Show the counters of requests also before the first one, so that a reader need not ask whether they exist."""
+        for name in _REQUESTS:
+            self._counters[name] += 0
 
     # -- listening ---------------------------------------------------------------------------
 
     def attach(self) -> Self:
         """Keep the client's numbers too, unless made with `enabled=False`."""
         self._ended = None
-        return super().attach() if self._enabled else self
+        if not self._enabled:
+            return self
+        with self._lock:
+            self._count_from_zero()
+        return super().attach()
 
     def detach(self) -> None:
         super().detach()
@@ -275,5 +286,6 @@ _COUNTED: Final[Mapping[type[Event], Callable[[Metrics, list[bus.Unmade]], None]
     SampleStop: Metrics._samples,
 }
 Metrics.kinds = tuple(_COUNTED)
+_REQUESTS: Final = ("tinkex_requests_total", "tinkex_requests_success", "tinkex_requests_failure")
 #: Counters that are also shown per second.
 _FLOWS: Final = ("tinkex_training_tokens", "tinkex_sampled_tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from ._base import RequestModel, ResponseModel
 
@@ -87,11 +87,20 @@ class TelemetrySendRequest(RequestModel):
 
 
 class TelemetryBatch(ResponseModel):
+    """Events that were shipped together; reading one drops events of a kind this release does not know."""
+
     events: list[TelemetryEvent]
     platform: str
     sdk_version: str
     session_id: str
     process_uuid: str = ""
+
+    @field_validator("events", mode="before")
+    @classmethod
+    def _known_only(cls, events: Any) -> Any:
+        if not isinstance(events, list):
+            return events
+        return [known for event in events if (known := telemetry_event(event)) is not None]
 
     @property
     def size(self) -> int:
