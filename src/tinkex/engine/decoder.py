@@ -4,6 +4,9 @@
 read the same input fused, and keeps keys and values in one tensor per layer. `PlainDecoder` is for every other
 model: transformers' own forward, one sequence at a time.
 
+Sequences of different users share a batch, and the values of one may be NaN. So whatever lies beyond a sequence's
+length in its slot is zero: a masked position still takes part in the arithmetic, and 0 · NaN is NaN.
+
 Shapes: B sequences in the batch, T positions, D hidden, H query heads, G key-value heads, E head size, V vocabulary.
 """
 
@@ -41,7 +44,7 @@ class Decoder(Protocol):
         """The logits after each hidden state that `prefill` gave."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make one slot's state another's."""
+        """Copy the first `length` positions of one slot into another."""
 
     def size(self, slots: int, length: int) -> int:
         """Bytes of memory that so many sequences of such a length need."""
@@ -70,6 +73,8 @@ class LeanDecoder:
         self._body = body
         self._caches = [_Cache() for _ in body.layers]
         self._slots = self._capacity = 0
+        #: Per slot the number of positions written since they were last zeroed.
+        self._filled: list[int] = []
 
     # -- the cache ---------------------------------------------------------------------------
 
@@ -81,10 +86,10 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for so many sequences, none longer than that; what is beyond is lost.
+        """Resize the cache to `slots` sequences of at most `length` positions; what lies outside is lost.
 
-        All have the room of the longest. What more there was is kept until it is more than half of the whole:
-        sequences come and go all the time.
+        Every slot has the capacity of the longest sequence. A larger cache is kept until less than half of it is
+        needed, because sequences come and go all the time.
         """
         needed = slots, _rounded(length)
         wanted = max(self._slots, needed[0]), max(self._capacity, needed[1])
@@ -103,10 +108,13 @@ class LeanDecoder:
                 values[:kept, :, :filled] = cache.values[:kept, :, :filled]
             cache.keys, cache.values = keys, values
         self._slots, self._capacity = wanted
+        self._filled = [min(each, filled) for each in self._filled[:kept]]
+        self._filled += [0] * (wanted[0] - kept)
 
     def release(self) -> None:
-        """Give the memory back; no sequence is left."""
+        """Free the memory; no sequence is left."""
         self._slots = self._capacity = 0
+        self._filled = []
         self._caches = [_Cache() for _ in self._caches]
 
     @torch.inference_mode()  # the cache may have grown in it, and is then closed to everybody else
@@ -114,6 +122,16 @@ class LeanDecoder:
         for cache in self._caches:
             cache.keys[target, :, :length] = cache.keys[source, :, :length]
             cache.values[target, :, :length] = cache.values[source, :, :length]
+        self._clear(target, length)
+
+    def _clear(self, slot: int, length: int) -> None:
+        """Zero what the sequence that used a slot before left beyond the length of the new one."""
+        beyond = slice(length, self._filled[slot])
+        if beyond.start < beyond.stop:
+            for cache in self._caches:
+                cache.keys[slot, :, beyond] = 0
+                cache.values[slot, :, beyond] = 0
+        self._filled[slot] = length
 
     def forget(self, adapter: Adapter) -> None:
         """Drop what was prepared for an adapter that is gone."""
@@ -136,15 +154,23 @@ class LeanDecoder:
         cos, sin = self._body.rotation(x, torch.arange(longest, device=x.device)[None])
         groups = (Rows(adapter),)
         where = torch.tensor(list(slots), device=x.device)
+        padding = None
+        if min(lengths) < longest:
+            lengths_B = torch.tensor(lengths, device=x.device)
+            padding = _beyond(longest, lengths_B)[:, None, :, None]
         for layer, cache in zip(self._body.layers, self._caches, strict=True):
             qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups).view(count, longest, -1)
             q, k, v = layer.split(qkv, cos, sin)
+            if padding is not None:
+                k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
             cache.keys[where, :, :longest] = k
             cache.values[where, :, :longest] = v
             mixed = functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=True
             )
             x = _finish(layer, x, mixed.transpose(1, 2).reshape(len(x), -1), groups)
+        for slot in slots:
+            self._clear(slot, longest)  # up to there the padding is zero
         hidden_BTD = self._body.module.norm(x).view(count, longest, -1)
         return [hidden_BTD[row, :length] for row, length in enumerate(lengths)]
 
@@ -156,9 +182,9 @@ class LeanDecoder:
         cos, sin = self._body.rotation(x, lengths_B[:, None])
         mask = None
         if min(lengths) + 1 < longest:
-            beyond = torch.arange(longest, device=x.device) > lengths_B[:, None]
-            mask = torch.zeros(beyond.shape, dtype=x.dtype, device=x.device)
-            mask = mask.masked_fill_(beyond, -torch.inf)[:, None, None]
+            mask = torch.zeros(count, longest, dtype=x.dtype, device=x.device)
+            mask = mask.masked_fill_(_beyond(longest, lengths_B + 1), -torch.inf)[:, None, None]
+        self._filled[:count] = [length + 1 for length in lengths]
         rows = torch.arange(count, device=x.device)
         for layer, cache in zip(self._body.layers, self._caches, strict=True):
             qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups).view(count, 1, -1)
@@ -193,6 +219,11 @@ class LeanDecoder:
     def prompt_logits(self, hidden: Tensor, adapter: Adapter | None) -> Tensor:
         with torch.inference_mode():
             return self._logits(hidden, (Rows(adapter, None),))
+
+
+def _beyond(longest: int, lengths_B: Tensor) -> Tensor:
+    """Which of the positions 0 … longest - 1 lie beyond each sequence's length."""
+    return torch.arange(longest, device=lengths_B.device) >= lengths_B[:, None]
 
 
 def _rounded(length: int) -> int:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -168,6 +169,11 @@ class Adapter:
         for pair in self.pairs.values():
             yield pair.a
             yield pair.b
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether no weight is NaN or infinite; looked at once, so only for an adapter that does not change."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
 
     def named_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {name: (pair.a.detach(), pair.b.detach()) for name, pair in self.pairs.items()}

@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from typing import Any, Final
 
 import numpy as np
@@ -74,6 +74,7 @@ class _Request:
     back: list[_Sequence] = field(default_factory=list)  # of those, the ones to be read again
     prompt: SampledResult | None = None
     first_V: Tensor | None = None  # the logits after the prompt, for those that begin later
+    failure: RequestFailedError | None = None
 
     @property
     def waits(self) -> bool:
@@ -139,6 +140,8 @@ class Sampler:
             context_length=self._base.context_length,
             detokenize=self._detokenize,
         )
+        if adapter is not None and not adapter.is_finite:
+            raise _not_finite(job, adapter)
         limit = self._base.context_length - len(job.prompt_T)
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
@@ -260,12 +263,16 @@ class Sampler:
         line.move_to_end(request.job_id, last=False)
 
     def _recover(self, error: Exception, events: list[SampleEvent]) -> None:
-        """After a step that failed, mostly for want of memory: all are read again, fewer at a time.
+        """After a failed step, usually out of memory: every sequence is read again, fewer at a time.
 
-        So whatever is the cause will fail alone, and fails nobody else.
+        So the sequence that causes the failure ends up alone in its batch, and only its request fails.
         """
-        tried = list(dict.fromkeys([*self._running, *self._joining]))
-        longest = max(len(sequence.text()) for sequence in tried) // _TOKEN_BYTES
+        tried = [
+            sequence
+            for sequence in dict.fromkeys([*self._running, *self._joining])
+            if sequence.request.job_id in self._requests
+        ]
+        longest = max((len(sequence.text()) for sequence in tried), default=0) // _TOKEN_BYTES
         failed = f"A step with {len(tried)} sequences of at most {longest} tokens failed."
         logger.warning(failed, exc_info=error)
         finished = [sequence for sequence in self._running if sequence.stop_reason is not None]
@@ -396,12 +403,22 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             if sequence.request.limit <= 0:
                 sequence.stop_reason = "length"
+            elif not isfinite(logprobs[row]):
+                request = sequence.request
+                request.failure = _not_finite(request.job, request.adapter)
             else:
                 self._append(sequence, tokens[row], logprobs[row], logits_BV[row], events)
-        finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
-        for sequence in finished:
-            self._vacate(sequence)
-            self._finish(sequence, events)
+        failed = []
+        for sequence in sequences:
+            if sequence.request.failure is not None:
+                self._vacate(sequence)
+                failed.append(sequence.request)
+            elif sequence.stop_reason is not None:
+                self._vacate(sequence)
+                self._finish(sequence, events)
+        for request in dict.fromkeys(failed):
+            events.append(SampleEvent(request.job_id, error=request.failure))
+            self._drop(request)
 
     def _append(
         self,
@@ -475,6 +492,9 @@ class Sampler:
             states = state_TD[start - 1 : stop - 1]
             logits = self._decoder.prompt_logits(states, request.adapter).cpu()
             normalizers = logits.logsumexp(-1, keepdim=True)
+            if not normalizers.isfinite().all():
+                request.failure = _not_finite(job, request.adapter)
+                return
             found = logits.gather(-1, tokens[start:stop, None]) - normalizers
             scores[start:stop] = found[:, 0].numpy()
             if k:
@@ -511,6 +531,16 @@ def _too_long(length: int) -> RequestFailedError:
         f"There is too little memory to sample after {length} tokens, even one sequence alone; "
         "send a shorter prompt.",
         category=RequestErrorCategory.Server,
+    )
+
+
+def _not_finite(job: SampleJob, adapter: Adapter | None) -> RequestFailedError:
+    whose = "base model" if adapter is None else "adapter"
+    return RequestFailedError(
+        f"The {whose} of sampler {job.sampler_id!r:.200} does not give finite logits: its weights are NaN, "
+        "infinite or far too large, usually because the learning rate was too high. "
+        "Sample from an earlier checkpoint, or train again with a smaller learning rate.",
+        category=RequestErrorCategory.User,
     )
 
 
