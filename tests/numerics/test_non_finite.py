@@ -37,7 +37,7 @@ def shared(tiny: base_models.BaseModel) -> LanguageModel:
 
 def spoiled(language_model: LanguageModel, value: float, layer: str = "") -> Adapter:
     """An adapter with one non-finite row in the first layer whose name contains `layer`."""
-    adapter = trained(language_model).adapter.frozen_copy()
+    adapter: Adapter = trained(language_model).adapter.frozen_copy()
     name = next(name for name in adapter.pairs if layer in name)
     adapter.pairs[name].b.data[0] = value
     return adapter
