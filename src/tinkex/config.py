@@ -42,6 +42,7 @@ __all__ = [
     "PollBackoff",
     "Proxy",
     "SettingInfo",
+    "configured_base_url",
     "defaults",
     "mask_key",
     "normalize_base_url",
@@ -779,6 +780,13 @@ def settings() -> tuple[SettingInfo, ...]:
         SettingInfo(name, row.env, _unfrozen(row.default), row.doc, row.redact is not None)
         for name, row in rows
     )
+
+
+def configured_base_url() -> str:
+    """The address of a `Config` that is made now without one."""
+    row = _SETTINGS["base_url"]
+    chosen = defaults().get("base_url") or row.look_up(os.environ) or row.default
+    return str(_checked("base_url", chosen, row.env))
 
 
 def read_env(variable: str, environ: Mapping[str, str] | None = None) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 
 import tinkex
 from tinkex._client.retry import RetryConfig
-from tinkex.errors import InvalidInputError
+from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recovery import RecoveryPolicy
 
 from ..scripted import Answer
@@ -185,6 +185,80 @@ def test_a_handle_holds_no_key(service):
     facts = json.loads(base64.urlsafe_b64decode(handle))
     assert set(facts) == {"base_url", "session_id", "sampling_session_id"}
     assert "secret" not in json.dumps(facts)
+
+
+def handle_for(base_url: object) -> str:
+    facts = {"base_url": base_url, "session_id": "s-1", "sampling_session_id": "s-1:sample:0"}
+    return base64.urlsafe_b64encode(json.dumps(facts).encode()).decode()
+
+
+def test_handle_of_the_configured_host_uses_the_configured_key(server, service, monkeypatch):
+    answer_samples(server, 7)
+    handle = new_sampler(service()).get_sampler_handle()
+    monkeypatch.setenv("TINKER_BASE_URL", server.url + "/")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-configured")
+    elsewhere = tinkex.SamplingClient.from_sampler_handle(handle)
+    assert draw(elsewhere) == [7]
+    assert server.asked(SAMPLE)[0].headers["x-api-key"] == "tml-configured"
+    elsewhere.holder.close().result(10)
+
+
+@pytest.mark.parametrize("source", ["environment", "process", "command", "login"])
+def test_handle_of_another_host_does_not_get_the_configured_key(
+    server, monkeypatch, tmp_path, source
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.setenv("TINKER_BASE_URL", "https://service.example")
+    ran = tmp_path / "ran"
+    if source == "environment":
+        monkeypatch.setenv("TINKER_API_KEY", "tml-configured")
+    elif source == "command":
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"touch {ran}; echo tml-configured")
+    elif source == "login":
+        (tmp_path / ".tinker").mkdir()
+        stored = {"default": 1, "keys": {"1": {"key": "tml-configured"}}}
+        (tmp_path / ".tinker" / "credentials.json").write_text(json.dumps(stored))
+    if source == "process":
+        tinkex.config.set_defaults(api_key="tml-configured")
+    try:
+        with pytest.raises(ConfigError, match="api_key") as refused:
+            tinkex.SamplingClient.from_sampler_handle(handle_for(server.url))
+    finally:
+        tinkex.config.reset_defaults()
+    text = str(refused.value)
+    assert server.url in text
+    assert "https://service.example" in text
+    assert "from_sampler_handle(handle, api_key=" in text
+    assert not ran.exists()
+    assert not server.requests
+    assert str(pickle.loads(pickle.dumps(refused.value))) == text
+
+
+def test_other_secrets_of_the_configured_host_do_not_go_to_another_one(
+    server, service, monkeypatch
+):
+    answer_samples(server, 7)
+    monkeypatch.setenv("TINKER_BASE_URL", "https://service.example")
+    monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_ID", "our-id")
+    monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_SECRET", "our-secret")
+    monkeypatch.setenv("TINKEX_DEFAULT_HEADERS", '{"x-gateway": "our-secret"}')
+    monkeypatch.setenv("TINKEX_DEFAULT_QUERY", '{"token": "our-secret"}')
+    handle = new_sampler(service(default_headers={}, default_query={})).get_sampler_handle()
+    server.requests.clear()
+    elsewhere = tinkex.SamplingClient.from_sampler_handle(handle, api_key="tml-theirs")
+    assert draw(elsewhere) == [7]
+    assert server.asked(SAMPLE)[0].headers["x-api-key"] == "tml-theirs"
+    for request in server.requests:
+        assert "our-" not in str(request.headers)
+        assert "our-" not in str(request.query)
+    elsewhere.holder.close().result(10)
+
+
+@pytest.mark.parametrize("address", [7, None, "file:///etc", "https://", "https://u:p@x y"])
+def test_handle_with_a_bad_address_is_refused(address):
+    with pytest.raises(InvalidInputError):
+        tinkex.SamplingClient.from_sampler_handle(handle_for(address), api_key="tml-x")
 
 
 @pytest.mark.parametrize(

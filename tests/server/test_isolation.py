@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -306,24 +308,70 @@ def test_what_was_tried_in_vain_did_not_use_up_any_number(two, its, before):
     assert its.model.save("later").endswith("/later")
 
 
-def test_a_token_ends_with_the_key_it_was_made_for(tmp_path):
+def test_token_opens_no_operation_and_cannot_be_renewed(two):
+    """Whoever is lent a token can read weights with it; it is not the account of its owner."""
+    ann, _ = two
+    token = ann.told("auth/token")["jwt"]
+    for headers in ({"x-api-key": token}, {"authorization": f"Bearer {token}"}):
+        with Api(str(ann.http.base_url), **headers) as holder:
+            for row in OPERATIONS.values():
+                path = row.url_path(dict.fromkeys(row.placeholders, "a"))
+                answer = holder.http.request(row.method, path, content=b"{}")
+                assert answer.status_code == 401, row.name
+                assert "weights_access_token" in answer.json()["detail"]
+            for path in ("/metrics", "/local/telemetry"):
+                assert holder.http.get(path).status_code == 401
+
+
+def test_token_holds_no_hash_of_the_key(two):
+    ann, _ = two
+    token = ann.told("auth/token")["jwt"]
+    digest = hashlib.sha256(b"tml-key-of-ann").hexdigest()
+    payload = token.split(".")[1]
+    claims = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode()
+    for start in range(0, 64, 8):
+        assert digest[start : start + 8] not in claims
+
+
+def test_token_ends_with_the_key_it_was_made_for(tmp_path):
     file, data_dir = tmp_path / "keys", tmp_path / "data"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
-    with (
-        service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running,
-        Api(running.url, "tml-key-of-ann") as ann,
+
+    def copied(running: Any, path: str, token: str) -> int:
+        with Api(running.url, "tml-key-of-bob") as bob:
+            lent = {"source_path": path, "weights_access_token": token}
+            return bob.post("copy_weights", lent).status_code
+
+    with service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running:
+        with Api(running.url, "tml-key-of-ann") as ann:
+            path, token = ann.model().save("lent"), ann.told("auth/token")["jwt"]
+        assert copied(running, path, token) == 200
+    for left, expected in (
+        ("ann: tml-key-of-ann\n", 200),  # a restart changes nothing
+        ("", 403),
+        ("ann: tml-another-key-of-ann\n", 403),
     ):
-        token = ann.told("auth/token")["jwt"]
-        with Api(running.url, token) as same:
-            assert same.got("auth/apikey/me")["name"] == "ann"
-    for left in ("", "ann: tml-another-key-of-ann\n"):
         file.write_text(f"{left}bob: tml-key-of-bob\n")
-        with (
-            service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running,
-            Api(running.url, token) as ann,
-        ):
-            assert ann.get("auth/apikey/me").status_code == 401
-            assert ann.post("auth/token", {}).status_code == 401
+        with service("fake", data_dir=data_dir, keys=Keys.from_file(file)) as running:
+            assert copied(running, path, token) == expected
+
+
+def test_token_expires(tmp_path):
+    (tmp_path / "keys").write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+    moment = [NOW]
+    keys = Keys.from_file(tmp_path / "keys")
+    with (
+        service("fake", keys=keys, now=lambda: moment[0]) as running,
+        Api(running.url, "tml-key-of-ann") as ann,
+        Api(running.url, "tml-key-of-bob") as bob,
+    ):
+        body = {"source_path": ann.model().save("lent")}
+        body["weights_access_token"] = ann.told("auth/token")["jwt"]
+        assert bob.post("copy_weights", body).status_code == 200
+        moment[0] += timedelta(hours=1)
+        refused = bob.post("copy_weights", body)
+        assert refused.status_code == 403
+        assert "expired" in refused.json()["detail"]
 
 
 # -- lending ----------------------------------------------------------------------------------------

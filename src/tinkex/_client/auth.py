@@ -11,8 +11,21 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tinkex.config import Config, defaults, read_env
-from tinkex.errors import AuthenticationError, ConfigError, DecodeError, TinkerError
+from tinkex.config import (
+    LOCAL,
+    Config,
+    configured_base_url,
+    defaults,
+    normalize_base_url,
+    read_env,
+)
+from tinkex.errors import (
+    AuthenticationError,
+    ConfigError,
+    DecodeError,
+    InvalidInputError,
+    TinkerError,
+)
 
 from .notices import logger
 from .retry import Clock
@@ -145,6 +158,40 @@ def config_with_login(**options: Any) -> Config:
         if stored is None:
             raise  # also for a key that was given and is malformed
         return Config(**options | {"api_key": stored})
+
+
+def config_for_handle(base_url: str, api_key: str | None) -> Config:
+    """A configuration for the address in a sampler handle, which whoever made the handle chose.
+
+    Credentials of the configured service go to its own host only. For another one the caller has to give a key, and
+    no other secret of the configuration is sent along.
+    """
+    configured = configured_base_url()
+    if base_url == LOCAL or _origin(base_url) == _origin(configured):
+        return config_with_login(base_url=base_url, api_key=api_key)
+    if api_key is None:
+        raise ConfigError(
+            f"the handle is for {_origin(base_url)}, not for the configured {_origin(configured)}, so the "
+            "configured key is not sent there; if you trust that host, pass its key: "
+            "from_sampler_handle(handle, api_key=...), or set TINKER_BASE_URL to it",
+            field="api_key",
+        )
+    return Config(
+        base_url=base_url,
+        api_key=api_key,
+        credential_cmd="",
+        cf_access_client_id="",
+        cf_access_client_secret="",
+        default_headers={},
+        default_query={},
+    )
+
+
+def _origin(base_url: str) -> str:
+    try:
+        return normalize_base_url(base_url)
+    except ValueError as error:
+        raise InvalidInputError(f"has a bad address: {error}", field="handle") from None
 
 
 def credentials_file() -> Path:

@@ -51,7 +51,7 @@ from tinkex.types import (
 from tinkex.types.paths import SCHEME, ParsedCheckpointTinkerPath
 
 from ._async_twins import SamplingClientAsync
-from .auth import config_with_login
+from .auth import config_for_handle
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
 from .checks import check_count
@@ -327,14 +327,20 @@ class SamplingClient(SamplingClientAsync):
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """Go on sampling where `get_sampler_handle` was called, in another process or on another host."""
+        """Go on sampling where `get_sampler_handle` was called, in another process or on another host.
+
+        A handle for another service than the configured one needs an explicit `api_key`: the configured key is
+        never sent to a host that a handle names.
+        """
         try:
             facts = orjson.loads(base64.urlsafe_b64decode(handle))
             base_url, session_id = facts["base_url"], facts["session_id"]
             sampling_session_id = facts["sampling_session_id"]
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError("is not a sampler handle", field="handle") from error
-        config = config_with_login(base_url=base_url, api_key=api_key)
+        if not all(isinstance(fact, str) for fact in (base_url, session_id, sampling_session_id)):
+            raise InvalidInputError("is not a sampler handle", field="handle")
+        config = config_for_handle(base_url, api_key)
         session = Session(config, session_id=session_id)
         return SamplingClient(session, sampling_session_id=sampling_session_id, shadow=True)
 

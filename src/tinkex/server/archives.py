@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -42,6 +42,8 @@ ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 _SECRET_BYTES: Final = 32
 _CHUNK: Final = 1 << 20
 _RECIPIENTS: Final = 10
+#: What a token is good for.
+_SCOPE: Final = "weights:read"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 
@@ -96,30 +98,48 @@ class Signer:
         if _seconds(now) >= int(expires):
             raise PermissionDeniedError("The link has expired; ask for a new one.")
 
-    def token(self, owner: str, key: str, expires_at: datetime) -> str:
-        """A JSON web token that stands for an owner's key, which has a mark of its own, until a moment."""
+    def token(self, owner: str, key_digest: bytes, expires_at: datetime) -> str:
+        """A JSON web token that lets its holder read an owner's weights until a moment, while the key lives.
+
+        The claims can be read by whoever holds the token, so they name the key by a keyed hash: a plain one would let
+        the holder try keys offline.
+        """
         header = {"alg": "HS256", "typ": "JWT"}
         claims = {
             "iss": "tinkex",
             "sub": f"tml:user:{owner}",
             "org_id": "local",
+            "scope": _SCOPE,
             "owner": owner,
-            "key": key,
+            "key": self._mark(key_digest),
             "exp": _seconds(expires_at),
         }
         unsigned = f"{_base64(json.dumps(header).encode())}.{_base64(json.dumps(claims).encode())}"
         return f"{unsigned}.{self._token_signature(unsigned)}"
 
-    def token_owner(self, token: str, now: datetime) -> tuple[str, str]:
-        """Whose token it is, and the mark of their key; one that was not made here, or is too old, is refused."""
+    def token_owner(
+        self, token: str, digest_of: Callable[[str], bytes | None], now: datetime
+    ) -> str:
+        """Whose weights a token reads; `digest_of` gives the digest of an owner's key as it is now."""
         unsigned, _, signature = token.rpartition(".")
-        if not hmac.compare_digest(self._token_signature(unsigned), signature):
-            raise AuthenticationError("The token was not made by this service.")
+        expected = self._token_signature(unsigned).encode()
+        if not hmac.compare_digest(expected, signature.encode("utf-8", "backslashreplace")):
+            raise AuthenticationError("the token was not made by this service")
         payload = unsigned.partition(".")[2]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        if claims.get("scope") != _SCOPE:
+            raise AuthenticationError("the token is not for reading weights")
         if _seconds(now) >= claims["exp"]:
-            raise AuthenticationError("The token has expired; ask for a new one.")
-        return str(claims["owner"]), str(claims.get("key", ""))
+            raise AuthenticationError("the token has expired; ask for a new one")
+        owner = str(claims["owner"])
+        digest = digest_of(owner)
+        if digest is None or not hmac.compare_digest(self._mark(digest), str(claims["key"])):
+            raise AuthenticationError("the key of the token is no longer known here")
+        return owner
+
+    def _mark(self, key_digest: bytes) -> str:
+        """What tells the key of an owner from the one that comes after it, and says nothing else about it."""
+        return hmac.new(self._secret, b"key\0" + key_digest, hashlib.sha256).hexdigest()[:32]
 
     def _token_signature(self, unsigned: str) -> str:
         message = unsigned.encode("utf-8", "surrogatepass")

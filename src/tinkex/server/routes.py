@@ -46,6 +46,7 @@ logger = logging.getLogger("tinkex.server")
 LARGE_RESULT: Final = 8 << 20
 #: Clients before this release cannot read of external weights.
 _EXTERNAL_SINCE: Final = (0, 28)
+_TOKEN_LIFETIME: Final = timedelta(hours=1)
 _AGENT: Final = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
 
 
@@ -73,11 +74,8 @@ class Call:
 
 
 def owner_of(service: Service, headers: Mapping[str, str]) -> str:
-    """Whose request this is: by a key, or by a token that a key was exchanged for."""
-    keys, token = service.settings.keys, headers.get("x-api-key", "")
-    if token.startswith("eyJ") and token.isascii() and keys.needed and service.signer is not None:
-        return keys.known(*service.signer.token_owner(token, service.settings.now()))
-    return keys.owner(headers)
+    """Whose request this is. Tokens do not count: they can be lent, and lending one must not lend the account."""
+    return service.settings.keys.owner(headers)
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -144,8 +142,10 @@ async def client_dynamic_config(_: Call) -> types.ClientDynamicConfigResponse:
 async def auth_token(call: Call) -> types.AuthTokenResponse:
     signer = call.service.signer
     assert signer is not None
-    mark = call.service.settings.keys.mark(call.owner)
-    token = signer.token(call.owner, mark, call.now() + timedelta(hours=1))
+    digest = (
+        call.service.settings.keys.digest(call.owner) or b""
+    )  # nobody has a key where none is needed
+    token = signer.token(call.owner, digest, call.now() + _TOKEN_LIFETIME)
     return types.AuthTokenResponse(jwt=token)
 
 
@@ -327,12 +327,17 @@ async def _reader(call: Call, path: str, token: str | None) -> str | None:
     with contextlib.suppress(NotFoundError):
         await call.service.checkpoints.readable(call.owner, path)
         return None
+    keys, signer = call.service.settings.keys, call.service.signer
+    assert signer is not None
     try:
-        return owner_of(call.service, {"x-api-key": token})
-    except AuthenticationError:
+        with contextlib.suppress(AuthenticationError):
+            return keys.owner({"x-api-key": token})
+        return signer.token_owner(token, keys.digest, call.now())
+    except AuthenticationError as error:
         # Not 401: the caller's own key is good.
         raise PermissionDeniedError(
-            "weights_access_token: must be a key, or a token of auth/token, whose owner may read the weights"
+            "weights_access_token: must be a key, or a token of auth/token, whose owner may read the weights; "
+            f"{error.message}"
         ) from None
 
 
