@@ -56,6 +56,67 @@ def complaint(api, answer):
     return answer.json()["detail"]
 
 
+# -- sampling: how much one request may ask for ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "field", "params", "fields"),
+    [
+        ("max_samples", "num_samples", {"num_samples": 65}, {}),
+        ("max_stop_strings", "sampling_params.stop", {"stop": ["ab"] * 65}, {}),
+        ("max_stop_bytes", "sampling_params.stop", {"stop": "ä" * 513}, {}),
+        ("max_stop_tokens", "sampling_params.stop", {"stop": [5] * 4097}, {}),
+        ("max_topk", "topk_sample_logprobs", {}, {"topk_sample_logprobs": 1025}),
+        ("max_topk", "topk_prompt_logprobs", {}, {"topk_prompt_logprobs": 1025}),
+        (
+            "max_alternatives",
+            "topk_sample_logprobs",
+            {"num_samples": 64, "max_tokens": 256},
+            {"topk_sample_logprobs": 257},
+        ),
+        (  # without a number of tokens, as many as the context has
+            "max_alternatives",
+            "topk_sample_logprobs",
+            {"num_samples": 64, "max_tokens": None},
+            {"topk_sample_logprobs": 33},
+        ),
+        (
+            "max_alternatives",
+            "target_prompt_logprobs",
+            {},
+            {
+                "target_prompt_logprobs": {
+                    "data": [],
+                    "dtype": "int64",
+                    "shape": [2, 1 << 22],
+                    "sparse_crow_indices": [0, 0, 0],
+                    "sparse_col_indices": [],
+                }
+            },
+        ),
+    ],
+)
+def test_sample_request_above_a_limit_names_field_and_setting(
+    api, sampler, setting, field, params, fields
+):
+    answer = api.post("asample", sampler.request(fields=fields, **params))
+    assert answer.status_code == 400
+    assert field in answer.json()["detail"]
+    assert f"setting {setting}" in answer.json()["detail"]
+
+
+def test_limits_of_a_sample_request_can_be_used_up(sampler):
+    stop = [f"zz{number:04}" for number in range(64)]
+    assert sampler.tokens(stop=stop, num_samples=64)
+    assert sampler.tokens(stop=list(range(1, 200)) * 20)
+
+
+def test_stop_string_that_is_no_unicode_text_is_refused(api, sampler):
+    body = json.dumps(sampler.request(stop=["\ud800"])).encode()
+    answer = api.post("asample", body, headers={"content-type": "application/json"})
+    assert "surrogate" in complaint(api, answer)
+
+
 # -- training ------------------------------------------------------------------------------------------
 
 

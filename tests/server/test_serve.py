@@ -24,7 +24,7 @@ from starlette.responses import StreamingResponse
 from tinkex.errors import ConfigError
 from tinkex.server.leases import Leases
 from tinkex.server.serve import ADDRESS_FILE, ServiceThread, _serve
-from tinkex.server.service import Settings
+from tinkex.server.service import Settings, read_setting
 
 TINY = "tinkex/tiny"
 PATIENCE = 30.0
@@ -349,3 +349,18 @@ def test_a_service_can_run_in_a_thread(tmp_path, cache_home):
             ServiceThread(settings(tmp_path, cache_home)).start()
         service.close()
         assert not (tmp_path / ADDRESS_FILE).exists()
+
+
+def test_numbers_of_the_settings_can_be_set_by_name():
+    assert read_setting("max_stop_strings=7") == ("max_stop_strings", 7)
+    assert read_setting("hold=0.5") == ("hold", 0.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "max_stops=1", "keys=1", "hold", "hold=soon", "hold=nan", "hold=-1", "max_topk=1.5"],
+)
+def test_setting_that_cannot_be_set_is_refused_by_name(text):
+    with pytest.raises(ConfigError) as refused:
+        read_setting(text)
+    assert refused.value.field == text.partition("=")[0]

@@ -52,6 +52,14 @@ __all__ = ["command"]
     metavar="SECONDS",
     help="Work on a model after which a snapshot is written; a crash costs about as much.",
 )
+@click.option(
+    "--set",
+    "chosen",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="A limit or a time of the service, by the name that its error message gives. "
+    "May be given more than once.",
+)
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
 @click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
 def command(
@@ -64,6 +72,7 @@ def command(
     database_url: str | None,
     api_key_file: Path | None,
     snapshot_every: float,
+    chosen: tuple[str, ...],
     engine: str,
     leased: bool,
 ) -> None:
@@ -73,7 +82,7 @@ def command(
     """
     from tinkex.server import serve
     from tinkex.server.auth import Keys
-    from tinkex.server.service import DEFAULT_MODEL, Settings, default_data_dir
+    from tinkex.server.service import DEFAULT_MODEL, Settings, default_data_dir, read_setting
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     settings = Settings(
@@ -84,8 +93,8 @@ def command(
         device=device,
         dtype=dtype,
         database_url=database_url,
-        snapshot_every=snapshot_every,
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
+        **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},
     )
     named = ", ".join(name.partition("=")[0] for name in settings.base_models)
     served = named or "base models on demand"

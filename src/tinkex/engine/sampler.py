@@ -68,6 +68,7 @@ class _Request:
     job: SampleJob
     adapter: Adapter | None
     stops: frozenset[int]
+    window: int  # tokens at the end among which a stop string may be
     limit: int
     left: int  # sequences that are not finished
     sequences: list[_Sequence] = field(default_factory=list)  # those that have begun
@@ -146,7 +147,9 @@ class Sampler:
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
         stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
-        request = _Request(job_id, job, adapter, stops, limit, job.num_samples)
+        # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
+        window = max((len(text.encode()) for text in job.stop_texts), default=0) + 4
+        request = _Request(job_id, job, adapter, stops, window, limit, job.num_samples)
         self._requests[job_id] = request
         self._line(request)[job_id] = request
 
@@ -449,9 +452,7 @@ class Sampler:
         texts = sequence.request.job.stop_texts
         if not texts or self._detokenize is None:
             return False
-        # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
-        window = max(len(text.encode()) for text in texts) + 4
-        tail = self._detokenize([*sequence.tokens[1 - window :], token])
+        tail = self._detokenize([*sequence.tokens[1 - sequence.request.window :], token])
         return any(text in tail for text in texts)
 
     def _vacate(self, sequence: _Sequence) -> None:

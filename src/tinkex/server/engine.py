@@ -38,6 +38,10 @@ DEATHS_ALLOWED: Final = 5
 SMALLER: Final = 4
 
 
+#: Stands for the context of a base model that is not loaded yet.
+MAX_CONTEXT: Final = 1 << 24
+
+
 class _Company:
     """Who works with the engine at one time: everybody, unless somebody is suspected of killing it."""
 
@@ -140,6 +144,11 @@ class Supervisor:
     @property
     def models(self) -> list[BaseModel]:
         return list(self._models.values())
+
+    def context_length(self, name: str) -> int:
+        """The context of a base model; for one that is not loaded yet, more than any has."""
+        model = self._models.get(name)
+        return MAX_CONTEXT if model is None else model.context_length
 
     def check_model(self, name: str, field: str) -> None:
         """Refuse a base model that can never be had here."""

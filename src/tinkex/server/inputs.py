@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -31,6 +33,7 @@ from tinkex.types import (
 )
 
 __all__ = [
+    "SampleLimits",
     "adam_step",
     "check_optimizer",
     "check_ttl",
@@ -121,14 +124,64 @@ def check_ttl(ttl_seconds: int | None) -> None:
         )
 
 
-def sample_job(request: SampleRequest, sampler_id: str, *, max_samples: int) -> SampleJob:
+@dataclass(frozen=True)
+class SampleLimits:
+    """How much one request to sample may ask for; the fields are settings of the service."""
+
+    max_samples: int = 1024
+    #: Every stop string is searched for after every token of every sequence …
+    max_stop_strings: int = 64
+    #: … in a text that is as long as the longest. Bytes of all of them, in UTF-8.
+    max_stop_bytes: int = 1024
+    max_stop_tokens: int = 4096
+    #: Alternatives per position.
+    max_topk: int = 1024
+    #: Alternatives and targets with a logprob in one result, over all positions and sequences: 32 MB as arrays.
+    max_alternatives: int = 1 << 22
+
+    def check(self, request: SampleRequest, prompt_length: int, context_length: int) -> None:
+        """Refuse a request that asks for more, before anything is allocated for it."""
+        self._refuse_above("max_samples", request.num_samples, "num_samples")
+        stop = request.sampling_params.stop
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        texts = [item for item in stops if isinstance(item, str)]
+        field = "sampling_params.stop"
+        self._refuse_above("max_stop_strings", len(texts), field, "strings")
+        self._refuse_above(
+            "max_stop_bytes", sum(len(text.encode()) for text in texts), field, "bytes"
+        )
+        self._refuse_above("max_stop_tokens", len(stops) - len(texts), field, "token ids")
+        wanted = request.sampling_params.max_tokens
+        drawn = context_length if wanted is None else min(wanted, context_length)
+        targets = request.target_prompt_logprobs
+        shape = [] if targets is None else targets.shape or []
+        alternatives = {
+            "topk_prompt_logprobs": request.topk_prompt_logprobs * prompt_length,
+            "topk_sample_logprobs": request.topk_sample_logprobs * drawn * request.num_samples,
+            "target_prompt_logprobs": math.prod(shape),
+        }
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            self._refuse_above("max_topk", getattr(request, name), name)
+        for name, count in alternatives.items():
+            self._refuse_above("max_alternatives", count, name, "logprobs in the result")
+
+    def _refuse_above(self, setting: str, asked: int, field: str, unit: str = "") -> None:
+        limit: int = getattr(self, setting)
+        if asked > limit:
+            what = f"{limit} {unit}".strip()
+            raise InvalidInputError(
+                f"must be at most {what}, got {asked}; the limit is the service's setting {setting}",
+                field=field,
+            )
+
+
+def sample_job(
+    request: SampleRequest, sampler_id: str, *, limits: SampleLimits, context_length: int
+) -> SampleJob:
     """The job a request asks for."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt, "prompt")
-    if request.num_samples > max_samples:
-        raise InvalidInputError(
-            f"must be at most {max_samples}, got {request.num_samples}", field="num_samples"
-        )
+    limits.check(request, len(prompt), context_length)
     if request.prompt_alt_tokens_k:
         raise InvalidInputError(
             "alternative prompt tokens are not offered by this service; "
@@ -164,10 +217,6 @@ def _targets(targets: TensorData, prompt_length: int) -> Array:
             f"must be {prompt_length - 1} rows, one per prompt token after the first; "
             f"its shape is {list(shape)}",
             field=field,
-        )
-    if targets.is_sparse and shape[0] * shape[1] > MAX_ELEMENTS:
-        raise InvalidInputError(
-            f"would take {shape[0] * shape[1]} elements written out", field=field
         )
     return targets.to_numpy(pad_value=-1)
 

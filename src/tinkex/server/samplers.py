@@ -45,7 +45,7 @@ from tinkex.types import (
 from .checkpoints import Checkpoints, tinker_path
 from .engine import Supervisor
 from .futures import Feed, Promise, Promises
-from .inputs import sample_job
+from .inputs import SampleLimits, sample_job
 from .sessions import Sessions
 from .store import Database, SamplerRow
 from .usage import Usage
@@ -98,7 +98,7 @@ class Samplers:
         engine: Supervisor,
         usage: Usage,
         *,
-        max_samples: int,
+        limits: SampleLimits,
         now: Callable[[], datetime],
         open_limit: int = OPEN_LIMIT,
     ) -> None:
@@ -109,7 +109,7 @@ class Samplers:
         self._promises = promises
         self._engine = engine
         self._usage = usage
-        self._max_samples = max_samples
+        self._limits = limits
         self._now = now
         self._open_limit = open_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
@@ -304,7 +304,7 @@ class Samplers:
         number = None if request.sampling_session_id is None else request.seq_id
         known = self._promises.duplicate(sampler_id, number)
         if known is None:
-            job = sample_job(request, sampler_id, max_samples=self._max_samples)
+            job = self._job(sampler, request)
             extra = {"num_samples": request.num_samples}
             known = self._promises.accept(
                 _ASAMPLE, owner, sampler_id, number, request, body, "json", extra
@@ -313,13 +313,21 @@ class Samplers:
         await self._promises.flushed()
         return known
 
+    def _job(self, sampler: _Sampler, request: SampleRequest) -> SampleJob:
+        return sample_job(
+            request,
+            sampler.row.sampler_id,
+            limits=self._limits,
+            context_length=self._engine.context_length(sampler.row.base_model),
+        )
+
     async def resume(self, promise: Promise) -> None:
         """Go on with a request that was accepted before a restart."""
         try:
             request: SampleRequest = self._promises.request_of(promise)
             sampler = await self._find(promise.scope, promise.owner)
             await self._sessions.check_active(sampler.row.session_id, promise.owner)
-            job = sample_job(request, promise.scope, max_samples=self._max_samples)
+            job = self._job(sampler, request)
         except TinkerError as error:
             self._promises.fail(promise, error)
             return
@@ -329,7 +337,7 @@ class Samplers:
         """Tokens as they are drawn; what is wrong with the request is raised before the first."""
         sampler = await self._sampler_of(owner, request)
         self._promises.check_room(owner)
-        job = sample_job(request, sampler.row.sampler_id, max_samples=self._max_samples)
+        job = self._job(sampler, request)
         return self._stream(sampler, job)
 
     async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from tinkex.config import read_env
 from tinkex.engine.process import Ready, Setup
@@ -24,7 +25,7 @@ from .auth import Keys
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .engine import Supervisor
 from .futures import Promise, Promises
-from .inputs import check_ttl
+from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
 from .losses import Losses
 from .model_work import ModelWork
@@ -37,7 +38,14 @@ from .store import Database, Store
 from .usage import Usage
 from .worker import Worker
 
-__all__ = ["DEFAULT_MODEL", "Service", "Settings", "default_cache_dir", "default_data_dir"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "Service",
+    "Settings",
+    "default_cache_dir",
+    "default_data_dir",
+    "read_setting",
+]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -90,11 +98,23 @@ class Settings:
     url_lifetime: float = 3600.0
     max_body_bytes: int = 256 << 20
     max_decoded_bytes: int = 1 << 30
-    max_samples: int = 1024
+    #: Limits of one request to sample; what each is for stands at `SampleLimits`.
+    max_samples: int = SampleLimits.max_samples
+    max_stop_strings: int = SampleLimits.max_stop_strings
+    max_stop_bytes: int = SampleLimits.max_stop_bytes
+    max_stop_tokens: int = SampleLimits.max_stop_tokens
+    max_topk: int = SampleLimits.max_topk
+    max_alternatives: int = SampleLimits.max_alternatives
     max_pending: int = 20_000
     use_retrieve_futures: bool = False
     #: What time it is.
     now: Callable[[], datetime] = now_utc
+
+    @property
+    def sample_limits(self) -> SampleLimits:
+        return SampleLimits(
+            **{each.name: getattr(self, each.name) for each in fields(SampleLimits)}
+        )
 
     def __post_init__(self) -> None:
         if self.on_demand and self.keys.needed:
@@ -103,6 +123,26 @@ class Settings:
                 "is for a service of one user; with keys, list the base models instead",
                 field="on_demand",
             )
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """A field of `Settings` that is a number, written as NAME=NUMBER."""
+    kinds = {each.name: type(each.default) for each in fields(Settings)}
+    known = [name for name, kind in kinds.items() if kind in {int, float}]
+    name, _, value = text.partition("=")
+    if name not in known:
+        raise ConfigError(
+            f"is no setting that can be set; those are {', '.join(known)}", field=name
+        )
+    whole = kinds[name] is int
+    try:
+        number = int(value) if whole else float(value)
+    except ValueError:
+        number = -1
+    if not 0 <= number < math.inf:
+        what = "a whole number" if whole else "a number"
+        raise ConfigError(f"must be {what} that is not negative, got {value!r:.60}", field=name)
+    return name, number
 
 
 class Service:
@@ -144,7 +184,7 @@ class Service:
             self.promises,
             self.engine,
             self.usage,
-            max_samples=settings.max_samples,
+            limits=settings.sample_limits,
             now=settings.now,
         )
         self.losses = Losses(
