@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -17,11 +18,13 @@ import sqlalchemy as sa
 
 from tinkex.server.store import (
     CheckpointRow,
+    Database,
     RunRow,
     SamplerRow,
     SessionRow,
     Store,
     TelemetryRow,
+    UsageRow,
 )
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -305,13 +308,14 @@ def test_an_event_is_kept_once_per_owner_and_session(store):
     assert store.telemetry("you", None, limit=9, offset=0)[1] == 1
 
 
-def test_a_database_of_the_first_release_is_brought_up_to_date(url):
-    """As version 1 made it: telemetry without the ids of events, samplers that never expire."""
+def make_first_release(url):
+    """A database as version 1 made it: telemetry without the ids of events, samplers that never expire."""
     old = Store(url)
     old.open()
     old.add_session(session())
     old.add_sampler(SamplerRow("x", "s", "me", "m", None, NOW))
     with old._transaction() as connection:
+        connection.exec_driver_sql("DROP TABLE identity")
         connection.exec_driver_sql("DROP INDEX ix_samplers_expires_at")
         for column in ("unnamed", "expires_at"):
             connection.exec_driver_sql(f"ALTER TABLE samplers DROP COLUMN {column}")
@@ -323,6 +327,10 @@ def test_a_database_of_the_first_release_is_brought_up_to_date(url):
             "VALUES ('2026-01-02 03:04:05.000000', 'me', 's', '{}')"
         )
     old.close()
+
+
+def check_is_up_to_date(url):
+    """A database that was of the first release can do what this one does, and has kept its rows."""
     new = Store(url)
     new.open()
     new.add_telemetry([event("a"), event("a")])
@@ -332,4 +340,139 @@ def test_a_database_of_the_first_release_is_brought_up_to_date(url):
     new.add_sampler(made)
     assert new.sampler("x") == SamplerRow("x", "s", "me", "m", None, NOW)
     assert new.expired_samplers(NOW) == [made]
+    assert new.identity() is None
     new.close()
+
+
+def test_a_database_of_the_first_release_is_brought_up_to_date(url):
+    make_first_release(url)
+    check_is_up_to_date(url)
+
+
+def open_and_die(url: str, statement: int) -> bool:
+    """Open a store in a process that is killed before its n-th statement; whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = [statement]
+
+        @sa.event.listens_for(sa.Engine, "before_cursor_execute")
+        def die(*_: object) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os._exit(9)
+
+        try:
+            Store(url).open()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("prepare", [make_first_release, lambda _: None], ids=["old", "new"])
+def test_a_kill_at_any_statement_of_an_upgrade_leaves_a_database_that_can_be_upgraded(url, prepare):
+    statement = 0
+    killed = True
+    while killed:
+        statement += 1
+        if url.startswith("sqlite"):
+            for file in Path(url.removeprefix("sqlite:///")).parent.iterdir():
+                file.unlink()
+        else:
+            empty(url)
+        prepare(url)
+        killed = open_and_die(url, statement)
+        if prepare is make_first_release:
+            check_is_up_to_date(url)
+        else:
+            made = Store(url)
+            made.open()
+            made.add_session(session())
+            made.close()
+    assert statement > 5
+
+
+def test_only_counters_may_be_lost_in_a_power_cut(tmp_path):
+    """SQLite waits for the disk at each commit that a client hears of, and not for what is counted."""
+    store = Store(f"sqlite:///{tmp_path}/tinkex.db")
+    store.open()
+    modes: list[str] = []
+
+    @sa.event.listens_for(store._engine, "begin")
+    def note(connection: sa.Connection) -> None:
+        [mode] = connection.exec_driver_sql("PRAGMA synchronous").one()
+        modes.append({1: "NORMAL", 2: "FULL"}[mode])
+
+    writes = {
+        "add_session": lambda: store.add_session(session()),
+        "add_run": lambda: store.add_run(run()),
+        "put_checkpoint": lambda: store.put_checkpoint(checkpoint()),
+        "add_sampler": lambda: store.add_sampler(SamplerRow("x", "s", "me", "m", None, NOW)),
+        "update_session": lambda: store.update_session("s", status={"type": "x"}),
+        "touch_runs": lambda: store.touch_runs({"s:train:0": NOW}),
+        "add_telemetry": lambda: store.add_telemetry([event("a")]),
+        "add_usage": lambda: store.add_usage([UsageRow(NOW, "me", "s", "m", "training", 1)]),
+    }
+    for write in writes.values():
+        write()
+    store.close()
+    counted = {"touch_runs", "add_telemetry", "add_usage"}
+    assert modes == ["NORMAL" if name in counted else "FULL" for name in writes]
+
+
+# -- from inside the event loop ----------------------------------------------------------------------
+
+
+def count_commits(store: Store) -> list[None]:
+    commits: list[None] = []
+    sa.event.listen(store._engine, "commit", lambda _: commits.append(None))
+    return commits
+
+
+def test_calls_that_wait_together_are_committed_together(store):
+    async def many() -> list[Any]:
+        database = Database(store)
+        held = threading.Event()
+        first = asyncio.ensure_future(database(held.wait))
+        calls = [
+            asyncio.ensure_future(database(store.add_session, session(str(n)))) for n in range(20)
+        ]
+        await asyncio.sleep(0)
+        held.set()
+        await first
+        return await asyncio.gather(*calls)
+
+    commits = count_commits(store)
+    made = asyncio.run(many())
+    assert [row.session_id for row in made] == [str(n) for n in range(20)]
+    assert len(commits) == 1
+    assert len(store.sessions(None, limit=50, offset=0)) == 20
+
+
+def test_a_call_that_fails_fails_alone(store):
+    async def many() -> list[Any]:
+        database = Database(store)
+        held = threading.Event()
+        first = asyncio.ensure_future(database(held.wait))
+        names = ["a", "b", "a", "c"]
+        calls = [
+            asyncio.ensure_future(database(store.add_session, session(name))) for name in names
+        ]
+        reading = asyncio.ensure_future(database(store.session, "b"))
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        for _ in range(3):  # the thread hears of it a moment later
+            await asyncio.sleep(0)
+        held.set()
+        await first
+        return await asyncio.gather(*calls, reading, return_exceptions=True)
+
+    made = asyncio.run(many())
+    kinds = [type(each) for each in made]
+    assert kinds == [
+        SessionRow,
+        asyncio.CancelledError,
+        sa.exc.IntegrityError,
+        SessionRow,
+        type(None),
+    ]
+    assert {row.session_id for row in store.sessions(None, limit=50, offset=0)} == {"a", "c"}

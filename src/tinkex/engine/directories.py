@@ -21,7 +21,14 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError, TinkerError
 
-from .files import check_regular, flush, is_plain_name, read_regular
+from .files import (
+    check_regular,
+    exchange,
+    flush,
+    is_plain_name,
+    make_directory,
+    read_regular,
+)
 from .values import MAX_RANK, LoraSpec
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "checked_manifest",
     "checked_spec",
     "copy",
+    "link",
     "put",
     "read_json",
     "reading",
@@ -81,10 +89,23 @@ def copy(source: Path, target: Path) -> None:
         shutil.copytree(source, scratch, dirs_exist_ok=True)
 
 
+def link(source: Path, target: Path) -> None:
+    """A second name for the files of a checkpoint, which are never written to again; a copy where that cannot be."""
+    with _whole(target) as scratch:
+        shutil.copytree(source, scratch, dirs_exist_ok=True, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
     """A directory to fill, which then takes its place; on the disk with everything in it, or not there at all."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     # Without the directory's name, which may be as long as names get.
     scratch = directory.with_name(f".{secrets.token_hex(8)}")
     scratch.mkdir()
@@ -205,22 +226,21 @@ def _peft_config(spec: LoraSpec, base_model: str, target_modules: Iterable[str])
 
 
 def put(scratch: Path, directory: Path) -> None:
-    """Put a finished directory in its place; an older one leaves first, and comes back if that fails."""
-    _replace(scratch, directory)
-    flush(directory.parent)
-
-
-def _replace(scratch: Path, directory: Path) -> None:
+    """Put a finished directory in its place, instead of an older one if there is one."""
     if not directory.exists():
         scratch.replace(directory)
+        flush(directory.parent)
         return
-    older = directory.with_name(f".{secrets.token_hex(8)}")
-    directory.replace(older)
-    try:
-        scratch.replace(directory)
-    except BaseException:
-        older.replace(directory)
-        raise
+    older = scratch
+    if not exchange(scratch, directory):
+        older = directory.with_name(f".{secrets.token_hex(8)}")
+        directory.replace(older)
+        try:
+            scratch.replace(directory)
+        except BaseException:
+            older.replace(directory)
+            raise
+    flush(directory.parent)  # before the older one goes, so that one of the two is on the disk
     shutil.rmtree(older, ignore_errors=True)
 
 

@@ -1,23 +1,82 @@
-"""Files: written so that they stay written, and read only if they are regular and of a bounded size."""
+"""Files: written so that they survive a power cut, and read only if they are regular and of a bounded size."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["check_regular", "flush", "is_plain_name", "read_regular"]
+__all__ = [
+    "check_regular",
+    "exchange",
+    "flush",
+    "is_plain_name",
+    "make_directory",
+    "read_regular",
+    "sync",
+    "write_whole",
+]
+
+#: Linux: swap two names in one step.
+_RENAME_EXCHANGE: Final = 2
+_AT_FDCWD: Final = -100
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what was written to a file is on the disk."""
+    os.fsync(descriptor)
 
 
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Create a directory and its missing parents; the name of each is on the disk."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory)
+        directory = directory.parent
+    for each in reversed(missing):
+        each.mkdir(mode, exist_ok=True)
+        flush(each.parent)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write or replace a file; after a crash there is the old content or the new, never a part."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        scratch.write_text(content)
+        flush(scratch)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system or the filesystem cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if rename(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in {errno.EINVAL, errno.ENOSYS}:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def is_plain_name(name: object) -> bool:

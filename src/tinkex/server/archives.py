@@ -24,7 +24,8 @@ from typing import Any, Final
 
 import pyrage  # type: ignore[import-untyped]
 
-from tinkex.engine.files import flush
+from tinkex.engine import directories
+from tinkex.engine.files import flush, make_directory
 from tinkex.errors import (
     AuthenticationError,
     ConfigError,
@@ -161,7 +162,7 @@ def _seconds(moment: datetime) -> int:
 
 
 def _create_secret(path: Path) -> bytes:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     scratch = _scratch(path)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -291,7 +292,7 @@ def export(source: Path, target: Path, recipients: Sequence[str] = ()) -> int:
     keys = _parse_recipients(recipients)
     for name in ADAPTER_FILES:
         _stat(source, name)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent)
     scratch = _scratch(target)
     scratch.mkdir()
     try:
@@ -305,11 +306,10 @@ def export(source: Path, target: Path, recipients: Sequence[str] = ()) -> int:
             flush(copy)
         flush(scratch)
         size = sum(file.stat().st_size for file in scratch.iterdir())
-        _put_in_place(scratch, target)
+        directories.put(scratch, target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    flush(target.parent)
     return size
 
 
@@ -344,18 +344,3 @@ def _encrypt(source: Path, target: Path, keys: list[Any]) -> None:
     except pyrage.EncryptError as error:
         # Keys were parsed before, so this is a disk's failure in other clothes.
         raise OSError(f"{source.name} could not be encrypted: {error}") from error
-
-
-def _put_in_place(scratch: Path, target: Path) -> None:
-    """Give a finished directory its name; an older one leaves first, and comes back if that fails."""
-    if not target.exists():
-        scratch.replace(target)
-        return
-    older = _scratch(target)
-    target.replace(older)
-    try:
-        scratch.replace(target)
-    except BaseException:
-        older.replace(target)
-        raise
-    shutil.rmtree(older, ignore_errors=True)

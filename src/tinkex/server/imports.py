@@ -20,6 +20,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from tinkex.engine import directories
+from tinkex.engine.files import make_directory
 from tinkex.errors import (
     InvalidInputError,
     PayloadTooLargeError,
@@ -234,6 +235,6 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
 
 def _move(source: Path, target: Path) -> int:
     size = sum(file.stat().st_size for file in source.iterdir())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source.replace(target)
+    make_directory(target.parent)
+    directories.put(source, target)
     return size

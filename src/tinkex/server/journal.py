@@ -24,6 +24,8 @@ from typing import Any, Final
 
 import orjson
 
+from tinkex.engine.files import flush, make_directory, sync
+
 __all__ = ["Journal", "Kind", "Place", "Record"]
 
 logger = logging.getLogger("tinkex.server")
@@ -89,7 +91,7 @@ class Journal:
         directory: Path,
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        sync: Callable[[int], None] = os.fsync,
+        sync: Callable[[int], None] = sync,
     ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
@@ -105,7 +107,7 @@ class Journal:
 
     def open(self) -> list[Record]:
         """All records in the order in which they were first written."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory)
         records: dict[int, Record] = {}  # a crash in the middle of a move leaves two copies
         for path in sorted(self._directory.glob("*.log")):
             if path.stat().st_size < len(_MAGIC):  # a crash came before its first record
@@ -173,7 +175,7 @@ class Journal:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(descriptor, [_MAGIC], 0)
-            _sync_directory(self._directory)
+            flush(self._directory)
         except OSError:
             os.close(descriptor)
             path.unlink()
@@ -307,11 +309,3 @@ def _write_all(descriptor: int, parts: list[bytes], offset: int) -> None:
         while view:
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

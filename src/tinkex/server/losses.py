@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinkex._wire.operations import operation
-from tinkex.engine.files import flush
+from tinkex.engine.files import make_directory, write_whole
 from tinkex.engine.values import TracedGraph
 from tinkex.errors import InvalidInputError
 from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
@@ -98,11 +98,8 @@ class Losses:
         return self._directory / f"{loss_id.replace('/', '_')}.json"
 
     def _write(self, loss_id: str, content: str) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        scratch = self._place(loss_id).with_suffix(".tmp")
-        scratch.write_text(content)
-        flush(scratch)
-        scratch.replace(self._place(loss_id))
+        make_directory(self._directory)
+        write_whole(self._place(loss_id), content)
 
     async def close_session(self, session_id: str) -> None:
         def forget() -> None:

@@ -27,6 +27,7 @@ from .inputs import lora_of
 from .model_work import Model, ModelWork, answer_to, change_of, changes_model, reader_of
 from .scheduling import Candidate, Shares
 from .sessions import Sessions
+from .set_aside import SetAside
 from .snapshots import Snapshots
 from .store import Database
 
@@ -50,6 +51,7 @@ class Models:
         work: ModelWork,
         *,
         snapshots: Snapshots,
+        set_aside: SetAside,
         snapshot_every: float,
         now: Callable[[], datetime],
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +62,7 @@ class Models:
         self._engine = engine
         self._work = work
         self._snapshots = snapshots
+        self._set_aside = set_aside
         self._snapshot_every = snapshot_every
         self._now = now
         self._clock = clock
@@ -361,13 +364,14 @@ class Models:
 
     async def restore(self, promises: list[Promise]) -> None:
         """Take up the models of before a restart; `promises` are in the order in which they were accepted."""
-        for model_id in await self._db(lambda: list(self._snapshots.model_ids())):
-            await self._revive(model_id)
         unloaded = {
             promise.scope
             for promise in promises
             if promise.operation.name == "unload_model" and _succeeded(promise)
         }
+        for model_id in await self._db(lambda: list(self._snapshots.model_ids())):
+            if model_id not in unloaded:
+                await self._revive(model_id)
         for promise in promises:
             model = self._models.get(promise.scope)
             if model is None and promise.scope not in unloaded:
@@ -384,7 +388,13 @@ class Models:
                     model.line.next_seq = max(model.line.next_seq, promise.seq_id + 1)
                 if self.needs(promise):
                     model.history.append(promise)
-        await self._db(self._snapshots.forget_others, set(self._models))
+        asked_for = {promise.scope for promise in promises}
+        await self._db(
+            self._snapshots.forget_others,
+            set(self._models),
+            lambda model_id: model_id in asked_for or self._store.run(model_id) is not None,
+            self._set_aside.move,
+        )
         for model in self._models.values():
             model.made.set()
             model.history.sort(key=change_of)

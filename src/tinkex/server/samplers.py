@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from tinkex._wire.operations import operation
+from tinkex.engine import directories
 from tinkex.engine.process import Token
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import (
@@ -155,7 +155,7 @@ class Samplers:
                     field="base_model",
                 )
             await self._engine.model(run.base_model, "model_path")
-            await self._db(_link, source, self.place(sampler_id))
+            await self._db(directories.link, source, self.place(sampler_id))
             path = tinker_path(checkpoint)
             await self._add(
                 SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
@@ -224,6 +224,11 @@ class Samplers:
         number = await self._db(self._store.next_clone, sampler_id)
         assert number is not None
         return number
+
+    def clear_scratch(self) -> None:
+        """Remove what a crash left half written."""
+        for leftover in self._directory.glob(".*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     async def close_session(self, session_id: str) -> None:
         """Let go of the samplers of a session that has ended, and of what is being drawn from them."""
@@ -562,16 +567,3 @@ def _in_layout_of(targets: TensorData, found: Any) -> TensorData:
     crow, col = targets.indices
     rows = np.repeat(np.arange(len(crow) - 1), np.diff(crow))
     return TensorData(found[rows, col], "float32", targets.shape, crow, col)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a sampler its own name for the files of a checkpoint; they are never written to again."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

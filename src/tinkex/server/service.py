@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinkex.config import read_env
+from tinkex.engine.files import make_directory
 from tinkex.engine.process import Ready, Setup
 from tinkex.errors import ConfigError
 from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
 
+from . import identity
 from .archives import Signer
 from .auth import Keys
 from .checkpoints import Checkpoints, now_utc, tinker_path
@@ -33,6 +35,7 @@ from .models import Models
 from .retention import Retention
 from .samplers import Samplers
 from .sessions import Sessions
+from .set_aside import SetAside
 from .snapshots import Snapshots
 from .store import Database, Store
 from .usage import Usage
@@ -191,6 +194,7 @@ class Service:
             data / "losses", self.database, self.sessions, self.promises, self.engine
         )
         self.snapshots = Snapshots(data / "snapshots")
+        set_aside = SetAside(data, settings.now)
         work = ModelWork(
             self.database,
             self.checkpoints,
@@ -209,6 +213,7 @@ class Service:
             self.engine,
             work,
             snapshots=self.snapshots,
+            set_aside=set_aside,
             snapshot_every=settings.snapshot_every,
             now=settings.now,
         )
@@ -231,13 +236,15 @@ class Service:
 
     async def start(self) -> Ready:
         """Open everything, wait for the engine, go on with what was accepted before."""
-        self.settings.data_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(self.settings.data_dir)
         self._lock.take()
         try:
             self.signer = Signer.from_file(self.settings.data_dir / "secret")
             await self.database(self.database.store.open)
+            await self.database(identity.join, self.settings.data_dir, self.database.store)
             self.checkpoints.clear_scratch()
             self.snapshots.clear_scratch()
+            self.samplers.clear_scratch()
             records = await asyncio.to_thread(lambda: list(self.journal.open()))
             self.ready = await self.engine.start()
             await self.sessions.restore()

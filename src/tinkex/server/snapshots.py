@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tinkex.engine.files import flush
+from tinkex.engine.files import write_whole
 from tinkex.errors import DecodeError
 
 __all__ = ["Snapshot", "Snapshots"]
@@ -50,12 +50,8 @@ class Snapshots:
 
     def commit(self, model_id: str, snapshot: Snapshot) -> None:
         """Let a snapshot that has been written count, and drop the others."""
-        scratch = self._of(model_id) / f".{_CURRENT}"
         content = {"changes": snapshot.changes, "next_seq": snapshot.next_seq}
-        scratch.write_text(json.dumps(content))
-        flush(scratch)
-        scratch.replace(self._of(model_id) / _CURRENT)
-        flush(self._of(model_id))
+        write_whole(self._of(model_id) / _CURRENT, json.dumps(content))
         for other in self._of(model_id).iterdir():
             if other.name.isdigit() and other != snapshot.directory:
                 shutil.rmtree(other, ignore_errors=True)
@@ -71,18 +67,29 @@ class Snapshots:
     def forget(self, model_id: str) -> None:
         shutil.rmtree(self._of(model_id), ignore_errors=True)
 
-    def forget_others(self, model_ids: Container[str]) -> None:
-        """Let go of all that belongs to none of these models."""
-        if self._directory.is_dir():
-            for entry in self._directory.iterdir():
-                if entry.name not in model_ids:
-                    self.forget(entry.name)
+    def forget_others(
+        self,
+        needed: Container[str],
+        known: Callable[[str], bool],
+        set_aside: Callable[[Path, str], object],
+    ) -> None:
+        """Delete what belongs to models that are over; what belongs to no `known` model is set aside."""
+        for entry in self._entries():
+            if entry.name in needed:
+                continue
+            if known(entry.name):
+                self.forget(entry.name)
+            else:
+                set_aside(entry, "neither database nor journal know this run")
 
     def model_ids(self) -> Iterator[str]:
-        if self._directory.is_dir():
-            for entry in sorted(self._directory.iterdir()):
-                if (entry / _CURRENT).is_file():
-                    yield entry.name
+        """The models that have a snapshot."""
+        for entry in self._entries():
+            if (entry / _CURRENT).is_file():
+                yield entry.name
+
+    def _entries(self) -> list[Path]:
+        return sorted(self._directory.iterdir()) if self._directory.is_dir() else []
 
     def _of(self, model_id: str) -> Path:
         return self._directory / model_id

@@ -1,7 +1,8 @@
 """Facts the service keeps: sessions, training runs, checkpoints, samplers, and what was used. Bodies are the journal's.
 
-SQLAlchemy Core on SQLite or PostgreSQL; the same statements on both. Every method is one transaction. Rows come
-back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold what users attached.
+SQLAlchemy Core on SQLite or PostgreSQL; the same statements on both. Every method is one transaction. A transaction
+is on the disk when its method returns, except those that only count (`durable=False`): a power cut may take the last
+of these. Rows come back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold what users attached.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import asyncio
 import errno
 import os
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, ParamSpec, TypeVar
 
 import sqlalchemy as sa
@@ -151,8 +154,11 @@ _telemetry = sa.Table(
     sa.Index("telemetry_once", "owner", "session_id", "event_id", unique=True),
 )
 _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
+#: One row: the identity that this database shares with its data directory.
+_identity = sa.Table("identity", _metadata, sa.Column("identity", sa.String, primary_key=True))
 
-#: Statements that bring a database from each version to the next; a new database gets the newest at once.
+#: Statements that bring a database from each version to the next; a new database gets the newest at once. New tables
+#: need none: they are created before.
 _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
         "ALTER TABLE telemetry ADD COLUMN event_id VARCHAR",
@@ -169,6 +175,10 @@ _NO_ROOM: Final = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 )
 SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
+#: Calls that share a transaction at most: the first of them should not wait long for the last.
+_SHARED_CALLS: Final = 100
+#: Execution option of a connection: whether its commits wait until they are on the disk.
+_DURABLE: Final = "tinkex_durable"
 #: Inserts that can pass over rows that are there already; the same words in both dialects.
 _INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {
     "sqlite": sqlite.insert,
@@ -274,6 +284,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self._url = url
         self._engine: Engine | None = None
+        self._shared: Connection | None = None  # of the transaction that several methods share
 
     def open(self) -> None:
         self._engine = _new_engine(self._url)
@@ -284,6 +295,7 @@ class Store:
             raise
 
     def _bring_up_to_date(self) -> None:
+        """Create or migrate the tables, in one transaction: a crash leaves the old schema or the new one."""
         with self._transaction() as connection:
             _metadata.create_all(connection)
             found = connection.scalar(sa.select(_version.c.version))
@@ -308,6 +320,19 @@ class Store:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+
+    # -- identity ----------------------------------------------------------------------------
+
+    def identity(self) -> str | None:
+        """What says which data directory this database belongs to; None before it is set."""
+        with self._transaction() as connection:
+            found: str | None = connection.scalar(sa.select(_identity.c.identity))
+            return found
+
+    def set_identity(self, identity: str) -> None:
+        with self._transaction() as connection:
+            connection.execute(_identity.delete())
+            connection.execute(_identity.insert().values(identity=identity))
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -408,7 +433,7 @@ class Store:
             return
         touched = _runs.update().where(_runs.c.run_id == sa.bindparam("run"))
         rows = [{"run": run_id, "at": at} for run_id, at in times.items()]
-        with self._transaction() as connection:
+        with self._transaction(durable=False) as connection:
             connection.execute(touched.values(last_request_at=sa.bindparam("at")), rows)
 
     # -- checkpoints -------------------------------------------------------------------------
@@ -538,7 +563,7 @@ class Store:
 
     def add_usage(self, rows: Sequence[UsageRow]) -> None:
         """Add to what was used; rows of the same hour and kind are one."""
-        with self._transaction() as connection:
+        with self._transaction(durable=False) as connection:
             for row in rows:
                 values = _values(row)
                 count = values.pop("count")
@@ -570,7 +595,7 @@ class Store:
 
     def add_telemetry(self, rows: Sequence[TelemetryRow]) -> None:
         """Keep events; a client that has not heard our answer sends them again, which changes nothing."""
-        with self._transaction() as connection:
+        with self._transaction(durable=False) as connection:
             insert = _INSERTS[connection.dialect.name](_telemetry)
             connection.execute(insert.on_conflict_do_nothing(), [_values(row) for row in rows])
 
@@ -589,7 +614,7 @@ class Store:
             return rows, _count(connection, _telemetry, owner, where)
 
     def forget_telemetry(self, before: datetime) -> None:
-        with self._transaction() as connection:
+        with self._transaction(durable=False) as connection:
             connection.execute(_telemetry.delete().where(_telemetry.c.received_at < before))
 
     def counts(self) -> tuple[int, int, int]:
@@ -602,16 +627,33 @@ class Store:
     # -- how -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def _transaction(self, *, durable: bool = True) -> Iterator[Connection]:
+        """One transaction; unless `durable`, a power cut soon after it may undo it."""
         assert self._engine is not None, "the store is not open"
+        if self._shared is not None:
+            yield self._shared
+            return
         try:
-            with self._engine.begin() as connection:
+            with (
+                self._engine.connect().execution_options(**{_DURABLE: durable}) as connection,
+                connection.begin(),
+            ):
                 yield connection
         except sa.exc.OperationalError as error:
             # Said as everywhere else that there is no room; nothing of the transaction was kept.
             if getattr(error.orig, "sqlite_errorcode", None) in _NO_ROOM:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
+
+    @contextmanager
+    def one_transaction(self) -> Iterator[None]:
+        """Methods called inside are committed together; if anything fails, nothing of them is kept."""
+        with self._transaction() as connection:
+            self._shared = connection
+            try:
+                yield
+            finally:
+                self._shared = None
 
     def _insert(self, table: sa.Table, row: Any) -> None:
         with self._transaction() as connection:
@@ -629,9 +671,20 @@ def _new_engine(url: str) -> Engine:
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
+        # Python's driver would begin transactions late and never around a change of the schema.
+        connection.isolation_level = None
         connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        driver: Any = connection.connection.dbapi_connection
+        durable = connection.get_execution_options().get(_DURABLE, True)
+        # With FULL every commit waits for the disk, with NORMAL only checkpoints of the write-ahead log do.
+        driver.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        # At once for writing: a transaction that reads first could not write after another has written.
+        driver.execute("BEGIN IMMEDIATE")
 
     return engine
 
@@ -692,22 +745,72 @@ def _is(checkpoint: CheckpointRow) -> Any:
     return _named(checkpoint.run_id, checkpoint.kind, checkpoint.name)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Something to do on the database's thread, and who waits for it."""
+
+    do: Callable[[], Any]
+    can_share: bool  # a method of the store itself: it can be undone, and done again
+    done: Future[Any]
+
+    def run(self) -> None:
+        try:
+            result = self.do()
+        except BaseException as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
+
+
 class Database:
-    """The store from inside the event loop: one thread of its own does one thing after another."""
+    """The store from inside the event loop: one thread of its own does one thing after another.
+
+    Store methods that wait at the same time share one transaction, so that many small requests wait for the disk once.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-store")
+        self._waiting: deque[_Call] = deque()
         #: Told how many seconds each call took.
         self.on_call: Callable[[float], object] = lambda _: None
 
     async def __call__(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        can_share = getattr(method, "__self__", None) is self.store and self.store.is_open
+        call = _Call(partial(method, *args, **options), can_share, Future())
+        self._waiting.append(call)
+        self._thread.submit(self._work_off)
         try:
-            return await loop.run_in_executor(self._thread, partial(method, *args, **options))
+            result: T = await asyncio.wrap_future(call.done)
+            return result
         finally:
             self.on_call(loop.time() - started)
+
+    def _work_off(self) -> None:
+        """Do what waits now, in its order."""
+        calls: list[_Call] = []
+        while self._waiting and len(calls) < _SHARED_CALLS:
+            call = self._waiting.popleft()
+            if call.done.set_running_or_notify_cancel():
+                calls.append(call)
+        for can_share, group in groupby(calls, lambda call: call.can_share):
+            together = list(group)
+            if not (can_share and len(together) > 1 and self._done_together(together)):
+                for call in together:
+                    call.run()
+
+    def _done_together(self, calls: Sequence[_Call]) -> bool:
+        """Do calls in one transaction; if one of them fails, none is done."""
+        try:
+            with self.store.one_transaction():
+                results = [call.do() for call in calls]
+        except Exception:
+            return False  # alone, each finds its own result or error
+        for call, result in zip(calls, results, strict=True):
+            call.done.set_result(result)
+        return True
 
     def close(self) -> None:
         self._thread.shutdown()

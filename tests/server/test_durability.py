@@ -1,0 +1,259 @@
+"""What was acknowledged is there after a power cut, and what a start does not know is not deleted."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tinkex.engine import directories, files
+from tinkex.errors import ConfigError
+from tinkex.server.store import Store
+from tinkex.testing import service
+
+from .api import Api, Model, Sampler, datum
+from .power_cut import SyncedState
+
+# -- power cuts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cut(tmp_path, monkeypatch) -> Iterator[Callable[[], Path]]:
+    """The directory `live` of a service; each call gives what a power cut now would leave of it."""
+    (tmp_path / "live").mkdir()
+    count = 0
+    with SyncedState(tmp_path / "live", monkeypatch) as synced:
+
+        def after() -> Path:
+            nonlocal count
+            count += 1
+            return synced.after_power_cut(tmp_path / f"cut-{count}")
+
+        yield after
+
+
+def test_an_acknowledged_session_and_model_survive_a_power_cut(tmp_path, cut):
+    with service("fake", data_dir=tmp_path / "live") as running, Api(running.url) as api:
+        session = api.session()
+        without_model = cut()
+        model = api.model(session)
+        with_model = cut()
+        expected = model.step(), model.logprobs()
+    with service("fake", data_dir=without_model) as running, Api(running.url) as api:
+        assert api.got(f"sessions/{session}")["training_run_ids"] == []
+    with service("fake", data_dir=with_model) as running, Api(running.url) as api:
+        model = Model(api, model.model_id)
+        assert (model.step(), model.logprobs()) == expected
+
+
+def test_acknowledged_steps_survive_a_power_cut_with_snapshots_and_without(tmp_path, cut):
+    for interval in (0.0, 3600.0):
+        shutil.rmtree(tmp_path / "live")
+        (tmp_path / "live").mkdir()
+        with (
+            service("fake", data_dir=tmp_path / "live", snapshot_every=interval) as running,
+            Api(running.url) as api,
+        ):
+            model = api.model()
+            cuts = []
+            for number in range(4):
+                model.step([datum((number + 4, 5), (5, 6))])
+                cuts.append((cut(), model.next_seq))
+            expected = model.logprobs()
+        for directory, next_seq in cuts:
+            with service("fake", data_dir=directory) as running, Api(running.url) as api:
+                again = Model(api, model.model_id, next_seq)
+                while again.next_seq < cuts[-1][1]:
+                    again.step([datum((4 + again.next_seq // 2, 5), (5, 6))])
+                assert again.logprobs() == expected
+
+
+@pytest.mark.parametrize("operation", ["save_weights", "save_weights_for_sampler"])
+def test_an_acknowledged_checkpoint_survives_a_power_cut(tmp_path, cut, operation):
+    with service("fake", data_dir=tmp_path / "live") as running, Api(running.url) as api:
+        model = api.model()
+        model.step()
+        path = model.save("kept", operation)
+        directory = cut()
+        sampler = api.sampler(model_path=path)
+        expected = sampler.tokens(seed=3, max_tokens=8)
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        assert api.sampler(model_path=path).tokens(seed=3, max_tokens=8) == expected
+
+
+def test_acknowledged_samplers_survive_a_power_cut(tmp_path, cut):
+    with service("fake", data_dir=tmp_path / "live") as running, Api(running.url) as api:
+        model = api.model()
+        model.step()
+        path = model.save("kept", "save_weights_for_sampler")
+        named = api.sampler(model.session_id, 1, model_path=path)
+        unnamed = model.do("save_weights_for_sampler", sampling_session_seq_id=2)
+        unnamed = Sampler(api, unnamed["sampling_session_id"])
+        directory = cut()
+        expected = [each.tokens(seed=3, max_tokens=8) for each in (named, unnamed)]
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        samplers = [Sampler(api, each.sampler_id) for each in (named, unnamed)]
+        assert [each.tokens(seed=3, max_tokens=8) for each in samplers] == expected
+
+
+def test_a_replaced_checkpoint_is_never_missing(tmp_path, monkeypatch):
+    """At every moment there is the old checkpoint or the new one under its name."""
+    place = tmp_path / "kept"
+    seen = []
+
+    def replace(source: Path, target: Path) -> Path:
+        raise AssertionError("two renames leave a moment without either")
+
+    def removed(path: Path, **_: object) -> None:
+        seen.append((place / "file").read_text())
+
+    for content in ("old", "new"):
+        scratch = tmp_path / f".{content}"
+        scratch.mkdir()
+        (scratch / "file").write_text(content)
+        if content == "new":
+            monkeypatch.setattr(Path, "replace", replace)
+            monkeypatch.setattr(shutil, "rmtree", removed)
+        directories.put(scratch, place)
+    assert seen == ["new"]
+
+
+def test_files_that_cannot_be_exchanged_are_said_to_be(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.exchange(tmp_path / "a", tmp_path / "b")
+
+
+# -- what a start does not know --------------------------------------------------------------------
+
+
+def left_over(data_dir: Path, run_id: str) -> Path:
+    """A snapshot as a crash may leave it."""
+    place = data_dir / "snapshots" / run_id
+    place.mkdir(parents=True)
+    (place / "current.json").write_text('{"changes": 1, "next_seq": 2}')
+    return place
+
+
+def test_the_snapshot_of_an_unknown_run_is_set_aside_and_not_deleted(tmp_path, caplog):
+    with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
+        api.model().step()
+    unknown = left_over(tmp_path, "another:train:0")
+    with caplog.at_level(logging.WARNING), service("fake", data_dir=tmp_path):
+        [kept] = (tmp_path / "set-aside").glob("*/snapshots/another:train:0")
+    assert (kept / "current.json").exists()
+    assert not unknown.exists()
+    assert any("is set aside" in record.message for record in caplog.records)
+
+
+def test_the_snapshot_of_a_run_that_is_over_is_deleted(tmp_path):
+    with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
+        model = api.model()
+        model.do("unload_model")
+    over = left_over(tmp_path, model.model_id)
+    with service("fake", data_dir=tmp_path):
+        assert not over.exists()
+    assert not (tmp_path / "set-aside").exists()
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A data directory with a run and a checkpoint; its database lies elsewhere."""
+    with start(tmp_path / "data", tmp_path / "one.db") as running, Api(running.url) as api:
+        model = api.model()
+        model.step()
+        model.save("kept")
+    return tmp_path
+
+
+def start(data_dir: Path, database: Path, **settings):
+    return service("fake", data_dir=data_dir, database_url=f"sqlite:///{database}", **settings)
+
+
+def refuse(data_dir: Path, database: Path, words: str) -> None:
+    before = sorted(data_dir.rglob("*"))
+    with (
+        pytest.raises(ConfigError, match=words) as refused,
+        start(data_dir, database),
+    ):
+        pass
+    assert refused.value.field == "database_url"
+    assert "--data-dir" in str(refused.value)
+    kept = set(before) - {data_dir / "lock"}
+    assert kept <= set(data_dir.rglob("*"))
+
+
+def forget_identity(data_dir: Path, database: Path) -> None:
+    """As an earlier release left both."""
+    (data_dir / "identity").unlink()
+    store = Store(f"sqlite:///{database}")
+    store.open()
+    with store._transaction() as connection:
+        connection.exec_driver_sql("DELETE FROM identity")
+    store.close()
+
+
+def test_the_same_database_is_taken_again(used):
+    for _ in range(2):
+        with start(used / "data", used / "one.db") as running, Api(running.url) as api:
+            assert api.got("training_runs")["cursor"]["total_count"] == 1
+
+
+def test_an_empty_database_is_refused_for_a_used_directory(used):
+    refuse(used / "data", used / "two.db", "was not used with this directory")
+
+
+def test_a_used_database_is_refused_for_an_empty_directory(used):
+    (used / "new").mkdir()
+    refuse(used / "new", used / "one.db", "the database of another directory")
+
+
+def test_the_database_of_another_directory_is_refused(used):
+    with start(used / "other", used / "two.db") as running, Api(running.url) as api:
+        api.model()
+    refuse(used / "data", used / "two.db", "the database of another directory")
+
+
+def test_an_install_of_an_earlier_release_gets_an_identity(used):
+    forget_identity(used / "data", used / "one.db")
+    with start(used / "data", used / "one.db") as running, Api(running.url) as api:
+        assert api.got("training_runs")["cursor"]["total_count"] == 1
+    assert (used / "data" / "identity").exists()
+    refuse(used / "data", used / "two.db", "was not used with this directory")
+
+
+def test_an_empty_database_is_refused_for_a_directory_of_an_earlier_release(used):
+    forget_identity(used / "data", used / "one.db")
+    refuse(used / "data", used / "two.db", "an empty database")
+
+
+def test_a_database_of_an_earlier_release_is_refused_for_a_new_directory(used):
+    forget_identity(used / "data", used / "one.db")
+    (used / "new").mkdir()
+    refuse(used / "new", used / "one.db", "the database of another directory")
+
+
+def test_a_crash_while_an_identity_is_given_does_not_part_the_two(used):
+    forget_identity(used / "data", used / "one.db")
+    store = Store(f"sqlite:///{used / 'one.db'}")
+    store.open()
+    (used / "data" / "identity.coming").write_text("given")  # a crash before the database has it
+    with start(used / "data", used / "one.db"):
+        pass
+    (used / "data" / "identity").unlink()
+    (used / "data" / "identity.coming").write_text(store.identity() or "")  # … and one after
+    with start(used / "data", used / "one.db"):
+        pass
+    assert (used / "data" / "identity").read_text() == store.identity()
+    store.close()
+
+
+def test_an_unused_directory_takes_any_unused_database(tmp_path):
+    for name in ("one.db", "two.db"):
+        with start(tmp_path / "data", tmp_path / name) as running, Api(running.url) as api:
+            assert api.got("healthz")["status"] == "ok"
