@@ -11,6 +11,7 @@ from tinkex.types import Datum, ForwardBackwardInput, ForwardBackwardRequest, Fo
 __all__ = ["Api", "Model", "Sampler", "datum", "proto_datum", "training_request"]
 
 TINY = "tinkex/tiny"
+JSON = "application/json"
 PROTO = "application/x-protobuf"
 
 
@@ -65,9 +66,10 @@ class Api:
     # -- plain calls -----------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """Any call; `body` is JSON, or bytes that are sent as they are."""
+        """Any call; `body` is JSON, or bytes that are sent as they are, by default as JSON."""
         if isinstance(body, bytes):
             options["content"] = body
+            options["headers"] = {"content-type": JSON, **options.get("headers", {})}
         elif body is not None:
             options["json"] = body
         return self.http.request(method, f"/api/v1/{path}", **options)

@@ -132,7 +132,9 @@ def test_a_setting_that_is_no_number_is_refused_in_protobuf_too(running, value):
 async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation: str) -> float:
     """How long the line of a model waits for a missing number once a body was refused."""
     model_id = await new_model(client)
-    refused = await client.post(operation, content=body)
+    refused = await client.post(
+        operation, content=body, headers={"content-type": "application/json"}
+    )
     assert refused.status_code == 413
     waiting = {"model_id": model_id, "seq_id": 2, "forward_backward_input": inputs()}
     assert (await client.post("forward_backward", json=waiting)).status_code == 200

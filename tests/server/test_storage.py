@@ -601,7 +601,11 @@ def test_old_results_leave_the_disk(tmp_path):
             padding = " " * (9 << 20)
             for number in range(1, 10):
                 body = {"model_id": model, "seq_id": number, "forward_input": inputs()}
-                answer = await client.post("forward", content=json.dumps(body) + padding)
+                answer = await client.post(
+                    "forward",
+                    content=json.dumps(body) + padding,
+                    headers={"content-type": "application/json"},
+                )
                 promise = {"request_id": answer.json()["request_id"]}
                 assert "metrics" in await told(client, "retrieve_future", promise)
             assert on_disk(tmp_path / "journal") > 80 << 20

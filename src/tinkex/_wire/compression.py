@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tinkex.errors import DecodeError
 
-__all__ = ["compress", "decode_body", "decompress"]
+__all__ = ["TooLargeError", "announced_size", "compress", "decode_body", "decompress"]
 
 _MAX_SIZE = 1 << 30
 
@@ -26,6 +26,10 @@ _ZLIB_STEP = 8 << 10
 
 # Every layer may cost as much as the whole limit; honest bodies have one.
 _MAX_ENCODINGS = 4
+
+
+class TooLargeError(DecodeError):
+    """The content is larger than the caller allowed."""
 
 
 def compress(data: bytes) -> bytes:
@@ -62,6 +66,19 @@ def decode_body(data: bytes, content_encoding: str | None, *, max_size: int = _M
     if len(data) > max_size:
         raise _too_large(max_size)
     return data
+
+
+def announced_size(data: bytes, content_encoding: str | None) -> int | None:
+    """The decompressed size that a single zstd frame announces; None where nothing is announced."""
+    if (content_encoding or "").strip().lower() != "zstd":
+        return None
+    import zstandard
+
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+    except zstandard.ZstdError:
+        return None
+    return None if size in {0, zstandard.CONTENTSIZE_UNKNOWN} else size
 
 
 def _parse_encodings(header: str | None) -> list[str]:
@@ -114,5 +131,5 @@ def _decode(decoder: _Decoder, data: bytes, step: int, max_size: int) -> bytes:
     raise DecodeError("compressed data ends early", field="body")
 
 
-def _too_large(max_size: int) -> DecodeError:
-    return DecodeError(f"larger than {max_size} bytes when decompressed", field="body")
+def _too_large(max_size: int) -> TooLargeError:
+    return TooLargeError(f"larger than {max_size} bytes when decompressed", field="body")

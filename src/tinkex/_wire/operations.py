@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.errors import InvalidInputError
 
-__all__ = ["OPERATIONS", "Body", "Operation", "Pool", "operation"]
+__all__ = ["OPERATIONS", "Body", "BodyLimits", "Operation", "Pool", "operation"]
 
 R = TypeVar("R")
 
@@ -54,6 +54,27 @@ class Body(Enum):
     JSON_OR_PROTO = "json_or_proto"
 
 
+@dataclass(frozen=True)
+class BodyLimits:
+    """The largest request body of a call.
+
+    `json` and `protobuf` are bytes, before and after decompression. `items` bounds the objects and lists of a JSON
+    body and the fields of a protobuf one: validating a million tiny objects takes seconds, however few bytes they are.
+    """
+
+    json: int = 1 << 20
+    protobuf: int = 0
+    items: int = 20_000
+
+
+#: Calls whose body is stored as it is, such as metadata of a session.
+_STORED: Final = BodyLimits(json=256 << 10)
+_GRAPH: Final = BodyLimits(json=4 << 20, items=100_000)
+_SAMPLE: Final = BodyLimits(json=16 << 20, items=50_000)
+# Official clients send up to 1,024 examples and 5 MB a request, more only if a single example is larger.
+_PASS: Final = BodyLimits(json=32 << 20, protobuf=256 << 20, items=250_000)
+
+
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 # What may stand unescaped in a placeholder: ids hold colons, a checkpoint id is two segments.
 _SAFE: Final = {"checkpoint_id": ":/", "sampler_id": ""}
@@ -68,6 +89,7 @@ class Operation(Generic[R]):
     sample has its own limits. With `window` a call is tried for some minutes when the service does not
     answer at all; those that create something are not, because their user waits for the first of them.
     With `pauses` a call waits until the service is paid again; what opens something says so at once.
+    `limits` bound the body that a service reads.
     """
 
     name: str
@@ -86,6 +108,7 @@ class Operation(Generic[R]):
     redirects: bool = False
     window: bool = True
     pauses: bool = True
+    limits: BodyLimits = BodyLimits()
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
@@ -180,6 +203,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.CreateSessionResponse,
         window=False,
         pauses=False,
+        limits=_STORED,
     ),
     _post(
         "session_heartbeat",
@@ -221,6 +245,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "CreateModel",
         window=False,
         pauses=False,
+        limits=_STORED,
     ),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse, pool=Pool.TRAINING),
     _queued("unload_model", types.UnloadModelRequest, types.UnloadModelResponse, "UnloadModel"),
@@ -231,6 +256,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.ForwardBackwardOutput,
         "Forward",
         binary_result=True,
+        limits=_PASS,
     ),
     _queued(
         "forward_backward",
@@ -239,6 +265,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         "ForwardBackward",
         body=Body.JSON_OR_PROTO,
         binary_result=True,
+        limits=_PASS,
     ),
     _queued("optim_step", types.OptimStepRequest, types.OptimStepResponse, "OptimStep"),
     _queued(
@@ -247,6 +274,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.CreateCustomLossResponse,
         "CreateCustomLoss",
         flag="custom_loss_server_side",
+        limits=_GRAPH,
     ),
     # weights
     _queued("load_weights", types.LoadWeightsRequest, types.LoadWeightsResponse, "LoadWeights"),
@@ -288,6 +316,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         pool=Pool.SAMPLING,
         binary_result=True,
         retries=False,
+        limits=_SAMPLE,
     ),
     _post(
         "stream_sample",
@@ -295,6 +324,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.SampleStreamChunk,
         pool=Pool.SAMPLING,
         retries=False,
+        limits=_SAMPLE,
     ),
     # futures
     _post(

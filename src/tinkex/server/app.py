@@ -6,18 +6,13 @@ that both halves of the package say the same thing in the same words.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import time
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import orjson
-from google.protobuf.message import DecodeError as ProtobufDecodeError
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect, Request
@@ -25,28 +20,21 @@ from starlette.responses import FileResponse, HTMLResponse, Response, StreamingR
 from starlette.routing import Route
 
 from tinkex._version import __version__
-from tinkex._wire import json_codec, proto_codec
-from tinkex._wire.compression import decode_body
+from tinkex._wire import json_codec
 from tinkex._wire.failures import response_from_error
 from tinkex._wire.operations import OPERATIONS, Body, Operation
-from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import (
-    DecodeError,
     InternalServerError,
-    InvalidInputError,
     NotFoundError,
-    PayloadTooLargeError,
     TinkerError,
-    UnsupportedMediaTypeError,
 )
 from tinkex.types import (
     CheckpointType,
     TelemetryResponse,
-    TelemetrySendRequest,
-    telemetry_event,
 )
 
 from . import archives, imports, openapi, pages, reports
+from .bodies import Received
 from .disk import as_client_error
 from .leases import Leases
 from .metrics import Metrics
@@ -69,15 +57,6 @@ _BUSY: Final = (
     "healthz",
     "session_heartbeat",
 )
-_PROTO: Final = "application/x-protobuf"
-#: Fields of which the protocol says that a value that does not fit is refused (400), rather than unreadable (422).
-_REFUSED: Final[Mapping[str, str]] = {
-    "assign_session_project": "project_id",
-    "copy_weights": "ttl_seconds",
-    "save_weights": "ttl_seconds",
-    "save_weights_external": "ttl_seconds",
-    "save_weights_for_sampler": "ttl_seconds",
-}
 
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
@@ -182,16 +161,18 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
 
     handler = HANDLERS[row.name]
 
+    bodies = service.bodies
+
     async def answer(request: Request) -> Response:
-        body = b""
-        decoded: Any = None
-        owner, media = "", "json"
+        owner, received, decoded = "", Received(), None
+        hold = None
         try:
             headers = request.headers
             owner = owner_of(service, headers)
             if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
-                body, media = await _read_body(service, row, request)
-                decoded = _decode(row, body, media)
+                hold = bodies.budget.hold(owner)
+                received = await bodies.receive(row, request, hold)
+                decoded = await bodies.decode(row, received)
             elif row.body is Body.QUERY:
                 decoded = json_codec.from_object(dict(request.query_params), row.request)
             call = Call(
@@ -201,20 +182,25 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
                 request=decoded,
                 params=request.path_params,
                 headers=headers,
-                body=body,
-                media=media,
+                body=received.body,
+                media=received.media,
                 base_url=_base_url(request),
             )
             result = await handler(call)
         except Exception as error:
             if owner and row.name == "telemetry" and isinstance(error, TinkerError):
-                # Clients send what is refused again and again; what cannot be read is not kept.
+                # Clients resend what is refused; a batch that cannot be read is dropped instead.
                 logger.info("A report of %s is not kept: %s", owner, error)
                 accepted = TelemetryResponse(status="accepted")
                 return Response(json_codec.encode(accepted), media_type="application/json")
             response = _error_response(error, row.name)
-            _note_refusal(service, row, owner, decoded or _peek(body, media), response.status_code)
+            if _uses_up_its_number(row, response.status_code):
+                refused = decoded or await bodies.peek(received)
+                _note_refusal(service, owner, refused)
             return response
+        finally:
+            if hold is not None:
+                hold.release()
         if isinstance(result, Response):
             return result
         return Response(json_codec.encode(result), media_type="application/json")
@@ -225,59 +211,6 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
 
 def _base_url(request: Request) -> str:
     return str(request.base_url).rstrip("/")
-
-
-async def _read_body(service: Service, row: Operation[Any], request: Request) -> tuple[bytes, str]:
-    """The body, decompressed, and what it is; anything over the limit is refused unread."""
-    limit = service.settings.max_body_bytes
-    stated = request.headers.get("content-length", "")
-    if stated.isdigit() and int(stated) > limit:
-        raise _too_large(limit)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
-    encoding = request.headers.get("content-encoding")
-    if encoding:
-        body = decode_body(body, encoding, max_size=service.settings.max_decoded_bytes)
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != _PROTO:
-        return body, "json"
-    if row.body is not Body.JSON_OR_PROTO:
-        raise UnsupportedMediaTypeError(f"{row.name} takes application/json, not {media}.")
-    return body, "proto"
-
-
-def _too_large(limit: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(
-        f"The body is larger than {limit} bytes; send fewer examples at a time."
-    )
-
-
-def _decode(row: Operation[Any], body: bytes, media: str) -> Any:
-    if media == "proto":
-        return proto_codec.decode_forward_backward_request(body)
-    content = json_codec.parse(body)
-    if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
-        # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
-        with contextlib.suppress(ValueError):
-            content = json.loads(body)
-    if row.request is TelemetrySendRequest and isinstance(content, dict):
-        # Of a batch that can be read, what cannot is left out.
-        events = content.get("events")
-        listed = events if isinstance(events, list) else ()
-        known = [event for event in listed if telemetry_event(event) is not None]
-        content = content | {"events": known}
-    try:
-        return json_codec.from_object(content, row.request)
-    except DecodeError as error:
-        if error.field is None or error.field != _REFUSED.get(row.name):
-            raise
-        complaint = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidInputError(complaint, field=error.field) from error
 
 
 def _error_response(error: BaseException, name: str) -> Response:
@@ -293,29 +226,19 @@ def _error_response(error: BaseException, name: str) -> Response:
     return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
 
 
-def _note_refusal(
-    service: Service, row: Operation[Any], owner: str, refused: Any, status: int
-) -> None:
-    """Tell a model's line of a number that will not come: its client goes on with the next one."""
-    if not row.queued or status in {401, 408, 429, 499} or status >= 500:
-        return
+def _uses_up_its_number(row: Operation[Any], status: int) -> bool:
+    """Whether a client that gets this status goes on with the next number instead of sending this one again.
+
+    A body that is too large is not read, so nothing is known of its number.
+    """
+    return row.queued and status not in {401, 408, 413, 429, 499} and status < 500
+
+
+def _note_refusal(service: Service, owner: str, refused: Any) -> None:
+    """Tell the queue of a model not to wait for a number that was refused."""
     model_id, seq_id = getattr(refused, "model_id", None), getattr(refused, "seq_id", None)
     if isinstance(model_id, str) and isinstance(seq_id, int):
         service.models.refuse(owner, model_id, seq_id)
-
-
-def _peek(body: bytes, media: str) -> Any:
-    """What can be read of a body that is no request: whose it was meant to be, under which number."""
-    if media == "proto":
-        message = ForwardBackwardRequest()
-        with contextlib.suppress(ProtobufDecodeError):
-            message.ParseFromString(body)
-        return message
-    with contextlib.suppress(DecodeError):
-        content = json_codec.parse(body)
-        if isinstance(content, dict):
-            return SimpleNamespace(model_id=content.get("model_id"), seq_id=content.get("seq_id"))
-    return None
 
 
 # -- files ---------------------------------------------------------------------------------------------

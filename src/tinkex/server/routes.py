@@ -452,7 +452,7 @@ async def retrieve_future(call: Call) -> Response:
         except TimeoutError:
             return _try_again(promise)
     binary = "application/x-protobuf" in call.headers.get("accept", "")
-    return promise_response(
+    return await promise_response(
         call.service, promise, binary=binary, metadata_only=request.allow_metadata_only
     )
 
@@ -471,7 +471,7 @@ def _try_again(promise: Promise) -> Response:
     return _json(json_codec.encode(body), 408)
 
 
-def promise_response(
+async def promise_response(
     service: Service, promise: Promise, *, binary: bool, metadata_only: bool = False
 ) -> Response:
     """The result of a promise in the form a client can read."""
@@ -485,9 +485,17 @@ def promise_response(
         return _json(payload)
     if binary:
         return Response(payload, media_type="application/x-protobuf")
-    if promise.operation.name == "asample":
-        return _json(encode_result(proto_codec.decode_sample_response(payload)))
-    return _json(encode_result(proto_codec.decode_forward_backward_output(payload)))
+    sampled = promise.operation.name == "asample"
+    convert = _sample_as_json if sampled else _pass_as_json
+    return _json(await service.bodies.off_loop(len(payload), convert, payload))
+
+
+def _sample_as_json(payload: bytes) -> bytes:
+    return encode_result(proto_codec.decode_sample_response(payload))
+
+
+def _pass_as_json(payload: bytes) -> bytes:
+    return encode_result(proto_codec.decode_forward_backward_output(payload))
 
 
 def _json(payload: bytes, status: int = 200) -> Response:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
@@ -24,6 +24,7 @@ from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSession
 from . import identity
 from .archives import Signer
 from .auth import Keys
+from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .engine import Supervisor
 from .futures import Promise, Promises
@@ -99,8 +100,14 @@ class Settings:
     hold: float = 30.0
     housekeeping_interval: float = 60.0
     url_lifetime: float = 3600.0
+    #: Upper bounds of any body, as received and decompressed. Each operation has limits of its own below them
+    #: (`Operation.limits`), which `body_limits` replaces by name.
     max_body_bytes: int = 256 << 20
-    max_decoded_bytes: int = 1 << 30
+    max_decoded_bytes: int = 256 << 20
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    #: Bytes of bodies, received and decompressed, of requests that are being read or checked.
+    max_inflight_bytes_per_key: int = 512 << 20
+    max_inflight_bytes: int = 2 << 30
     #: Limits of one request to sample; what each is for stands at `SampleLimits`.
     max_samples: int = SampleLimits.max_samples
     max_stop_strings: int = SampleLimits.max_stop_strings
@@ -157,6 +164,13 @@ class Service:
         self._lock = _Lock(data / "lock")
         url = settings.database_url or f"sqlite:///{data / 'tinkex.db'}"
         self.database = Database(Store(url))
+        self.bodies = Bodies(
+            max_body_bytes=settings.max_body_bytes,
+            max_decoded_bytes=settings.max_decoded_bytes,
+            body_limits=settings.body_limits,
+            max_inflight_bytes_per_key=settings.max_inflight_bytes_per_key,
+            max_inflight_bytes=settings.max_inflight_bytes,
+        )
         self.journal = Journal(data / "journal")
         self.promises = Promises(
             self.journal,
@@ -275,6 +289,7 @@ class Service:
                 await self.usage.write()
             except Exception as error:  # no room, no database: the rest has to end all the same
                 logger.warning("What was used last is not counted: %s", error)
+        self.bodies.close()
         self.database.close()
         self.journal.close()
         self._lock.release()

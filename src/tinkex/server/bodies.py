@@ -1,0 +1,166 @@
+"""Request bodies: read within the limits of their operation, decompressed and decoded off the event loop if large."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+
+from tinkex._wire.compression import TooLargeError, announced_size, decode_body
+from tinkex._wire.operations import Body, Operation
+from tinkex.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+
+from . import decoding
+from .byte_budget import ByteBudget, Hold
+
+__all__ = ["Bodies", "Received"]
+
+T = TypeVar("T")
+
+#: Work on fewer bytes than this takes less than a millisecond, which is less than handing it to a thread costs.
+OFF_LOOP_BYTES: Final = 64 << 10
+#: Threads that decode. More would not decode faster: they share the interpreter's lock.
+_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A body as it came, decompressed, and what it is: "json" or "proto"."""
+
+    body: bytes = b""
+    media: str = "json"
+
+
+class Bodies:
+    """Reads and decodes the bodies of one service."""
+
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int,
+        max_decoded_bytes: int,
+        body_limits: Mapping[str, int],
+        max_inflight_bytes_per_key: int,
+        max_inflight_bytes: int,
+    ) -> None:
+        self._overall = {"max_body_bytes": max_body_bytes, "max_decoded_bytes": max_decoded_bytes}
+        self._own_limits = body_limits
+        self.budget = ByteBudget(max_inflight_bytes_per_key, max_inflight_bytes)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tinkex-decode")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def receive(self, row: Operation[Any], request: Request, hold: Hold) -> Received:
+        """The body of a request; one over the limit is refused as soon as that is known."""
+        headers = request.headers
+        media = _media_of(row, headers.get("content-type", ""), _has_body(headers))
+        encoding = headers.get("content-encoding")
+        encoded_limit = self._limit(row, media, "max_body_bytes")
+        stated = headers.get("content-length", "")
+        if stated.isdigit():
+            if int(stated) > encoded_limit.bytes:
+                raise encoded_limit.error()
+            hold.check(int(stated))
+        body = await _read(request, hold, encoded_limit)
+        if encoding and body:
+            body = await self._decompressed(row, media, body, encoding, hold)
+        return Received(body, media)
+
+    async def decode(self, row: Operation[Any], received: Received) -> Any:
+        """The request that a body holds."""
+        body, media = received.body, received.media
+        return await self.off_loop(len(body), decoding.decode, row, body, media)
+
+    async def peek(self, received: Received) -> Any:
+        """What can be read of a body that is no request."""
+        return await self.off_loop(len(received.body), decoding.peek, received.body, received.media)
+
+    async def off_loop(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on `size` bytes: here if they are few, else in a thread."""
+        if size < OFF_LOOP_BYTES:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def _decompressed(
+        self, row: Operation[Any], media: str, body: bytes, encoding: str, hold: Hold
+    ) -> bytes:
+        limit = self._limit(row, media, "max_decoded_bytes")
+        size = announced_size(body, encoding)
+        if size is None:
+            size = limit.bytes  # nothing is known of it yet, so it may become as large as that
+        elif size > limit.bytes:
+            raise limit.error()
+        hold.take(size)
+        try:
+            return await self.off_loop(
+                size, lambda: decode_body(body, encoding, max_size=limit.bytes)
+            )
+        except TooLargeError:
+            raise limit.error() from None
+
+    def _limit(self, row: Operation[Any], media: str, setting: str) -> _Limit:
+        own = self._own_limits.get(row.name)
+        if own is None:
+            own = row.limits.json if media == "json" else row.limits.protobuf
+        overall = self._overall[setting]
+        if own <= overall:
+            return _Limit(row.name, own, f"--body-limit {row.name}=BYTES")
+        return _Limit(row.name, overall, f"--limit {setting}=BYTES")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The largest body of an operation, and what an operator sets to allow a larger one."""
+
+    operation: str
+    bytes: int
+    setting: str
+
+    def error(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(
+            f"The body of {self.operation} is larger than {self.bytes} bytes; send less at a time. "
+            f"The operator of the service raises the limit with {self.setting}."
+        )
+
+
+async def _read(request: Request, hold: Hold, limit: _Limit) -> bytes:
+    whole, size = b"", 0
+    joined: bytearray | None = None  # not a list: a body may come byte by byte
+    async for part in request.stream():
+        size += len(part)
+        if size > limit.bytes:
+            raise limit.error()
+        hold.take(len(part))
+        if not size or size == len(part):
+            whole = part
+            continue
+        if joined is None:
+            joined = bytearray(whole)
+        joined += part
+    return whole if joined is None else bytes(joined)
+
+
+def _has_body(headers: Any) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _media_of(row: Operation[Any], content_type: str, has_body: bool) -> str:
+    """What a body is; anything but JSON and protobuf is refused.
+
+    A web page can make a browser send text and forms to this machine without asking, but neither of these two.
+    """
+    media = content_type.partition(";")[0].strip().lower()
+    if media == decoding.JSON or not has_body:
+        return "json"
+    if media == decoding.PROTO and row.body is Body.JSON_OR_PROTO:
+        return "proto"
+    taken = decoding.JSON
+    if row.body is Body.JSON_OR_PROTO:
+        taken += f" or {decoding.PROTO}"
+    given = f"not {media:.80}" if media else "and the request names none"
+    raise UnsupportedMediaTypeError(f"The content type of {row.name} must be {taken}, {given}.")

@@ -1,0 +1,74 @@
+"""How many bytes of request bodies are in memory, per key and in all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tinkex.errors import RateLimitError
+
+__all__ = ["ByteBudget", "Hold"]
+
+
+class ByteBudget:
+    """Refuses a body when those in memory already take too many bytes.
+
+    Refused, not made to wait: a request that waits holds a connection and what it has sent so far, and two that wait
+    for each other would wait for ever. A body is always admitted while nothing else is held, so that every size a
+    call allows can get through.
+    """
+
+    def __init__(self, per_key: int, total: int) -> None:
+        self._per_key = per_key
+        self._total = total
+        self._held_of: defaultdict[str, int] = defaultdict(int)
+        self.held = 0
+
+    def hold(self, owner: str) -> Hold:
+        """A place for one body of `owner`, empty at first."""
+        return Hold(self, owner)
+
+    def check(self, owner: str, size: int, own: int) -> None:
+        """Refuse `size` more bytes of a request that holds `own` already, if there is no room for them."""
+        for held, limit, whose, setting in (
+            (self._held_of.get(owner, 0), self._per_key, "this key", "max_inflight_bytes_per_key"),
+            (self.held, self._total, "all keys", "max_inflight_bytes"),
+        ):
+            if held > own and held + size > limit:
+                raise RateLimitError(
+                    f"Requests of {whose} that are being read hold {held} bytes; {size} more would pass the "
+                    f"limit of {limit}. Send fewer large requests at a time; the operator of the service "
+                    f"raises the limit with --limit {setting}=BYTES.",
+                    retry_after=1.0,
+                )
+
+    def add(self, owner: str, size: int) -> None:
+        """Count `size` bytes more, or less if it is negative."""
+        self.held += size
+        self._held_of[owner] += size
+        if not self._held_of[owner]:
+            del self._held_of[owner]
+
+
+class Hold:
+    """The bytes that one request has in memory."""
+
+    __slots__ = ("_budget", "_owner", "size")
+
+    def __init__(self, budget: ByteBudget, owner: str) -> None:
+        self._budget = budget
+        self._owner = owner
+        self.size = 0
+
+    def check(self, size: int) -> None:
+        """Refuse `size` bytes that are announced, if there is no room for them."""
+        self._budget.check(self._owner, size, self.size)
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes more, or refuse them."""
+        self.check(size)
+        self._budget.add(self._owner, size)
+        self.size += size
+
+    def release(self) -> None:
+        self._budget.add(self._owner, -self.size)
+        self.size = 0

@@ -1,0 +1,104 @@
+"""Bodies as values: checks of their shape, then the codecs of the wire. Pure functions that any thread may run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError as ProtobufDecodeError
+
+from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.operations import Operation
+from tinkex._wire.proto_size import has_more_fields
+from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
+from tinkex.errors import DecodeError, InvalidInputError, PayloadTooLargeError
+from tinkex.types import TelemetrySendRequest, telemetry_event
+
+__all__ = ["JSON", "PROTO", "decode", "peek"]
+
+JSON: Final = "application/json"
+PROTO: Final = "application/x-protobuf"
+
+#: Levels of objects and lists in one another. No request of the protocol has more than ten; what is stored as JSON
+#: must stay below the recursion limit of whoever reads it.
+MAX_DEPTH: Final = 64
+#: Bodies below this size cannot hold enough fields to be slow.
+_COUNTED_FROM: Final = 1 << 20
+#: Fields of which the protocol says that a value that does not fit is refused (400), rather than unreadable (422).
+_REFUSED: Final[Mapping[str, str]] = {
+    "assign_session_project": "project_id",
+    "copy_weights": "ttl_seconds",
+    "save_weights": "ttl_seconds",
+    "save_weights_external": "ttl_seconds",
+    "save_weights_for_sampler": "ttl_seconds",
+}
+
+
+def decode(row: Operation[Any], body: bytes, media: str) -> Any:
+    """The request that a body holds."""
+    if media == "proto":
+        if len(body) > _COUNTED_FROM and has_more_fields(
+            body, ForwardBackwardRequest.DESCRIPTOR, row.limits.items
+        ):
+            raise _too_many(row, "fields")
+        return proto_codec.decode_forward_backward_request(body)
+    containers = body.count(b"{") + body.count(b"[")
+    if containers > row.limits.items:
+        raise _too_many(row, "objects and lists")
+    content = json_codec.parse(body)
+    if containers > MAX_DEPTH and _is_deeper(content, MAX_DEPTH):
+        raise DecodeError(f"is nested more than {MAX_DEPTH} levels deep", field="body")
+    if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
+        # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
+        with contextlib.suppress(ValueError):
+            content = json.loads(body)
+    if row.request is TelemetrySendRequest and isinstance(content, dict):
+        # Events that cannot be read are left out of their batch.
+        events = content.get("events")
+        listed = events if isinstance(events, list) else ()
+        known = [event for event in listed if telemetry_event(event) is not None]
+        content = content | {"events": known}
+    try:
+        return json_codec.from_object(content, row.request)
+    except DecodeError as error:
+        if error.field is None or error.field != _REFUSED.get(row.name):
+            raise
+        complaint = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidInputError(complaint, field=error.field) from error
+
+
+def _too_many(row: Operation[Any], what: str) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"The body of {row.name} holds more than {row.limits.items} {what}; send it in several requests."
+    )
+
+
+def _is_deeper(content: Any, limit: int) -> bool:
+    level = [content]
+    for _ in range(limit):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def peek(body: bytes, media: str) -> Any:
+    """The `model_id` and `seq_id` of a body that is no valid request, where they can be read."""
+    if media == "proto":
+        message = ForwardBackwardRequest()
+        with contextlib.suppress(ProtobufDecodeError):
+            message.ParseFromString(body)
+        return message
+    with contextlib.suppress(DecodeError):
+        content = json_codec.parse(body)
+        if isinstance(content, dict):
+            return SimpleNamespace(model_id=content.get("model_id"), seq_id=content.get("seq_id"))
+    return None
