@@ -450,7 +450,7 @@ def test_a_body_that_is_too_large(api, model):
     body = {"model_id": model.model_id, "seq_id": model.next_seq, "forward_backward_input": large}
     refused = api.post("forward_backward", body)
     assert refused.status_code == 413
-    for named in ("forward_backward", "1048576", "--limit max_body_bytes"):
+    for named in ("forward_backward", "1048576", "--set max_body_bytes"):
         assert named in refused.json()["detail"]
 
     def pieces():  # without a length stated beforehand
@@ -476,7 +476,7 @@ def test_a_body_that_swells(api, encoding):
     headers = {"content-type": PROTO, "content-encoding": encoding}
     refused = api.post("forward_backward", packed, headers=headers)
     assert refused.status_code == 413
-    for named in ("forward_backward", str(4 << 20), "--limit max_decoded_bytes"):
+    for named in ("forward_backward", str(4 << 20), "--set max_decoded_bytes"):
         assert named in refused.json()["detail"]
 
 

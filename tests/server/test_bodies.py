@@ -180,7 +180,7 @@ def test_bytes_in_flight_are_bounded_per_key(tmp_path):
             assert (await post("ann", body)).status_code == 200
             refused = await post("ann", b" " * 10_000 + body)
             assert refused.status_code == 429
-            assert "--limit max_inflight_bytes_per_key" in refused.json()["detail"]
+            assert "--set max_inflight_bytes_per_key" in refused.json()["detail"]
             assert int(refused.headers["retry-after-ms"]) > 0
             assert (await post("bob", b" " * 10_000 + body)).status_code == 200
             slow.go_on.set()

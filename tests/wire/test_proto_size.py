@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinkex._wire.proto_size import has_more_fields
-from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
+from tinkex._wire.tinkex_pb2 import DTYPE_INT64, ForwardBackwardRequest
 from tinkex.errors import DecodeError
 
 KIND = ForwardBackwardRequest.DESCRIPTOR
@@ -19,7 +19,7 @@ def message(datums: int = 1, chunks: int = 1) -> ForwardBackwardRequest:
         for _ in range(chunks):
             datum.model_input.add().encoded_text.tokens = b"\0" * 400
         tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dense, tensor.dtype = b"\0" * 400, 2
+        tensor.dense, tensor.dtype = b"\0" * 400, DTYPE_INT64
         tensor.shape.extend([50])
     return request
 

@@ -60,6 +60,13 @@ __all__ = ["command"]
     help="A limit or a time of the service, by the name that its error message gives. "
     "May be given more than once.",
 )
+@click.option(
+    "--body-limit",
+    "body_limits",
+    multiple=True,
+    metavar="OPERATION=BYTES",
+    help="Another size for the request bodies of an operation. May be given more than once.",
+)
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
 @click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
 def command(
@@ -73,6 +80,7 @@ def command(
     api_key_file: Path | None,
     snapshot_every: float,
     chosen: tuple[str, ...],
+    body_limits: tuple[str, ...],
     engine: str,
     leased: bool,
 ) -> None:
@@ -82,6 +90,7 @@ def command(
     """
     from tinkex.server import serve
     from tinkex.server.auth import Keys
+    from tinkex.server.bodies import read_body_limit
     from tinkex.server.service import DEFAULT_MODEL, Settings, default_data_dir, read_setting
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -93,6 +102,7 @@ def command(
         device=device,
         dtype=dtype,
         database_url=database_url,
+        body_limits=dict(map(read_body_limit, body_limits)),
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
         **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},
     )

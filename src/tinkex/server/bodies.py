@@ -11,13 +11,13 @@ from typing import Any, Final, TypeVar
 from starlette.requests import Request
 
 from tinkex._wire.compression import TooLargeError, announced_size, decode_body
-from tinkex._wire.operations import Body, Operation
-from tinkex.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex.errors import ConfigError, PayloadTooLargeError, UnsupportedMediaTypeError
 
 from . import decoding
 from .byte_budget import ByteBudget, Hold
 
-__all__ = ["Bodies", "Received"]
+__all__ = ["Bodies", "Received", "read_body_limit"]
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class Bodies:
         overall = self._overall[setting]
         if own <= overall:
             return _Limit(row.name, own, f"--body-limit {row.name}=BYTES")
-        return _Limit(row.name, overall, f"--limit {setting}=BYTES")
+        return _Limit(row.name, overall, f"--set {setting}=BYTES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,23 @@ class _Limit:
             f"The body of {self.operation} is larger than {self.bytes} bytes; send less at a time. "
             f"The operator of the service raises the limit with {self.setting}."
         )
+
+
+def read_body_limit(text: str) -> tuple[str, int]:
+    """The size of an operation's bodies, written as OPERATION=BYTES."""
+    name, _, size = text.partition("=")
+    known = [
+        row.name for row in OPERATIONS.values() if row.body in {Body.JSON, Body.JSON_OR_PROTO}
+    ]
+    if name not in known:
+        raise ConfigError(
+            f"knows no operation {name!r:.80}; it takes {', '.join(known)}", field="body_limit"
+        )
+    if not (size.isascii() and size.isdigit()):
+        raise ConfigError(
+            f"must be a whole number of bytes, got {size!r:.60}", field=f"body_limit {name}"
+        )
+    return name, int(size)
 
 
 async def _read(request: Request, hold: Hold, limit: _Limit) -> bytes:

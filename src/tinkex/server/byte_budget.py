@@ -37,7 +37,7 @@ class ByteBudget:
                 raise RateLimitError(
                     f"Requests of {whose} that are being read hold {held} bytes; {size} more would pass the "
                     f"limit of {limit}. Send fewer large requests at a time; the operator of the service "
-                    f"raises the limit with --limit {setting}=BYTES.",
+                    f"raises the limit with --set {setting}=BYTES.",
                     retry_after=1.0,
                 )
 

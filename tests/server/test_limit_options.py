@@ -1,0 +1,32 @@
+"""Limits as an operator writes them on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tinkex.errors import ConfigError
+from tinkex.server.bodies import read_body_limit
+from tinkex.server.service import Settings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_body_limits_are_named_by_operation():
+    assert read_body_limit("create_session=1000000") == ("create_session", 1_000_000)
+
+
+@pytest.mark.parametrize("text", ["create_session", "create_session=-1", "healthz=1", "", "=1"])
+def test_what_is_no_body_limit_is_refused(text):
+    with pytest.raises(ConfigError, match="body_limit"):
+        read_body_limit(text)
+
+
+def test_every_number_that_can_be_set_is_documented():
+    pages = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    numbers = [row.name for row in fields(Settings) if type(row.default) in {int, float}]
+    assert "max_pending" in numbers
+    undocumented = [name for name in numbers if f"`{name}`" not in pages]
+    assert [name for name in undocumented if name != "snapshot_every"] == []  # an option of its own
