@@ -171,7 +171,10 @@ def test_bytes_in_flight_are_bounded_per_key(tmp_path):
 
             async def post(key: str, content: bytes | AsyncIterator[bytes]) -> httpx.Response:
                 headers = {"content-type": JSON, "x-api-key": f"tml-key-of-{key}"}
-                return await client.post("create_session", content=content, headers=headers)
+                answer: httpx.Response = await client.post(
+                    "create_session", content=content, headers=headers
+                )
+                return answer
 
             body = json.dumps({"tags": [], "sdk_version": "1"}).encode()
             slow = Trickle(b" " * 45_000, body)

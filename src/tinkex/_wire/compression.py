@@ -7,12 +7,13 @@ refused before it takes much more memory than the caller allowed.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from io import BytesIO
 from typing import Protocol
 
 from tinkex.errors import DecodeError
 
-__all__ = ["TooLargeError", "announced_size", "compress", "decode_body", "decompress"]
+__all__ = ["announced_size", "compress", "decode_body", "decompress"]
 
 _MAX_SIZE = 1 << 30
 
@@ -28,10 +29,6 @@ _ZLIB_STEP = 8 << 10
 _MAX_ENCODINGS = 4
 
 
-class TooLargeError(DecodeError):
-    """The content is larger than the caller allowed."""
-
-
 def compress(data: bytes) -> bytes:
     """Return `data` as one zstd frame that announces its content size."""
     import zstandard
@@ -39,8 +36,11 @@ def compress(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-def decompress(data: bytes, *, max_size: int = _MAX_SIZE) -> bytes:
+def decompress(
+    data: bytes, *, max_size: int = _MAX_SIZE, too_large: Callable[[int], Exception] | None = None
+) -> bytes:
     """Return the content of `data`, which must be exactly one zstd frame."""
+    refusal = too_large or _too_large
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW)
@@ -48,23 +48,33 @@ def decompress(data: bytes, *, max_size: int = _MAX_SIZE) -> bytes:
         announced = zstandard.get_frame_parameters(data).content_size
         # zstandard takes an announced zero at its word and leaves the rest of the frame unread.
         if announced in {0, zstandard.CONTENTSIZE_UNKNOWN}:
-            return _decode(decompressor.decompressobj(), data, _ZSTD_STEP, max_size)
+            return _decode(decompressor.decompressobj(), data, _ZSTD_STEP, max_size, refusal)
         if announced > max_size:
-            raise _too_large(max_size)
+            raise refusal(max_size)
         return decompressor.decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DecodeError(f"not a zstd frame: {error}", field="body") from error
 
 
-def decode_body(data: bytes, content_encoding: str | None, *, max_size: int = _MAX_SIZE) -> bytes:
-    """Undo the encodings a `Content-Encoding` header lists, the last one first."""
+def decode_body(
+    data: bytes,
+    content_encoding: str | None,
+    *,
+    max_size: int = _MAX_SIZE,
+    too_large: Callable[[int], Exception] | None = None,
+) -> bytes:
+    """Undo the encodings a `Content-Encoding` header lists, the last one first.
+
+    `too_large` makes the error for content of more than `max_size` bytes.
+    """
+    refusal = too_large or _too_large
     encodings = _parse_encodings(content_encoding)
     # Answers without a body (HEAD, 204, 304) may still name the encoding it would have had.
     if data:
         for encoding in reversed(encodings):
-            data = _undo(encoding, data, max_size)
+            data = _undo(encoding, data, max_size, refusal)
     if len(data) > max_size:
-        raise _too_large(max_size)
+        raise refusal(max_size)
     return data
 
 
@@ -92,12 +102,14 @@ def _parse_encodings(header: str | None) -> list[str]:
     return encodings
 
 
-def _undo(encoding: str, data: bytes, max_size: int) -> bytes:
+def _undo(
+    encoding: str, data: bytes, max_size: int, too_large: Callable[[int], Exception]
+) -> bytes:
     if encoding == "zstd":
-        return decompress(data, max_size=max_size)
+        return decompress(data, max_size=max_size, too_large=too_large)
     wbits = _deflate_wbits(data) if encoding == "deflate" else 16 + zlib.MAX_WBITS
     try:
-        return _decode(zlib.decompressobj(wbits), data, _ZLIB_STEP, max_size)
+        return _decode(zlib.decompressobj(wbits), data, _ZLIB_STEP, max_size, too_large)
     except zlib.error as error:
         raise DecodeError(f"not {encoding} data: {error}", field="body") from error
 
@@ -117,13 +129,19 @@ class _Decoder(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def _decode(decoder: _Decoder, data: bytes, step: int, max_size: int) -> bytes:
+def _decode(
+    decoder: _Decoder,
+    data: bytes,
+    step: int,
+    max_size: int,
+    too_large: Callable[[int], Exception],
+) -> bytes:
     # BytesIO gives its buffer away uncopied; joining a list would need the memory twice.
     content = BytesIO()
     for start in range(0, len(data), step):
         content.write(decoder.decompress(data[start : start + step]))
         if content.tell() > max_size:
-            raise _too_large(max_size)
+            raise too_large(max_size)
         if decoder.eof:
             if decoder.unused_data or start + step < len(data):
                 raise DecodeError("bytes after the end of the compressed data", field="body")
@@ -131,5 +149,5 @@ def _decode(decoder: _Decoder, data: bytes, step: int, max_size: int) -> bytes:
     raise DecodeError("compressed data ends early", field="body")
 
 
-def _too_large(max_size: int) -> TooLargeError:
-    return TooLargeError(f"larger than {max_size} bytes when decompressed", field="body")
+def _too_large(max_size: int) -> DecodeError:
+    return DecodeError(f"larger than {max_size} bytes when decompressed", field="body")

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from tinkex._wire.compression import TooLargeError, announced_size, decode_body
+from tinkex._wire.compression import announced_size, decode_body
 from tinkex._wire.operations import OPERATIONS, Body, Operation
 from tinkex.errors import ConfigError, PayloadTooLargeError, UnsupportedMediaTypeError
 
@@ -96,12 +96,12 @@ class Bodies:
         elif size > limit.bytes:
             raise limit.error()
         hold.take(size)
-        try:
-            return await self.off_loop(
-                size, lambda: decode_body(body, encoding, max_size=limit.bytes)
-            )
-        except TooLargeError:
-            raise limit.error() from None
+        return await self.off_loop(
+            size,
+            lambda: decode_body(
+                body, encoding, max_size=limit.bytes, too_large=lambda _: limit.error()
+            ),
+        )
 
     def _limit(self, row: Operation[Any], media: str, setting: str) -> _Limit:
         own = self._own_limits.get(row.name)
@@ -131,9 +131,7 @@ class _Limit:
 def read_body_limit(text: str) -> tuple[str, int]:
     """The size of an operation's bodies, written as OPERATION=BYTES."""
     name, _, size = text.partition("=")
-    known = [
-        row.name for row in OPERATIONS.values() if row.body in {Body.JSON, Body.JSON_OR_PROTO}
-    ]
+    known = [row.name for row in OPERATIONS.values() if row.body in {Body.JSON, Body.JSON_OR_PROTO}]
     if name not in known:
         raise ConfigError(
             f"knows no operation {name!r:.80}; it takes {', '.join(known)}", field="body_limit"
