@@ -5,18 +5,18 @@
     │   ├── APIConnectionError            no usable answer: refused, reset, name not found
     │   │   ├── APITimeoutError           no answer in time
     │   │   └── CircuitOpenError          not even tried: the circuit breaker is open
-    │   ├── APIResponseValidationError    an answer, but not one of this protocol
+    │   ├── APIResponseValidationError (ValueError)  an answer, but not one of this protocol
     │   └── APIStatusError                an answer with an error status
-    │       ├── BadRequestError           400
-    │       ├── AuthenticationError       401
+    │       ├── BadRequestError (ValueError)  400
+    │       ├── AuthenticationError (ValueError)  401
     │       ├── BillingError              402
-    │       ├── PermissionDeniedError     403
-    │       ├── NotFoundError             404
-    │       ├── ConflictError             409
+    │       ├── PermissionDeniedError (ValueError)  403
+    │       ├── NotFoundError (ValueError)  404
+    │       ├── ConflictError (ValueError)  409
     │       ├── GoneError                 410   finished session or expired result
-    │       ├── PayloadTooLargeError      413
-    │       ├── UnsupportedMediaTypeError 415
-    │       ├── UnprocessableEntityError  422
+    │       ├── PayloadTooLargeError (ValueError)  413
+    │       ├── UnsupportedMediaTypeError (ValueError)  415
+    │       ├── UnprocessableEntityError (ValueError)  422
     │       ├── RateLimitError            429
     │       └── InternalServerError       5xx
     ├── RequestFailedError                accepted by the service, then failed there
@@ -28,6 +28,9 @@
     └── WrongThreadError (RuntimeError)   blocking call on the runtime's own thread
 
     ExperimentalWarning (FutureWarning)   an interface that may still change
+
+4xx errors that asking again cannot mend are also ValueErrors, and so are answers that cannot be read: the official
+SDK raises a plain ValueError where the service refuses a result, and scripts catch that.
 
 Every error carries its facts as attributes (`type`, `status_code`, `request_id`, `category`, `body`,
 `retry_after`), answers `user_error` and `retryable`, and survives pickling. The module knows no HTTP
@@ -244,7 +247,7 @@ class CircuitOpenError(APIConnectionError):
         self.retry_after = retry_after
 
 
-class APIResponseValidationError(APIError):
+class APIResponseValidationError(APIError, ValueError):
     """The service answered with something that is not part of the protocol."""
 
     type: ClassVar[ErrorType] = "validation"
@@ -316,11 +319,11 @@ class APIStatusError(APIError):
         return f"{self.message} (status {self.status_code})" if self.status_code else self.message
 
 
-class BadRequestError(APIStatusError):
+class BadRequestError(APIStatusError, ValueError):
     _status = 400
 
 
-class AuthenticationError(APIStatusError):
+class AuthenticationError(APIStatusError, ValueError):
     _status = 401
 
 
@@ -330,15 +333,15 @@ class BillingError(APIStatusError):
     _status = 402
 
 
-class PermissionDeniedError(APIStatusError):
+class PermissionDeniedError(APIStatusError, ValueError):
     _status = 403
 
 
-class NotFoundError(APIStatusError):
+class NotFoundError(APIStatusError, ValueError):
     _status = 404
 
 
-class ConflictError(APIStatusError):
+class ConflictError(APIStatusError, ValueError):
     _status = 409
 
 
@@ -348,15 +351,15 @@ class GoneError(APIStatusError):
     _status = 410
 
 
-class PayloadTooLargeError(APIStatusError):
+class PayloadTooLargeError(APIStatusError, ValueError):
     _status = 413
 
 
-class UnsupportedMediaTypeError(APIStatusError):
+class UnsupportedMediaTypeError(APIStatusError, ValueError):
     _status = 415
 
 
-class UnprocessableEntityError(APIStatusError):
+class UnprocessableEntityError(APIStatusError, ValueError):
     _status = 422
 
 

@@ -16,5 +16,11 @@ def refuses(field: str, words: str = "") -> Any:
 
 
 def refuses_field(field: str, words: str = "") -> Any:
-    """Refused by a pydantic model; `field` is the path to it, `words` a pattern."""
-    return pytest.raises(ValidationError, match=rf"(?s)\n{re.escape(field)}\n.*{words}")
+    """Refused by a model, in the words of pydantic; `field` is the path to it, `words` a pattern.
+
+    The constructors of request models raise tinkex's own error, all other ways into a model pydantic's.
+    """
+    return pytest.raises(
+        (InvalidInputError, ValidationError),
+        match=rf"(?s)(?:^{re.escape(field)}: |\n{re.escape(field)}\n).*{words}",
+    )

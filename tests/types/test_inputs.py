@@ -316,9 +316,9 @@ def test_chunks_of_no_known_kind_are_refused(chunk):
 
 
 def test_misspelt_fields_are_refused():
-    with refuses_field("token", "Extra inputs"):
+    with refuses_field("token", "did you mean tokens"):
         EncodedTextChunk(tokens=[1], token=[2])  # type: ignore[call-arg]
-    with refuses_field("chunk", "Extra inputs"):
+    with refuses_field("chunk", "did you mean chunks"):
         ModelInput(chunks=[], chunk=[])  # type: ignore[call-arg]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from tests.strategies import sample_responses, sampled_sequences
 from tests.types import refuses, refuses_field
+from tinkex._wire import json_codec
 from tinkex.types import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionResponse,
@@ -69,8 +70,14 @@ def test_other_stops_are_refused(stop):
         SamplingParams(stop=stop)
 
 
-def test_unknown_parameters_are_dropped():
-    assert "beam" not in SamplingParams(beam=4).model_dump()
+def test_misspelt_parameters_are_refused_and_newer_ones_are_ignored_on_the_wire():
+    with refuses("max_token", "SamplingParams; did you mean max_tokens"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+    with refuses("beam", "it has max_tokens, seed"):
+        SamplingParams(beam=4)  # type: ignore[call-arg]
+    request = {"prompt": {"chunks": []}, "sampling_params": {"beam": 4, "max_tokens": 1}}
+    read = json_codec.from_object(request, SampleRequest)
+    assert read.sampling_params == SamplingParams(max_tokens=1)
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -193,7 +200,7 @@ def test_repr_of_a_long_sequence_is_short():
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({"stop_reason": "eos"}, "stop_reason", "'eos'"),
+        ({"stop_reason": 5}, "stop_reason", "5"),
         ({"stop_reason": ["stop"]}, "stop_reason", "must be length or stop"),
         ({"tokens": [1.5]}, "tokens", "expected integers"),
         ({"tokens": ["a"]}, "tokens", "got 'a'"),
@@ -252,3 +259,17 @@ def test_responses_pickle(response):
 )
 def test_a_stream_chunk_is_a_token_the_end_or_an_error(chunk, event, done):
     assert (chunk.event_type, chunk.done) == (event, done)
+
+
+def test_an_unknown_stop_reason_is_kept():
+    assert SampledSequence("content_filter", tokens=[1]).stop_reason == "content_filter"  # type: ignore[arg-type]
+
+
+def test_a_response_takes_lists_as_a_sequence_does():
+    response = SampleResponse(
+        [], prompt_logprobs=[None, -1.0], topk_prompt_logprobs=[None, [(3, -0.5)]]
+    )
+    assert response.prompt_logprobs == [None, -1.0]
+    assert response.topk_prompt_logprobs == [None, [(3, -0.5)]]
+    with refuses("prompt_logprobs"):
+        SampleResponse([], prompt_logprobs=["x"])

@@ -16,13 +16,15 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from tinkex.errors import DecodeError, InvalidInputError
-from tinkex.types._base import FROM_WIRE
+from tinkex.types._base import FROM_WIRE, first_complaint
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
-from tinkex.types.runs import SetCheckpointTtlRequest
-from tinkex.types.sampling import SampledSequence, SampleResponse, flat_array
+from tinkex.types.runs import CreateSessionRequest, SetCheckpointTtlRequest
+from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.tensors import PromptAltTokens, TensorData, TopkLogprobs, tensor_from_object
 from tinkex.types.training import (
+    AdamOptimizerConfig,
     AdamParams,
+    CreateModelRequest,
     ForwardBackwardInput,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
@@ -79,6 +81,21 @@ def _(value: OptimStepRequest) -> Any:
 @_written.register
 def _(value: SetCheckpointTtlRequest) -> Any:
     return {"ttl_seconds": value.ttl_seconds}  # here null is a request: never expire
+
+
+@_written.register
+def _(value: CreateSessionRequest) -> Any:
+    # Services built on the types of the official SDK refuse a session without this field, even an empty one.
+    return {**_some(**value.__dict__), "user_metadata": value.user_metadata}
+
+
+@_written.register
+def _(value: CreateModelRequest) -> Any:
+    # AdamW goes without saying: services older than 0.29.1 refuse the field.
+    written = dict(value.__dict__)
+    if written["optimizer_config"] == AdamOptimizerConfig():
+        del written["optimizer_config"]
+    return _some(**written)
 
 
 @_written.register(bytes)
@@ -201,12 +218,6 @@ def from_object(value: Any, kind: type[T]) -> T:
         raise DecodeError("is required", field=str(error.args[0])) from error
     except InvalidInputError as error:
         raise DecodeError(str(error)) from error
-
-
-def first_complaint(error: ValidationError) -> tuple[str | None, str]:
-    """The field and the fault that pydantic names first; never the value, which may be a secret."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return ".".join(map(str, first["loc"])) or None, first["msg"].removeprefix("Value error, ")
 
 
 def _decode_error(error: ValidationError) -> DecodeError:
@@ -335,18 +346,14 @@ def _sampled_sequence(value: Any, field: str) -> SampledSequence:
 
 def _sample_response(value: dict[str, Any]) -> SampleResponse:
     sequences = _list(value["sequences"], "sequences")
-    topk, target = value.get("topk_prompt_logprobs"), value.get("target_prompt_logprobs")
+    target = value.get("target_prompt_logprobs")
     return SampleResponse(
         sequences=[
             _sampled_sequence(sequence, f"sequences.{index}")
             for index, sequence in enumerate(sequences)
         ],
-        prompt_logprobs_np=flat_array(
-            value.get("prompt_logprobs"), np.dtype(np.float32), "prompt_logprobs"
-        ),
-        topk_prompt_logprobs_np=(
-            None if topk is None else TopkLogprobs.from_rows(topk, field="topk_prompt_logprobs")
-        ),
+        prompt_logprobs=value.get("prompt_logprobs"),
+        topk_prompt_logprobs=value.get("topk_prompt_logprobs"),
         target_prompt_logprobs=(
             None if target is None else tensor_from_object(target, field="target_prompt_logprobs")
         ),

@@ -28,7 +28,7 @@ from tinkex.types.inputs import (
     SampledProvenanceSpan,
     text_chunk,
 )
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampling import SampledSequence, SampleResponse, StopReason
 from tinkex.types.tensors import Array, PromptAltTokens, TensorData, TensorDtype, TopkLogprobs
 from tinkex.types.training import (
     ForwardBackwardInput,
@@ -468,14 +468,19 @@ def decode_sample_response(
     )
 
 
+#: A number that this release does not know reads as None: the tokens are worth more than the reason.
+_STOP_REASONS: Final[Mapping[int, StopReason]] = {
+    pb.STOP_REASON_STOP: "stop",
+    pb.STOP_REASON_LENGTH: "length",
+}
+
+
 def _read_sequence(message: pb.SampledSequence, sequence_id: str) -> SampledSequence:
-    if message.stop_reason not in {pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH}:
-        raise DecodeError(f"unknown value {message.stop_reason}", field="stop_reason")
     topk = None
     if message.HasField("topk_sampled_logprobs"):
         topk = _read_topk(message.topk_sampled_logprobs, "topk_sampled_logprobs")
     return SampledSequence(
-        "length" if message.stop_reason == pb.STOP_REASON_LENGTH else "stop",
+        _STOP_REASONS.get(message.stop_reason),
         sequence_id,
         _numbers(message.tokens, np.dtype(np.int32), "tokens"),
         _numbers(message.logprobs, np.dtype(np.float32), "logprobs") if message.logprobs else None,

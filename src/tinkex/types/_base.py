@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic._internal._model_construction import ModelMetaclass
 
-__all__ = ["FROM_WIRE", "RequestModel", "ResponseModel"]
+from tinkex.errors import InvalidInputError
+
+__all__ = ["FROM_WIRE", "RequestModel", "ResponseModel", "first_complaint"]
 
 # Validation context of values that came over the wire: there a null means "not given", because
 # clients up to 0.16 write null for every argument their user passed as None.
 FROM_WIRE: Final = {"from_wire": True}
+
+
+def first_complaint(error: ValidationError) -> tuple[str | None, str]:
+    """The field and the fault that pydantic names first; never the value, which may be a secret."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])) or None, first["msg"].removeprefix("Value error, ")
+
+
+class _RefusesBadValues(ModelMetaclass):
+    """Raises InvalidInputError where a caller's own value does not fit.
+
+    Only calls of the class come through here. Reading from the wire does not, and keeps pydantic's error.
+    A custom `__init__` would not do: pydantic also runs that when it reads.
+    """
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            field, complaint = first_complaint(error)
+            known: list[str] = list(getattr(self, "model_fields", ()))
+            if field in fields and field not in known:
+                near = get_close_matches(field, known, n=1)
+                meant = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+                complaint = f"is not a field of {self.__name__}; {meant}"
+            raise InvalidInputError(complaint, field=field) from error
 
 
 class _WireModel(BaseModel):
@@ -30,7 +60,7 @@ class _WireModel(BaseModel):
         return data
 
 
-class RequestModel(_WireModel):
+class RequestModel(_WireModel, metaclass=_RefusesBadValues):
     """What a caller writes: a misspelt field is an error, not silence."""
 
     model_config = ConfigDict(extra="forbid")

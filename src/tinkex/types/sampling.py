@@ -37,7 +37,7 @@ TopkRows: TypeAlias = list[list[tuple[int, float]] | None]
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-class SamplingParams(ResponseModel):
+class SamplingParams(RequestModel):
     """How to draw tokens.
 
     `stop=None` stops at the model's end token, `stop=[]` never stops early. `max_tokens=None` runs to
@@ -92,7 +92,8 @@ class SampledSequence:
     """One sampled sequence; the stop token, where there was one, is the last of `tokens`.
 
     The `*_np` attributes are the arrays as they came; the plain names are lists of them, which may
-    also be given to the constructor.
+    also be given to the constructor. A `stop_reason` that this release does not know is kept as the
+    service wrote it.
     """
 
     stop_reason: StopReason | None
@@ -113,9 +114,9 @@ class SampledSequence:
         logprobs: Any = None,
         topk_logprobs: Any = None,
     ) -> None:
-        if stop_reason not in ("length", "stop", None):  # not a set: it may be unhashable
+        if stop_reason is not None and not isinstance(stop_reason, str):
             raise InvalidInputError(
-                f"must be length or stop, not {stop_reason!r}", field="stop_reason"
+                f"must be length or stop, not {stop_reason!r:.80}", field="stop_reason"
             )
         self.stop_reason = stop_reason
         self.sequence_id = sequence_id
@@ -158,9 +159,12 @@ class SampledSequence:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(eq=False)
+@dataclass(init=False, eq=False)
 class SampleResponse:
-    """The sequences of one request, and what was asked about the prompt."""
+    """The sequences of one request, and what was asked about the prompt.
+
+    As with `SampledSequence`, prompt logprobs may be given as arrays or as lists.
+    """
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs_np: Array | None = None
@@ -168,6 +172,31 @@ class SampleResponse:
     target_prompt_logprobs: TensorData | None = None
     prompt_cache_hit_tokens: int = 0
     prompt_alt_tokens: PromptAltTokens | None = None
+
+    def __init__(
+        self,
+        sequences: Sequence[SampledSequence],
+        prompt_logprobs_np: Array | None = None,
+        topk_prompt_logprobs_np: TopkLogprobs | None = None,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_cache_hit_tokens: int = 0,
+        prompt_alt_tokens: PromptAltTokens | None = None,
+        *,
+        prompt_logprobs: Any = None,
+        topk_prompt_logprobs: Any = None,
+    ) -> None:
+        self.sequences = sequences
+        if prompt_logprobs_np is None:
+            prompt_logprobs_np = flat_array(prompt_logprobs, _FLOAT32, "prompt_logprobs")
+        self.prompt_logprobs_np = prompt_logprobs_np
+        if topk_prompt_logprobs_np is None and topk_prompt_logprobs is not None:
+            topk_prompt_logprobs_np = TopkLogprobs.from_rows(
+                topk_prompt_logprobs, field="topk_prompt_logprobs"
+            )
+        self.topk_prompt_logprobs_np = topk_prompt_logprobs_np
+        self.target_prompt_logprobs = target_prompt_logprobs
+        self.prompt_cache_hit_tokens = prompt_cache_hit_tokens
+        self.prompt_alt_tokens = prompt_alt_tokens
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:
