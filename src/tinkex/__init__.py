@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._client.downloads import download_checkpoint as download_checkpoint
     from ._client.http import APIResponse as APIResponse
     from ._client.http import StreamResponse as StreamResponse
+    from ._client.operations import OperationsClient as OperationsClient
     from ._client.rest import AdminClient as AdminClient
     from ._client.rest import RestClient as RestClient
     from ._client.retry import RetryConfig as RetryConfig
@@ -112,6 +113,7 @@ _MODULES = ("config", "errors", "objectives", "recovery", "regularizers", "telem
 _NAMES = {
     "._client.downloads": "download_checkpoint",
     "._client.http": "APIResponse StreamResponse",
+    "._client.operations": "OperationsClient",
     "._client.rest": "AdminClient RestClient",
     "._client.retry": "RetryConfig",
     "._client.runtime": "APIFuture await_many",

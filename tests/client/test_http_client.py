@@ -330,7 +330,7 @@ def fed(feed: Feed, service: Service, clock: FakeClock) -> Any:
 
 def test_events_are_handed_out_while_the_answer_is_still_arriving(feed, fed):
     async def work() -> None:
-        async with fed.with_streaming_response("GET", X, query={"q": 1}) as response:
+        async with fed.stream_get(X, query={"q": 1}) as response:
             assert (response.status, response.method) == (200, "GET")
             assert response.url == f"{feed.url}{X}?q=1"
             assert response.headers["content-type"] == "text/event-stream"

@@ -25,7 +25,9 @@ from tinkex.regularizers import (
     Regularizer,
     RegularizerSpec,
     grad_norm,
+    grad_norm_for_regularizer,
     joined,
+    total_grad_norm,
 )
 from tinkex.telemetry.events import CustomLossEvent, RegularizerEvent, RegularizerStop
 from tinkex.types import Datum, ModelInput
@@ -365,6 +367,20 @@ def test_norms_of_gradients():
     assert grad_norm(lambda x: x.square().sum(), x) == 10
     assert grad_norm(torch.square, x) == 10
     assert grad_norm(lambda x: torch.tensor(1.0), x) == 0
+
+
+def test_gradient_norms_of_one_regularizer_and_of_the_whole_loss():
+    alone = grad_norm_for_regularizer(spec(squares, 0.5), DATA, X)
+    assert alone == pytest.approx(2 * math.sqrt(14))
+    assert total_grad_norm(DATA, X, base) == pytest.approx(math.sqrt(3))
+    composed = total_grad_norm(DATA, X, base, [spec(squares, 0.5)])
+    assert composed == pytest.approx(float((X - 1).norm()))
+
+
+def test_a_gradient_norm_is_0_where_nothing_depends_on_the_logprobs(caplog):
+    assert grad_norm_for_regularizer(spec(lambda data, logp: (1.0, {})), DATA, X) == 0
+    assert "does not depend" in caplog.text
+    assert total_grad_norm(DATA, X, lambda data, logp: (torch.ones(()), {})) == 0
 
 
 def test_norms_of_each_term_and_of_the_total():

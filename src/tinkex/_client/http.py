@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
@@ -130,6 +130,16 @@ class HTTPClient:
                 refused = await transport.read_stream(response)
                 raise transport.error(_row(method, path), url, refused)
             yield StreamResponse(response.status, lowered, method, url, response.content)
+
+    def stream_get(
+        self,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> AbstractAsyncContextManager[StreamResponse]:
+        """`with_streaming_response` of a GET."""
+        return self.with_streaming_response("GET", path, query=query, headers=headers)
 
     async def _request(
         self,

@@ -40,6 +40,7 @@ from .auth import config_with_login
 from .checks import check_count
 from .http import HTTPClient
 from .notices import logger
+from .operations import OperationsClient
 from .queue_state import Observer, QueueLogger
 from .rest import RestClient
 from .retry import Clock, RetryConfig
@@ -123,6 +124,11 @@ class ServiceClient(ServiceClientAsync):
     def http(self) -> HTTPClient:
         """Calls by path, for what has no method: raw and streamed answers, file uploads."""
         return HTTPClient(self._session)
+
+    @property
+    def api(self) -> OperationsClient:
+        """Every call of the protocol by its name: typed, as a promise, or raw."""
+        return OperationsClient(self._session)
 
     # -- training ----------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .magnitudes import OutputMagnitude as OutputMagnitude
     from .pipeline import Evaluation as Evaluation
     from .pipeline import Pipeline as Pipeline
+    from .pipeline import grad_norm_for_regularizer as grad_norm_for_regularizer
+    from .pipeline import total_grad_norm as total_grad_norm
     from .protocol import Logprobs as Logprobs
     from .protocol import LossFn as LossFn
     from .protocol import Regularizer as Regularizer
@@ -48,7 +50,7 @@ _NAMES = {
     ".geometry": "GradientPenalty Orthogonality",
     ".gradients": "grad_norm",
     ".magnitudes": "L1 L2 ElasticNet OutputMagnitude",
-    ".pipeline": "Evaluation Pipeline",
+    ".pipeline": "Evaluation Pipeline grad_norm_for_regularizer total_grad_norm",
     ".protocol": "Logprobs LossFn Regularizer",
     ".tensors": "joined",
 }

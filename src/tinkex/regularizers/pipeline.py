@@ -37,7 +37,7 @@ from .gradients import Gradients, norm, weighted_sum
 from .protocol import Logprobs, LossFn
 from .terms import Point, Term
 
-__all__ = ["Evaluation", "Pipeline"]
+__all__ = ["Evaluation", "Pipeline", "grad_norm_for_regularizer", "total_grad_norm"]
 
 logger = logging.getLogger("tinkex")
 
@@ -182,6 +182,28 @@ class Pipeline:
             logger.warning("The regularizer %r does not depend on the logprobs.", spec.name)
             return 0.0
         return norm(term.gradients)
+
+
+def total_grad_norm(
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    base_loss_fn: LossFn,
+    regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = (),
+) -> float:
+    """‖∂(base + Σ weight · regularizer)/∂logprobs‖; 0 if nothing depends on the logprobs."""
+    pipeline = Pipeline(regularizers, track_grad_norms=True, timeout=None)
+    return pipeline.compute(data, logprobs, base_loss_fn).total_grad_norm or 0.0
+
+
+def grad_norm_for_regularizer(
+    spec: RegularizerSpec | Mapping[str, Any], data: Sequence[Datum], logprobs: Logprobs
+) -> float:
+    """‖∂regularizer/∂logprobs‖, without its weight; 0, with a warning, if it does not depend on them."""
+    pipeline = Pipeline([spec], track_grad_norms=True, timeout=None)
+    (output,) = pipeline.compute(
+        data, logprobs, lambda *_: (torch.zeros(()), {})
+    ).regularizers.values()
+    return output.grad_norm or 0.0
 
 
 def _check_all_count(terms: Sequence[Gradients]) -> None:
