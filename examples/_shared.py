@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Options that can also be given in the environment, under the names that other SDKs' examples have for them.
+VARIABLES = {
+    "base_url": "TINKER_BASE_URL",
+    "base_model": "TINKER_BASE_MODEL",
+    "prompt": "TINKER_PROMPT",
+    "text": "TINKER_PROMPT",
+    "num_samples": "TINKER_NUM_SAMPLES",
+    "max_tokens": "TINKER_MAX_TOKENS",
+    "temperature": "TINKER_TEMPERATURE",
+    "timeout": "TINKER_SAMPLE_TIMEOUT",
+    "items": "TINKER_CHUNK_COUNT",
+    "path": "TINKER_CHECKPOINT_PATH",
+    "checkpoint_paths": "TINKER_CHECKPOINT_PATHS",
+    "output": "TINKER_OUTPUT_DIR",
+    "file": "TINKER_UPLOAD_FILE",
+    "endpoint": "TINKER_UPLOAD_ENDPOINT",
+    "image": "TINKER_IMAGE_PATH",
+    "expected_tokens": "TINKER_IMAGE_EXPECTED_TOKENS",
+}
+
 
 def parsed(doc: str | None, **more: str | float) -> argparse.Namespace:
-    """The options of an example: which service, which model, and `more` of its own with their defaults."""
+    """The options of an example: which service, which model, and `more` of its own with their defaults.
+
+    What is not on the command line is looked up in the environment, then the default is taken.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--base-url",
-        default="local",
-        help="a service, whose key is in TINKER_API_KEY; or local, for one on this machine (default)",
+        default=_from_environment("base_url", "local"),
+        help="a service, whose key is in TINKER_API_KEY; or local, for one on this machine (default: %(default)s)",
     )
-    parser.add_argument("--base-model", "--model", default="tinkex/tiny", help="%(default)s")
+    model = _from_environment("base_model", "tinkex/tiny")
+    parser.add_argument("--base-model", "--model", default=model, help="(default: %(default)s)")
     for name, default in more.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default, help=f"{default}")
+        found = _from_environment(name, default)  # argparse converts text to the type
+        parser.add_argument(
+            option, type=type(default), default=found, help="(default: %(default)s)"
+        )
     return parser.parse_args()
+
+
+def _from_environment(name: str, default: str | float) -> str | float:
+    return os.environ.get(VARIABLES.get(name, ""), "").strip() or default
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -27,6 +28,24 @@ def run(example: Path, url: str, api_key: str, output: Path) -> None:
     sys.argv = [str(example), "--base-url", url]
     sys.path.insert(0, str(example.parent))
     runpy.run_path(str(example), run_name="__main__")
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> argparse.Namespace:
+    """What `parsed` of the examples makes of a command line."""
+    monkeypatch.setattr(sys, "argv", ["example.py", *arguments])
+    shared = runpy.run_path(str(EXAMPLES / "_shared.py"))
+    options: argparse.Namespace = shared["parsed"](None, prompt="hi", max_tokens=4, temperature=0.7)
+    return options
+
+
+def test_options_of_examples_are_taken_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TINKER_BASE_URL", "http://elsewhere:1")
+    monkeypatch.setenv("TINKER_BASE_MODEL", "some/model")
+    monkeypatch.setenv("TINKER_MAX_TOKENS", "9")
+    monkeypatch.setenv("TINKER_TEMPERATURE", " ")
+    found = options_of(monkeypatch, "--base-model", "other/model")
+    assert (found.base_url, found.base_model) == ("http://elsewhere:1", "other/model")
+    assert (found.prompt, found.max_tokens, found.temperature) == ("hi", 9, 0.7)
 
 
 @pytest.fixture(scope="module")
