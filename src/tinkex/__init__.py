@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._client.runtime import await_many as await_many
     from ._client.sampling import SamplingClient as SamplingClient
     from ._client.service import ServiceClient as ServiceClient
+    from ._client.tokenizers import set_tokenizer_loader as set_tokenizer_loader
     from ._client.traced_loss import LossHandle as LossHandle
     from ._client.traced_loss import PerDatumLossFn as PerDatumLossFn
     from ._client.training import TrainingClient as TrainingClient
@@ -119,6 +120,7 @@ _NAMES = {
     "._client.runtime": "APIFuture await_many",
     "._client.sampling": "SamplingClient",
     "._client.service": "ServiceClient",
+    "._client.tokenizers": "set_tokenizer_loader",
     "._client.traced_loss": "LossHandle PerDatumLossFn",
     "._client.training": "TrainingClient",
     "._local": "LocalServiceClient local",
