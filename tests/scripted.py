@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httptools
 
-from tinkex._client.retry import Clock
+from tinkex._retry import Clock
 
 from .in_thread import ServerInThread
 

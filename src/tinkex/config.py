@@ -529,7 +529,7 @@ class Config:
     max_retries: Option[int, int] = setting(
         "How often a failed request is sent again.", _whole(0), DEFAULT_MAX_RETRIES)
     poll_backoff: Option[PollBackoffOption, PollBackoff] = setting(
-        "Wait between polls that failed (408, 5xx); see poll_delay.",
+        "Wait between polls that failed (408, 5xx) instead of 1 s doubling to 30 s; see poll_delay.",
         _poll_backoff, env="TINKEX_POLL_BACKOFF", read=_read_backoff)
     circuit_breaker: Option[bool | CircuitBreaker, CircuitBreaker | None] = setting(
         "Refuse new calls for 30 s once five in a row have failed; True, or a CircuitBreaker.",

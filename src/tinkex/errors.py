@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from tinkex._statuses import facts_of
+
 __all__ = [
     "APIConnectionError",
     "APIError",
@@ -110,12 +112,8 @@ class RequestErrorCategory(StrEnum):
         return cls.User if is_user_status(status) else cls.Server
 
 
-# 4xx answers that say "not now" rather than "not like this".
-_TRANSIENT_CLIENT_STATUSES = frozenset({408, 410, 429})
-
-
 def is_user_status(status: int) -> bool:
-    return 400 <= status < 500 and status not in _TRANSIENT_CLIENT_STATUSES
+    return facts_of(status).user_fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import tinkex
-from tinkex._client.retry import Clock
+from tinkex._retry import Clock
 
 from .proxy import FaultPlan, FaultyProxy
 from .served import Served

@@ -13,10 +13,10 @@ import pytest
 
 from tinkex import types
 from tinkex._client.notices import Notices
-from tinkex._client.retry import Clock
+from tinkex._retry import Clock
 from tinkex.errors import APIConnectionError, BillingError, InternalServerError, TinkerError
 
-from ..scripted import Answer, FakeClock, Hang, Raw, promise
+from ..scripted import Answer, FakeClock, Hang, Raw, Reply, promise
 
 WHERE = "http://service"
 X = "/api/v1/x"
@@ -186,12 +186,12 @@ def test_work_that_takes_long_is_told_of(told, server, service, clock):
     server.on("POST /api/v1/optim_step", promise("step"))
     polled = threading.Event()
 
-    def not_yet(_: Any) -> Answer:
-        if clock.now < 1011:
-            clock.advance(1)
-        else:
+    def not_yet(_: Any) -> Reply:
+        if clock.now >= 1011:
             polled.set()
-        return Answer({"type": "try_again", "queue_state": "active", "retry_after_ms": 1}, 408)
+            return Hang()
+        clock.advance(1)
+        return Answer({"type": "try_again", "queue_state": "active"}, 408)
 
     server.on_future("step", not_yet)
     training = service().create_lora_training_client("some/model")
@@ -409,4 +409,25 @@ def test_a_note_of_the_service_is_repeated_only_when_it_changes():
     assert [line for _, line in hear(work)] == [
         f"{WHERE} says: upgrade",
         f"{WHERE} says: upgrade now",
+    ]
+
+
+def test_work_whose_polls_fail_is_told_of_with_their_error():
+    notices = Notices("http://x", FakeClock())
+
+    async def complaints() -> list[str]:
+        number = notices.expect("optim_step", "r-1")
+        wait = notices._waits[number]
+        lines = [notices._complaint(wait, 0, 11.0)]
+        notices.explain(number, "7 polls in a row failed, the last with: no upstream.")
+        lines.append(notices._complaint(wait, 0, 12.0))
+        notices.explain(number, "")
+        lines.append(notices._complaint(wait, 0, 13.0))
+        notices.close()
+        return lines
+
+    assert [line.partition("has accepted it ")[2] for line in asyncio.run(complaints())] == [
+        "and has not finished it.",
+        "but 7 polls in a row failed, the last with: no upstream.",
+        "and has not finished it.",
     ]

@@ -178,20 +178,22 @@ def test_failed_work_in_the_older_wrapping_ends_the_poll_too(polls, body, messag
 # -- not yet -------------------------------------------------------------------------------------
 
 
-def test_a_pending_answer_is_followed_by_a_second_of_waiting(polls):
-    polls.finish(Answer({"status": "pending"}), Answer({"status": "pending"}), DONE)
-    assert polls.clock.slept == [1.0, 1.0]
+def test_pending_answers_wait_from_one_second_up_to_five(polls):
+    polls.finish(*[Answer({"status": "pending"})] * 5, DONE)
+    assert polls.clock.slept == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(
     ("body", "wait"),
     [
-        (not_yet("active"), []),
+        (not_yet("active"), [0.1]),
         (not_yet("paused_capacity"), [1.0]),
         (not_yet("PAUSED_RATE_LIMIT"), [1.0]),
         (not_yet("active", retry_after_ms=250), [0.25]),
         (not_yet("paused_capacity", retry_after_ms=2500), [2.5]),
-        ({"type": "TRY_AGAIN"}, []),
+        ({"type": "TRY_AGAIN"}, [0.1]),
+        (not_yet("active", retry_after_ms=0), [0.1]),
+        (not_yet("active", retry_after_ms=10**9), [60.0]),
     ],
 )
 def test_try_again_waits_as_asked_or_a_second_while_paused(polls, body, wait):
@@ -199,10 +201,93 @@ def test_try_again_waits_as_asked_or_a_second_while_paused(polls, body, wait):
     assert polls.clock.slept == wait
 
 
-def test_408_and_5xx_poll_again_at_once(polls):
-    polls.finish(*(Answer({}, status) for status in (408, 408, 500, 503, 408, 599)), DONE)
+def test_408_and_5xx_that_come_at_once_wait_1_2_4_up_to_30_seconds(polls):
+    polls.finish(*(Answer({}, status) for status in (408, 408, 500, 503, 408, 599, 502)), DONE)
+    assert polls.clock.slept == [1, 2, 4, 8, 16, 30, 30]
+    assert len(polls.asked) == 8
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_try_again_that_the_service_held_is_polled_again_at_once(polls, status):
+    held = polls.after(1.0, Answer(not_yet("active"), status))
+    polls.finish(*[held] * 20, DONE)
     assert polls.clock.slept == []
-    assert len(polls.asked) == 7
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_immediate_try_again_waits_a_tenth_of_a_second_doubling_to_five(polls, status):
+    polls.finish(*[Answer(not_yet("active"), status)] * 8, DONE)
+    assert polls.clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+
+
+def test_a_held_answer_ends_a_row_of_immediate_ones(polls):
+    at_once = Answer(not_yet("active"))
+    polls.finish(at_once, at_once, polls.after(30, at_once), at_once, DONE)
+    assert polls.clock.slept == pytest.approx([0.1, 0.2, 0.1])
+
+
+def test_a_bare_408_after_a_hold_means_not_yet_for_as_long_as_it_takes(polls):
+    polls.finish(*[polls.after(300, Answer({"detail": "timeout"}, 408))] * 100, DONE)
+    assert polls.clock.slept == []
+
+
+def test_the_time_a_failed_poll_took_is_part_of_the_wait(polls):
+    gateway_timeout = polls.after(3, Answer({}, 504))
+    polls.finish(*[gateway_timeout] * 4, DONE)
+    assert polls.clock.slept == [1, 5]  # 1 - 3 and 2 - 3 are none, 4 - 3, 8 - 3
+
+
+def test_a_poll_waits_as_retry_after_asks(polls):
+    polls.finish(Answer({}, 503, {"retry-after": "7"}), Answer({}, 429, {"retry-after": "3"}), DONE)
+    assert polls.clock.slept == [7, 3]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
+def test_waits_between_polls_have_full_jitter(polls, chance):
+    polls.clock = FakeClock(long=math.inf, chance=chance)
+    polls.finish(Answer({}, 502), Answer({}, 502), Answer(not_yet()), DONE)
+    assert polls.clock.slept == pytest.approx([(1 - chance) * wait for wait in (1, 2, 0.1)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "most"),
+    [
+        (Answer(b"Bad Gateway", 502), 250),
+        (Answer({}, 500), 250),
+        (Answer({}, 408), 250),
+        (NO_ANSWER, 250),
+        (Answer({}, 429), 250),
+        (Answer(not_yet("active")), 1500),
+        (Answer(not_yet("active"), 408), 1500),
+        (Answer(not_yet("paused_capacity")), 1500),
+        (Answer({"status": "pending"}), 1500),
+    ],
+)
+def test_a_service_that_answers_at_once_is_not_stormed(polls, answer, most):
+    error = polls.fail(answer, timeout=3600)
+    assert isinstance(error, APITimeoutError)
+    assert 10 < len(polls.asked) <= most  # in one hour
+
+
+@pytest.mark.parametrize("status", [408, 500, 502, 503])
+def test_errors_without_a_useful_answer_are_given_up_after_two_hours(polls, status):
+    error = polls.fail(Answer({"detail": "no"}, status))
+    assert isinstance(error, APIStatusError)
+    assert error.status_code == status
+    assert sum(polls.clock.slept) == pytest.approx(7200, abs=30)
+
+
+def test_a_useful_answer_starts_the_two_hours_again(polls):
+    refused = [polls.after(700, Answer({}, 502))] * 10
+    polls.finish(*refused, Answer(not_yet()), *refused, DONE)
+
+
+def test_the_log_says_what_was_answered_how_often_and_when_it_is_polled_again(polls, caplog):
+    polls.finish(*[Answer({"detail": "no upstream"}, 502)] * 3, DONE)
+    (line,) = [each.getMessage() for each in caplog.records if "no upstream" in each.getMessage()]
+    assert "optim_step (r-1): no upstream" in line
+    assert "Tried 2 times in 1 s, next try in 2.0 s" in line
+    assert "giving up after 2 h without a useful answer" in line
 
 
 def test_a_poll_is_never_repeated_by_the_layer_below(polls):
@@ -259,7 +344,7 @@ def test_a_410_without_a_word_says_what_to_do(polls):
 def test_a_conflict_and_a_lost_result_are_believed_when_they_are_repeated(polls, status):
     said = Answer({"detail": "no"}, status)
     polls.finish(*[said] * 5, Answer({}, 408), *[said] * 5, DONE)
-    assert polls.clock.slept == [1, 2, 4, 8] * 2  # after the first at once
+    assert polls.clock.slept == [1, 2, 4, 8, 1, 1, 2, 4, 8]  # the first is repeated at once
     assert polls.fail(said).status_code == status
 
 
@@ -284,8 +369,8 @@ def test_429_waits_1_2_4_up_to_30_seconds(polls):
 
 
 def test_429_waits_begin_anew_after_any_other_answer(polls):
-    polls.finish(Answer({}, 429), Answer({}, 429), Answer({}, 408), Answer({}, 429), DONE)
-    assert polls.clock.slept == [1, 2, 1]
+    polls.finish(Answer({}, 429), Answer({}, 429), Answer(not_yet()), Answer({}, 429), DONE)
+    assert polls.clock.slept == [1, 2, 0.1, 1]
 
 
 def test_429_can_go_on_for_days(polls):
@@ -303,8 +388,8 @@ def test_402_is_polled_every_5_seconds_for_as_long_as_the_service_allows(polls):
 def test_402_that_is_paid_in_time_is_forgotten(polls):
     flags(polls.server, billing_exception_max_pause_duration_sec=10)
     unpaid = Answer({"detail": "out of credit"}, 402)
-    polls.finish(unpaid, unpaid, Answer({}, 408), unpaid, unpaid, DONE)
-    assert polls.clock.slept == [5.0] * 4
+    polls.finish(unpaid, unpaid, Answer(not_yet()), unpaid, unpaid, DONE)
+    assert polls.clock.slept == [5.0, 5.0, 0.1, 5.0, 5.0]
 
 
 def test_400_is_polled_three_times_more_and_then_raised(polls):
@@ -326,8 +411,8 @@ def test_no_answer_waits_1_2_4_up_to_30_seconds(polls):
 
 
 def test_the_waits_for_an_answer_begin_anew_after_one(polls):
-    polls.finish(NO_ANSWER, NO_ANSWER, Answer({}, 408), NO_ANSWER, DONE)
-    assert polls.clock.slept == [1, 2, 1]
+    polls.finish(NO_ANSWER, NO_ANSWER, Answer(not_yet()), NO_ANSWER, DONE)
+    assert polls.clock.slept == [1, 2, 0.1, 1]
 
 
 def test_a_service_that_does_not_answer_for_two_hours_is_given_up(polls):
@@ -365,7 +450,7 @@ def test_the_deadline_ends_a_silence(polls):
     error = polls.fail(NO_ANSWER, timeout=10)
     assert isinstance(error, APITimeoutError)
     assert isinstance(error.__cause__, APIConnectionError)
-    assert polls.clock.slept == [1, 2, 4, 8]
+    assert polls.clock.slept == [1, 2, 4, 2]  # the last poll comes a second before the deadline
 
 
 def test_the_time_limit_of_a_call_is_the_deadline_of_its_polls(server, service, clock):

@@ -554,8 +554,15 @@ def test_an_archive_that_is_never_ready_is_given_up_after_six_times(server, pati
     assert clock.slept == [30.0] * 5
 
 
-@pytest.mark.parametrize("status", [404, 500])
-def test_other_errors_of_an_archive_are_final(server, patient, status):
+def test_a_bad_gateway_does_not_end_the_wait_for_an_archive(server, patient):
+    rest, clock = patient
+    server.on(ARCHIVE, Answer(b"", 502), found("https://files/archive"))
+    assert rest.get_checkpoint_archive_url(PATH).result(10).url == "https://files/archive"
+    assert clock.slept == [0.5]
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_archive_that_is_refused_is_an_error_at_once(server, patient, status):
     rest, clock = patient
     server.on(ARCHIVE, Answer({"detail": "no"}, status))
     with pytest.raises(tinkex.APIStatusError):

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from tinkex._client.retry import (
     DISPATCH_WINDOW,
-    Clock,
     HTTPRetryPolicy,
     RetryConfig,
     SampleRetryPolicy,
     retry_delay,
     retryable_status,
-    retrying,
 )
+from tinkex._retry import Clock, Tried, retrying
 from tinkex._wire.failures import error_from_response
 from tinkex.errors import (
     APIConnectionError,
@@ -57,7 +56,7 @@ def wait(
     policy: Any = None,
 ) -> float | None:
     seconds: float | None = (policy or HTTPRetryPolicy()).wait_before_retry(
-        error, attempt, elapsed, chance
+        error, Tried(attempt, elapsed, chance=chance)
     )
     return seconds
 
@@ -282,9 +281,9 @@ def test_whoever_listens_hears_of_every_wait_before_it_begins():
     heard: list[tuple[int, float, float]] = []
     first = failure(503)
 
-    def listen(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
-        assert attempt or error is first
-        heard.append((attempt, elapsed, wait))
+    def listen(error: TinkerError, tried: Tried, wait: float) -> None:
+        assert tried.attempt or error is first
+        heard.append((tried.attempt, tried.elapsed, wait))
 
     run([first, failure(503), failure(503)], on_wait=listen)
     assert heard == [(0, 0.0, 0.5), (1, 0.5, 1.0), (2, 1.5, 2.0)]
@@ -394,7 +393,7 @@ class ForeignError(Exception):
 def test_exceptions_of_others_can_be_declared_passing():
     assert sample_wait(ForeignError(), retryable_exceptions=(ForeignError,)) == 0.5
     assert sample_wait(ForeignError()) is None
-    assert HTTPRetryPolicy().wait_before_retry(ForeignError(), 0, 0.0, 0.0) is None
+    assert HTTPRetryPolicy().wait_before_retry(ForeignError(), Tried(0)) is None
 
 
 def test_more_exceptions_can_be_declared_passing():

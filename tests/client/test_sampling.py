@@ -26,6 +26,7 @@ from tinkex.errors import (
     InternalServerError,
     InvalidInputError,
     InvalidPathError,
+    RateLimitError,
     RequestFailedError,
 )
 from tinkex.types import QueueState
@@ -314,11 +315,33 @@ def test_429_sends_the_same_request_again(server, sampler):
     assert len({request.body for request in requests}) == 1
 
 
-def test_429_is_no_error_however_often_and_whatever_the_retry_config(server, service, clock):
+def test_429_is_no_error_however_often(server, service, clock):
     server.on(SAMPLE, *[BUSY] * 30, sampled(7))
-    sampler = new_sampler(service(), retry_config=RetryConfig(enable_retry_logic=False))
-    assert sample(sampler).result(10).sequences[0].tokens == [7]
+    assert sample(new_sampler(service())).result(10).sequences[0].tokens == [7]
     assert clock.slept == [1.0] * 30
+
+
+def test_429_is_raised_at_once_when_retries_are_off(server, service):
+    server.on(SAMPLE, BUSY)
+    sampler = new_sampler(service(), retry_config=RetryConfig(enable_retry_logic=False))
+    with pytest.raises(RateLimitError):
+        sample(sampler).result(10)
+    assert len(server.asked(SAMPLE)) == 1
+
+
+def test_429_is_raised_after_max_retries(server, service):
+    server.on(SAMPLE, BUSY)
+    sampler = new_sampler(service(), retry_config=RetryConfig(max_retries=3))
+    with pytest.raises(RateLimitError):
+        sample(sampler).result(10)
+    assert len(server.asked(SAMPLE)) == 4
+
+
+def test_a_service_that_switches_retries_off_still_slows_samples_down(server, service, clock):
+    flags(server, sample_no_retries=True)
+    server.on(SAMPLE, BUSY, BUSY, sampled(7))
+    assert sample(new_sampler(service())).result(10).sequences[0].tokens == [7]
+    assert clock.slept == [1.0, 1.0]
 
 
 def test_all_samples_wait_for_the_end_of_one_pause(server, service):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tinkex.errors import APIStatusError, ClientClosedError
+from tinkex.errors import APIStatusError, ClientClosedError, NotFoundError
 from tinkex.recovery import RecoveryError, RecoveryExecutor, RecoveryMonitor, RecoveryPolicy
 from tinkex.telemetry.events import RecoveryDetected, RecoveryEvent, RecoveryPollError
 
@@ -138,3 +138,21 @@ def test_watching_ends_with_the_client(server, service, monitor):
     with pytest.raises(ClientClosedError):
         monitor.monitor_run(RUN, client)
     assert monitor.runs == ()
+
+
+def test_a_run_that_does_not_exist_is_watched_no_longer(server, service, clock, monitor, heard):
+    server.on(ASK, Answer({"detail": "no such run"}, 404))
+    events = heard(RecoveryPollError)
+    policy = RecoveryPolicy(enabled=True, poll_interval=3.0)
+    with pytest.raises(NotFoundError, match="no such run"):
+        monitor.monitor_run(RUN, service(), policy=policy).result(10)
+    assert len(server.asked(ASK)) == len(events) == 3  # a proxy may have answered the first
+    assert monitor.runs == ()
+
+
+def test_one_404_does_not_end_the_watch(server, service, clock, monitor):
+    answer_restoring(server)
+    missing = Answer({"detail": "no such run"}, 404)
+    server.on(ASK, missing, missing, run(corrupted=False), missing, missing, run())
+    policy = RecoveryPolicy(enabled=True, poll_interval=3.0)
+    assert monitor.monitor_run(RUN, service(), policy=policy).result(10).checkpoint == PATH

@@ -236,12 +236,14 @@ def test_draining_gives_up_at_its_limit(reporter, taker, clock):
     made = reporter()
     made.log("one")
     assert made.wait_until_drained() is False
-    assert clock.now == 1030.0
+    assert 1020.0 < clock.now <= 1030.0
     assert made.pending == 1
+    began = clock.now
     assert made.wait_until_drained(3.0) is False
-    assert clock.now == 1033.0
+    assert began < clock.now <= began + 3.0
+    began = clock.now
     assert made.stop() is False
-    assert clock.now == 1038.0
+    assert began < clock.now <= began + 5.0
 
 
 def test_draining_does_not_wait_for_a_round_that_pauses(reporter, taker):
@@ -357,7 +359,7 @@ def test_a_fatal_exception_waits_no_longer_than_the_limit(reporter, taker, clock
     made = reporter()
     made.opened("s-1", owner=True)
     assert made.log_fatal_exception(RuntimeError("broken"), timeout=7.0) is False
-    assert clock.now == 1007.0
+    assert clock.now <= 1007.0
 
 
 # -- as part of a client -------------------------------------------------------------------------
@@ -703,7 +705,7 @@ def test_all_that_was_accepted_arrives_once_through_faults_timeouts_and_a_restar
         log(reporter, "while it is gone")
         began = clock.now
         assert reporter.wait_until_drained() is False
-        assert clock.now - began == Limits().drain
+        assert clock.now - began <= Limits().drain
         assert reporter.pending >= 60
         with testing.service("fake", data_dir=tmp_path) as running:
             between.target = running.url
@@ -726,10 +728,10 @@ def test_a_service_that_is_gone_is_given_up_within_the_limits(clock):
     reporter.log("to nobody")
     began = clock.now
     assert reporter.wait_until_drained() is False
-    assert clock.now - began == Limits().drain
+    assert clock.now - began <= Limits().drain
     began = clock.now
     assert reporter.stop() is False
-    assert clock.now - began == Limits().stop
+    assert clock.now - began <= Limits().stop
     assert reporter.pending == 3
     client.close().result()
 

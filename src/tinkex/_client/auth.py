@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tinkex._retry import Clock
 from tinkex.config import (
     LOCAL,
     Config,
@@ -28,7 +29,6 @@ from tinkex.errors import (
 )
 
 from .notices import logger
-from .retry import Clock
 
 __all__ = ["Auth", "get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tinkex._retry import Tried, retrying
 from tinkex._wire.operations import operation
-from tinkex.errors import APIConnectionError, TinkerError
+from tinkex.errors import APITimeoutError, TinkerError
 from tinkex.types import (
     FutureFinished,
     FuturesRetrieveRequest,
@@ -14,8 +16,7 @@ from tinkex.types import (
     SamplingSessionFuturesTarget,
 )
 
-from .polling import backoff
-from .retry import is_transient
+from .poll_policy import GIVE_UP_AFTER, NotFinishedError, PollPolicy, Series
 
 if TYPE_CHECKING:
     from .session import Session
@@ -23,17 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["BatchPoller"]
 
 _HOLD: Final = 30.0
-#: A 400 that something between client and service said by itself passes; so often in a row it is doubted.
-_DOUBTED_400: Final = 3
-#: Completions remembered for requests whose promise has not been read yet; far more than are under way.
+#: Completions kept for requests whose promise has not been read yet; far more than are ever in flight.
 _MAX_EARLY: Final = 10_000
 
 
 class BatchPoller:
     """Learns which requests of a sampling session are finished; each waiter then fetches its own result.
 
-    Runs while anybody waits. Copies of a client in other processes have streams of completions of their
-    own, so there is one loop for each number a copy counts under.
+    Runs while anybody waits. Copies of a client in other processes have their own streams of completions, so there
+    is one loop for each clone number.
     """
 
     def __init__(self, session: Session, sampling_session_id: str) -> None:
@@ -41,7 +40,9 @@ class BatchPoller:
         self._sampling_session_id = sampling_session_id
         self._streams: dict[int, _Stream] = {}
 
-    async def finished(self, request_id: str, clone: int) -> int | None:
+    async def finished(
+        self, request_id: str, clone: int, deadline: float | None = None
+    ) -> int | None:
         """Wait until the request is finished or failed; the size of its result, if the service tells."""
         stream = self._streams.setdefault(clone, _Stream())
         if request_id in stream.early:
@@ -54,7 +55,15 @@ class BatchPoller:
         notices = self._session.transport.notices
         waiting = notices.expect("asample", request_id)
         try:
-            return await done
+            if deadline is None:
+                return await done
+            async with self._session.clock.timeout(deadline - self._session.clock.monotonic()):
+                return await done
+        except TimeoutError as error:
+            raise APITimeoutError(
+                message=f"asample ({request_id}) was not finished in time; it goes on at the service"
+                + (f". Last error: {stream.last_error}" if stream.last_error else "")
+            ) from (stream.last_error or error)
         finally:
             notices.end(waiting)
             stream.waiting.pop(request_id, None)
@@ -65,10 +74,17 @@ class BatchPoller:
             self._streams[clone].fetched.append(request_id)
 
     async def _run(self, clone: int, stream: _Stream) -> None:
+        transport = self._session.transport
         try:
             while stream.waiting:
-                await self._step(clone, stream)
-        except Exception as error:  # nobody else would tell them
+                policy = PollPolicy(transport.billing_window)
+                await retrying(
+                    lambda _: self._poll_once(clone, stream),
+                    policy,
+                    self._session.clock,
+                    partial(self._tell_waiting, policy),
+                )
+        except Exception as error:  # the waiters have no other way to hear of it
             for done in stream.waiting.values():
                 if not done.done():
                     done.set_exception(error)
@@ -76,21 +92,26 @@ class BatchPoller:
         finally:
             stream.running = False
 
-    async def _step(self, clone: int, stream: _Stream) -> None:
+    async def _poll_once(self, clone: int, stream: _Stream) -> None:
+        """Take note of what has finished; raises if no waiter's request has."""
+        if not stream.waiting:  # they were cancelled during the wait
+            return
         reported = len(stream.fetched)
         try:
             answer = await self._ask(clone, stream)
         except TinkerError as error:
-            await self._after_error(stream, error)
-            return
-        stream.failures = stream.refusals = 0
+            stream.last_error = error
+            raise
         stream.cursor = answer.cursor
         del stream.fetched[:reported]
+        released = 0
         for completion in answer.completions:
             size = None
             if isinstance(completion, FutureFinished):
                 size = completion.response_payload_uncompressed_size
-            stream.complete(completion.request_id, size)
+            released += stream.complete(completion.request_id, size)
+        if not released:
+            raise NotFinishedError
 
     async def _ask(self, clone: int, stream: _Stream) -> FuturesRetrieveResponse:
         request = FuturesRetrieveRequest(
@@ -106,39 +127,32 @@ class BatchPoller:
         )
         return answer
 
-    async def _after_error(self, stream: _Stream, error: TinkerError) -> None:
-        if error.status_code == 400 and stream.refusals < _DOUBTED_400:
-            stream.refusals += 1
-            await self._session.clock.sleep(backoff(0))
-            return
-        if not is_transient(error):
-            raise error
-        if error.status_code == 408:
-            return  # nothing was finished while the service held the request
-        slow = isinstance(error, APIConnectionError) or error.status_code == 429
-        wait = backoff(stream.failures) if slow else 0.0
-        self._session.transport.notices.retry(
-            "retrieve_futures", error, stream.failures, 0.0, wait, "until it answers"
-        )
-        stream.failures += 1
-        await self._session.clock.sleep(wait)
+    def _tell_waiting(
+        self, policy: PollPolicy, error: TinkerError, tried: Tried, wait: float
+    ) -> None:
+        if policy.series is not Series.NOT_YET:
+            limit = f"giving up after {GIVE_UP_AFTER / 3600:.0f} h without a useful answer"
+            silent = tried.elapsed - policy.last_useful
+            self._session.transport.notices.retry(
+                "retrieve_futures", error, policy.failed - 1, silent, wait, limit
+            )
 
 
 class _Stream:
     """The completions one copy of a client hears of."""
 
-    __slots__ = ("cursor", "early", "failures", "fetched", "refusals", "running", "waiting")
+    __slots__ = ("cursor", "early", "fetched", "last_error", "running", "waiting")
 
     def __init__(self) -> None:
         self.waiting: dict[str, asyncio.Future[int | None]] = {}
         self.early: dict[str, int | None] = {}
         self.fetched: list[str] = []
         self.cursor = 0
-        self.failures = 0
-        self.refusals = 0
+        self.last_error: TinkerError | None = None
         self.running = False
 
-    def complete(self, request_id: str, size: int | None) -> None:
+    def complete(self, request_id: str, size: int | None) -> bool:
+        """Hand a completion to its waiter; whether there was one."""
         done = self.waiting.pop(request_id, None)
         if done is None:  # its promise has not been read yet, or nobody wants it any more
             self.early[request_id] = size
@@ -146,3 +160,4 @@ class _Stream:
                 del self.early[next(iter(self.early))]
         elif not done.done():
             done.set_result(size)
+        return done is not None

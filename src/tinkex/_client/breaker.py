@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar
 
+from tinkex._retry import Clock
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError
 
 from .notices import logger
-from .retry import Clock
 
 __all__ = ["Circuit", "Circuits", "State"]
 

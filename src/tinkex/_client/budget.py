@@ -7,7 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from .retry import Clock
+from tinkex._retry import Clock
 
 __all__ = ["Budget", "Lease", "SampleBudget", "backoff_after_429", "slots"]
 

@@ -22,6 +22,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedRandom
 from pathlib import Path
@@ -29,6 +30,8 @@ from typing import Any, BinaryIO, Final
 
 import zstandard
 
+from tinkex._retry import Clock, Tried, exponential, retrying, run_blocking
+from tinkex._statuses import facts_of
 from tinkex._wire.failures import error_from_response, retry_after
 from tinkex.config import Proxy
 from tinkex.errors import (
@@ -52,9 +55,6 @@ _CHUNK: Final = 1 << 20
 #: Tries in a row that bring nothing.
 _ATTEMPTS: Final = 8
 _LONGEST_WAIT: Final = 10.0
-_PASSING: Final = frozenset({408, 425, 429})
-#: What services say to a link whose time is over.
-_STALE: Final = frozenset({400, 401, 403, 410})
 _MANIFEST: Final = "tinkex.json"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _DAMAGED: Final = (
@@ -155,25 +155,47 @@ def _persist(
     transfer: _Transfer, url: str | Callable[[], str], sleep: Callable[[float], None]
 ) -> None:
     """Try until everything is there, or until several tries in a row have brought nothing."""
-    link, failures, most, renewed_at = _link(url), 0, 0, -1
-    while True:
+    link, renewed_at, policy = _link(url), -1, _DownloadPolicy(transfer)
+
+    async def once(attempt: int) -> None:
+        nonlocal link, renewed_at
         try:
             transfer.go_on(link)
-        except _BrokenError as broken:
-            reason, wait = broken, broken.wait
         except APIStatusError as error:
-            # A new link that is refused at the same place as the one before was not too old.
-            if error.status_code not in _STALE or isinstance(url, str) or renewed_at == most:
+            # A new link that is refused at the same place as the one before had not expired.
+            expired = facts_of(error.status_code).expired_link
+            if not expired or isinstance(url, str) or renewed_at == policy.most:
                 raise
-            link, renewed_at = _link(url), most
-            continue
-        else:
-            return
-        failures = 0 if transfer.done > most else failures + 1
-        most = max(most, transfer.done)
-        if failures >= _ATTEMPTS:
-            raise APIConnectionError(message=f"The download broke off: {reason}") from reason
-        sleep(min(_LONGEST_WAIT, 0.5 * 2**failures if wait is None else max(0.0, wait)))
+            link, renewed_at = _link(url), policy.most
+            await once(attempt)
+
+    async def blocking_sleep(seconds: float) -> None:
+        sleep(seconds)
+
+    try:
+        run_blocking(retrying(once, policy, Clock(sleep=blocking_sleep)))
+    except _BrokenError as reason:
+        raise APIConnectionError(message=f"The download broke off: {reason}") from reason
+
+
+@dataclass(slots=True)
+class _DownloadPolicy:
+    """Resume a broken transfer; give up after several tries in a row that brought no byte."""
+
+    transfer: _Transfer
+    failures: int = 0
+    most: int = 0  # bytes that have arrived at best
+
+    def wait_before_retry(self, error: Exception, _: Tried) -> float | None:
+        if not isinstance(error, _BrokenError):
+            return None
+        self.failures = 0 if self.transfer.done > self.most else self.failures + 1
+        self.most = max(self.most, self.transfer.done)
+        if self.failures >= _ATTEMPTS:
+            return None
+        if error.wait is not None:
+            return min(_LONGEST_WAIT, max(0.0, error.wait))
+        return exponential(self.failures, 0.5, _LONGEST_WAIT)
 
 
 def _link(url: str | Callable[[], str]) -> str:
@@ -256,7 +278,7 @@ class _Transfer:
             self._begin_anew()
             raise _BrokenError("the file has changed") from error
         headers = {name.lower(): value for name, value in error.headers.items()}
-        if error.code >= 500 or error.code in _PASSING:
+        if facts_of(error.code).may_pass:
             wait = retry_after(headers, time.time())
             raise _BrokenError(f"{error.code} {error.reason}", wait) from error
         body = b""

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
+from tinkex._retry import retrying
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Body, Operation, Pool
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
 from tinkex._wire.transform import Omit, coalesce, given, is_omit
-from tinkex.errors import DecodeError, InvalidInputError, TinkerError
+from tinkex.errors import DecodeError, InvalidInputError
+from tinkex.telemetry.calls import attempt_events
 
 from .http1 import HTTP1Response
 from .multipart import Files, encode_multipart
 from .responses import REDIRECTS, APIResponse
-from .retry import HTTPRetryPolicy, retrying
+from .retry import HTTPRetryPolicy
 from .runtime import APIFuture
 from .session import Session
 from .transport import RawResponse, clean_headers
@@ -180,13 +182,10 @@ class HTTPClient:
                 raise transport.error(row, url, response)
             return response
 
-        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
-            limit = transport.limit_of(policy, deadline, error)
-            transport.notices.retry(row.name, error, attempt, elapsed, wait, limit)
-
         retries = session.config.max_retries if max_retries is None else max_retries
         policy = HTTPRetryPolicy(retries, billing_window=transport.billing_window)
-        response = await retrying(once, policy, session.clock, waiting, deadline)
+        waiting = partial(transport.tell_waiting, row.name, policy, deadline)
+        response = await retrying(once, policy, session.clock, waiting, deadline, attempt_events)
         return APIResponse(
             response.status,
             {name.lower(): value for name, value in response.headers.items()},

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tinkex._retry import Clock
 from tinkex.errors import TinkerError
-
-from .retry import Clock
 
 __all__ = ["Notices", "logger"]
 
@@ -37,6 +36,7 @@ class _Wait:
     since: float
     limit: float | None
     request_id: str = ""
+    trouble: str = ""
 
 
 class Notices:
@@ -60,6 +60,12 @@ class Notices:
     def expect(self, what: str, request_id: str) -> int:
         """Note that the service has promised the result of a request; `end` it as above."""
         return self._add(_Wait(what, self._clock.monotonic(), None, request_id))
+
+    def explain(self, number: int, trouble: str) -> None:
+        """Note why promised work is not there yet, for the line that mentions it; empty if nothing is wrong."""
+        wait = self._waits.get(number)
+        if wait is not None:
+            wait.trouble = trouble
 
     def _add(self, wait: _Wait) -> int:
         self._next += 1
@@ -99,9 +105,12 @@ class Notices:
     def _complaint(self, wait: _Wait, others: int, age: float) -> str:
         if wait.limit is None:
             more = ("", " and another request", f" and {others} other requests")[min(others, 2)]
+            state = "and has not finished it"
+            if wait.trouble:
+                state = f"but {wait.trouble.rstrip('.')}"
             return (
                 f"Waiting for {wait.what} ({wait.request_id}){more} for {age:.0f} s: {self._where} has "
-                "accepted it and has not finished it."
+                f"accepted it {state}."
             )
         more = ("", " and another call", f" and {others} other calls")[min(others, 2)]
         return (

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload, runtime_checkable
 
+from tinkex._retry import Clock, retrying
 from tinkex._wire import proto_codec
 from tinkex._wire import tinkex_pb2 as pb
 from tinkex.config import DEFAULT_BASE_URL, read_env
 from tinkex.errors import InvalidInputError
 from tinkex.telemetry import exceptions
+from tinkex.telemetry.calls import attempt_events
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     ForwardBackwardOutput,
@@ -22,7 +24,7 @@ from tinkex.types import (
 )
 
 from .budget import Budget, Lease, slots
-from .retry import Clock, RetryConfig, SampleRetryPolicy, retrying
+from .retry import RetryConfig, SampleRetryPolicy
 from .sampling import UNLIMITED, StuckWatch
 
 __all__ = [
@@ -107,7 +109,7 @@ class RetryHandler(Generic[T]):
         with Lease() as lease:
             await lease.take(self._room)
             with self._watch.boarding():
-                result = await retrying(once, policy, self._clock)
+                result = await retrying(once, policy, self._clock, events=attempt_events)
         self._watch.progressed()
         return result
 

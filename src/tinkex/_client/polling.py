@@ -3,30 +3,26 @@
 | answer                        | what happens                                                        |
 |-------------------------------|---------------------------------------------------------------------|
 | 200 protobuf or JSON result   | done                                                                |
-| 200 try_again, 408            | poll again; the queue state goes to the observers                   |
+| 200 or 408 try_again          | poll again; the queue state goes to the observers                   |
 | 200 complete_metadata         | wait for room for that many bytes, then fetch it                    |
 | 200 {error, category}         | RequestFailedError                                                  |
-| 409, 410                      | five times more within 15 s, then ConflictError or GoneError        |
-| 5xx                           | poll again at once, or after `poll_backoff`                         |
-| 429, no answer                | poll again after 1, 2, 4 … 30 s                                     |
-| 402                           | poll again every 5 s for as long as the service allows              |
-| 400                           | three times more within 3 s, then BadRequestError                   |
-| other 4xx                     | the error it stands for                                             |
+| any other status, no answer   | poll again or raise, as `poll_policy` decides                       |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
+from tinkex._retry import NotYetError, Tried, retrying
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_from_body
 from tinkex._wire.operations import Operation, Pool, operation
-from tinkex.config import PollBackoff, PollBackoffOption, poll_delay
+from tinkex.config import PollBackoffOption, poll_delay
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -61,31 +57,24 @@ from tinkex.types import (
 )
 
 from .budget import Budget, Lease
+from .poll_policy import (
+    FIRST_PAUSED_WAIT,
+    FIRST_WAIT,
+    GIVE_UP_AFTER,
+    NotFinishedError,
+    PollPolicy,
+    Series,
+)
 from .queue_state import QueueWatch
-from .retry import BILLING_WAIT
 from .transport import RawResponse, Transport
 
-__all__ = ["Poll", "backoff"]
+__all__ = ["Poll"]
 
 R = TypeVar("R")
 
 _RETRIEVE: Final = operation("retrieve_future")
 #: Thousands of samples may be waited for at once; a training step must not wait behind them.
 _RETRIEVE_SAMPLE: Final = replace(_RETRIEVE, pool=Pool.SAMPLE_FUTURES)
-_MAX_BACKOFF: Final = 30.0
-_PAUSED_WAIT: Final = 1.0
-#: Answers that would end a training run are believed only when they are repeated: something between client and
-#: service may have said them. How often they are doubted in a row.
-_DOUBTED: Final = {400: 3, 409: 5, 410: 5}
-#: A service that has not answered for so long is taken to be gone for good …
-UNREACHABLE_LIMIT: Final = 7200.0
-#: … if it was asked at least so often: a process that was stopped, or a machine that slept, has not been asking.
-_UNREACHABLE_POLLS: Final = 10
-
-
-def backoff(attempt: int) -> float:
-    """1, 2, 4 … 30 seconds."""
-    return min(2.0 ** min(attempt, 10), _MAX_BACKOFF)
 
 
 @dataclass(slots=True)
@@ -105,10 +94,11 @@ class Poll(Generic[R]):
     async def result(self) -> R:
         """Poll until the result is there; gives up at the deadline with the last error seen."""
         now = self.transport.clock.monotonic()
-        state = _Progress(now, now)
+        state = _Progress(now)
         if wants(FutureSubmitted):
             self._tell(FutureSubmitted, self.promise_seconds)
-        waiting = self.transport.notices.expect(self.operation.name, self.promise.request_id)
+        notices = self.transport.notices
+        state.notice = notices.expect(self.operation.name, self.promise.request_id)
         try:
             result = await self._result(state)
         except BaseException as error:
@@ -116,7 +106,7 @@ class Poll(Generic[R]):
                 self._tell_failed(error, state)
             raise
         finally:
-            self.transport.notices.end(waiting)
+            notices.end(state.notice)
         if wants(FutureCompleted):
             self._tell(FutureCompleted, self._elapsed(state), state.iteration)
         return result
@@ -126,28 +116,50 @@ class Poll(Generic[R]):
             if self.size is not None:
                 state.reserved = True
                 await lease.take(self.room, self.size)
-            while True:
-                self._check_deadline(state)
-                try:
-                    response = await self._ask(state)
-                except APIConnectionError as error:
-                    await self._after_silence(state, error)
-                    continue
-                state.heard(self.transport.clock.monotonic(), response.status)
-                if wants(FuturePolled):
-                    self._tell(FuturePolled, state.iteration - 1, response.status)
-                if response.status != 200:
-                    await self._after_error(state, response)
-                    continue
-                if _is_proto(response):
-                    return self._read_binary(response)
-                body = self._parse(response)
-                if self._is_pending(body):
-                    await self._after_pending(body)
-                elif body.get("status") == "complete_metadata":
-                    await self._reserve(body, lease, state, response)
-                else:
-                    return self._read(body, response)
+            policy = self._policy()
+            try:
+                return await retrying(
+                    lambda _: self._poll_once(lease, state),
+                    policy,
+                    self.transport.clock,
+                    partial(self._tell_waiting, state, policy),
+                )
+            except (NotYetError, TinkerError):
+                if policy.out_of_time:
+                    raise self._timeout(state) from state.last_error
+                raise
+
+    def _policy(self) -> PollPolicy:
+        transport, chosen = self.transport, self.poll_backoff
+        if chosen is None:
+            chosen = transport.config.poll_backoff
+        return PollPolicy(
+            transport.billing_window,
+            None if self.deadline is None else self.deadline - transport.clock.monotonic(),
+            None if chosen in (None, False, "none") else partial(poll_delay, chosen),
+        )
+
+    async def _poll_once(self, lease: Lease, state: _Progress) -> R:
+        """The result, if the service has it; else its answer is raised."""
+        try:
+            response = await self._ask(state)
+        except APIConnectionError as error:
+            if not self._out_of_time():  # else it only says that the deadline cut the poll short
+                state.last_error = error
+            raise
+        if wants(FuturePolled):
+            self._tell(FuturePolled, state.iteration - 1, response.status)
+        if response.status != 200:
+            raise self._refusal(response, state)
+        if _is_proto(response):
+            return self._read_binary(response)
+        body = self._parse(response)
+        if _is_pending(body):
+            raise self._not_finished(body)
+        if body.get("status") == "complete_metadata":
+            await self._reserve(body, lease, state, response)
+            raise NotFinishedError(first=0.0)  # it is finished; the next poll fetches it
+        return self._read(body, response)
 
     # -- telling -----------------------------------------------------------------------------
 
@@ -187,14 +199,15 @@ class Poll(Generic[R]):
         row = _RETRIEVE_SAMPLE if self.operation.pool is Pool.SAMPLING else _RETRIEVE
         return await self.transport.exchange(row, url, headers, body, deadline=self.deadline)
 
-    def _check_deadline(self, state: _Progress) -> None:
-        if self.deadline is None or self.transport.clock.monotonic() < self.deadline:
-            return
-        raise APITimeoutError(
+    def _out_of_time(self) -> bool:
+        return self.deadline is not None and self.transport.clock.monotonic() >= self.deadline
+
+    def _timeout(self, state: _Progress) -> APITimeoutError:
+        return APITimeoutError(
             HTTPRequest("POST", _RETRIEVE.path),
             f"{self._name} was not finished in time; it goes on at the service"
-            + (f". Last answer: {state.last_error}" if state.last_error else ""),
-        ) from state.last_error
+            + (f". Last error: {state.last_error}" if state.last_error else ""),
+        )
 
     @property
     def _name(self) -> str:
@@ -210,9 +223,6 @@ class Poll(Generic[R]):
         except DecodeError as error:
             raise self._misunderstood(response, error) from error
         return body
-
-    def _is_pending(self, body: dict[str, Any]) -> bool:
-        return str(body.get("type", "")).lower() == "try_again" or body.get("status") == "pending"
 
     def _read(self, body: dict[str, Any], response: RawResponse) -> R:
         if body.get("error") is not None or body.get("status") == "failed":
@@ -260,70 +270,48 @@ class Poll(Generic[R]):
         state.reserved = True
         await lease.take(self.room, size)
 
-    async def _after_pending(self, body: dict[str, Any]) -> None:
-        """A 200 that says "not yet" did not wait at the service, so wait here."""
+    def _not_finished(self, body: Mapping[str, Any]) -> NotFinishedError:
         state = self.watch.see(body, self.promise.request_id)
         asked = body.get("retry_after_ms")
-        if isinstance(asked, int | float) and asked >= 0:
-            await self.transport.clock.sleep(asked / 1000)
-        elif state in _PAUSED or body.get("status") == "pending":
-            await self.transport.clock.sleep(_PAUSED_WAIT)
+        slow = state in _PAUSED or body.get("status") == "pending"
+        return NotFinishedError(
+            asked=asked / 1000 if isinstance(asked, int | float) and asked >= 0 else None,
+            first=FIRST_PAUSED_WAIT if slow else FIRST_WAIT,
+        )
 
-    async def _after_error(self, state: _Progress, response: RawResponse) -> None:
+    def _refusal(self, response: RawResponse, state: _Progress) -> Exception:
+        """What an answer with an error status means."""
         error = self.transport.error(_RETRIEVE, self.transport.url(_RETRIEVE.path), response)
         error.request_id = self.promise.request_id
-        status = response.status
+        if response.status == 408 and isinstance(error.body, Mapping) and _is_pending(error.body):
+            return self._not_finished(error.body)
+        self.watch.see(error.body, self.promise.request_id)
         state.last_error = error
-        if status == 408 or status >= 500:
-            self.watch.see(error.body, self.promise.request_id)
-            delay = poll_delay(self._backoff, state.iteration - 1)
-            if delay > 0:
-                await self.transport.clock.sleep(delay)
-        elif status == 429:
-            self.watch.see(error.body, self.promise.request_id)
-            state.busy += 1
-            await self._wait(backoff(state.busy - 1), error)
-        elif status == 402 and state.unpaid < self.transport.billing_window:
-            state.unpaid += BILLING_WAIT
-            await self._wait(BILLING_WAIT, error)
-        else:
-            doubts = state.refusals.get(status, 0)
-            if doubts >= _DOUBTED.get(status, 0):
-                raise error
-            state.refusals[status] = doubts + 1
-            if doubts:  # at once, then after 1, 2, 4 … s: what said it may need a while to be well
-                await self.transport.clock.sleep(backoff(doubts - 1))
+        return error
 
-    @property
-    def _backoff(self) -> PollBackoffOption | PollBackoff:
-        chosen = self.poll_backoff
-        return self.transport.config.poll_backoff if chosen is None else chosen
-
-    async def _after_silence(self, state: _Progress, error: APIConnectionError) -> None:
-        now = self.transport.clock.monotonic()
-        if self.deadline is not None and now >= self.deadline:
-            return  # the next check says so
-        silent = now - state.last_heard
-        state.last_error = error
-        if silent >= UNREACHABLE_LIMIT and state.silences >= _UNREACHABLE_POLLS:
-            raise error
-        wait = backoff(state.silences)
-        state.silences += 1
-        self.transport.notices.retry(
-            self._name,
-            error,
-            state.silences - 1,
-            silent,
-            wait,
-            f"giving up after {UNREACHABLE_LIMIT / 3600:.0f} h without an answer",
+    def _tell_waiting(
+        self, state: _Progress, policy: PollPolicy, error: Any, tried: Tried, wait: float
+    ) -> None:
+        """Say why the result is not there yet, in the words of the last answer."""
+        notices = self.transport.notices
+        if policy.series is Series.NOT_YET:
+            notices.explain(state.notice, "")
+            return
+        if policy.series in {Series.BUSY, Series.UNPAID}:
+            notices.explain(state.notice, f"its last answer was: {error}")
+            if wants(Throttled):
+                emit(Throttled(wait, str(error), metadata=current_metadata()))
+            notices.paused(self._name, f"{error}; asking again in {wait:.1f} s")
+            return
+        notices.explain(
+            state.notice, f"{policy.failed} polls in a row failed, the last with: {error}"
         )
-        await self.transport.clock.sleep(wait)
-
-    async def _wait(self, seconds: float, error: TinkerError) -> None:
-        if wants(Throttled):
-            emit(Throttled(seconds, str(error), metadata=current_metadata()))
-        self.transport.notices.paused(self._name, str(error))
-        await self.transport.clock.sleep(seconds)
+        limit = f"giving up after {GIVE_UP_AFTER / 3600:.0f} h without a useful answer"
+        if self.deadline is not None:
+            left = self.deadline - self.transport.clock.monotonic()
+            limit = f"giving up when the call's own timeout ends in {left:.0f} s"
+        silent = tried.elapsed - policy.last_useful
+        notices.retry(self._name, error, policy.failed - 1, silent, wait, limit)
 
 
 @dataclass(slots=True)
@@ -331,25 +319,14 @@ class _Progress:
     """What one poll has seen so far."""
 
     started: float
-    last_heard: float
     iteration: int = 0
-    silences: int = 0
-    busy: int = 0
-    refusals: dict[int, int] = field(default_factory=dict)
-    unpaid: float = 0.0
     reserved: bool = False
     last_error: TinkerError | None = None
+    notice: int = 0
 
-    def heard(self, now: float, status: int) -> None:
-        """Any answer ends a silence, and an answer of another kind a series of one kind."""
-        self.last_heard = now
-        self.silences = 0
-        if status != 429:
-            self.busy = 0
-        if status != 402:
-            self.unpaid = 0.0
-        if self.refusals and status not in _DOUBTED:
-            self.refusals.clear()
+
+def _is_pending(body: Mapping[str, Any]) -> bool:
+    return str(body.get("type", "")).lower() == "try_again" or body.get("status") == "pending"
 
 
 def _failure(error: TinkerError) -> type[FutureFailure]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urljoin
 
+from tinkex._retry import Every, NotYetError, retrying
 from tinkex._version import PARITY_VERSION
 from tinkex._wire.operations import Pool, operation
 from tinkex.config import Config
@@ -57,16 +58,13 @@ from tinkex.types.paths import ParsedCheckpointTinkerPath
 from ._async_twins import AdminClientAsync, RestClientAsync
 from .auth import config_with_login
 from .checks import check_count
-from .retry import HTTPRetryPolicy
+from .retry import ArchivePolicy
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
 from .transport import RawResponse
 
 __all__ = ["AdminClient", "RestClient"]
 
-#: An archive is built when it is first asked for; meanwhile the service answers 503.
-ARCHIVE_WAIT = 30.0
-ARCHIVE_ATTEMPTS = 6
 _ARCHIVE_VALID = timedelta(minutes=15)
 _TRACE_WAIT = 5.0
 
@@ -237,7 +235,8 @@ class RestClient(RestClientAsync, AdminClient):
 
     async def _trace(self, session_id: str) -> str:
         path, headers = {"session_id": session_id}, _headers_of("export_session_trace")
-        while True:
+
+        async def once(_: int) -> str:
             export = await self._session.call("trace_export", path=path, headers=headers)
             if export.status == "ready" and export.url:
                 return str(export.url)
@@ -245,7 +244,9 @@ class RestClient(RestClientAsync, AdminClient):
                 raise TinkerError(
                     f"The trace could not be built: {export.error or 'no reason given'}"
                 )
-            await self._session.clock.sleep(_TRACE_WAIT)
+            raise NotYetError
+
+        return await retrying(once, Every(_TRACE_WAIT), self._session.clock)
 
     # -- training runs -----------------------------------------------------------------------
 
@@ -383,26 +384,12 @@ class RestClient(RestClientAsync, AdminClient):
         self, where: Mapping[str, str], headers: Mapping[str, str], deadline: float | None
     ) -> CheckpointArchiveUrlResponse:
         await self._session.configured()
-        session, transport, row = (
-            self._session,
-            self._session.transport,
-            operation("get_checkpoint_archive_url"),
-        )
+        transport, row = self._session.transport, operation("get_checkpoint_archive_url")
         transport.admit(row.pool)
-        for attempt in range(ARCHIVE_ATTEMPTS):
-            try:
-                response = await transport.send(
-                    row, path=where, headers=headers, deadline=deadline, policy=HTTPRetryPolicy(0)
-                )
-                break
-            except TinkerError as error:
-                if error.status_code != 503 or attempt == ARCHIVE_ATTEMPTS - 1:
-                    raise
-                transport.notices.paused(
-                    "get_checkpoint_archive_url",
-                    f"the archive is being built; asking again in {ARCHIVE_WAIT:.0f} s",
-                )
-                await session.clock.sleep(ARCHIVE_WAIT)
+        policy = ArchivePolicy(transport.config.max_retries)
+        response = await transport.send(
+            row, path=where, headers=headers, deadline=deadline, policy=policy
+        )
         if response.status < 300:
             return transport.read(row, CheckpointArchiveUrlResponse, response)
         location = response.headers.get("location")
@@ -411,7 +398,8 @@ class RestClient(RestClientAsync, AdminClient):
                 body=response.content[:2000], message="The service named no place for the archive."
             )
         return CheckpointArchiveUrlResponse(
-            url=location, expires=_expires(response.headers.get("expires"), session.clock.wall())
+            url=location,
+            expires=_expires(response.headers.get("expires"), self._session.clock.wall()),
         )
 
     def get_external_weights_urls(

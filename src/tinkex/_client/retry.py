@@ -1,86 +1,53 @@
-"""When to try again, and how long to wait first.
-
-The policies are pure: an error, how often it was tried and for how long, in; seconds to wait, or None to
-give up, out. `retrying` is the only loop that acts on them.
-"""
+"""The retry policies of requests and of samples, and the settings of the latter. The loop is `tinkex._retry`."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
 
+from tinkex._retry import Tried, asked_wait, exponential, may_pass
+from tinkex._statuses import facts_of
 from tinkex.errors import (
     APIConnectionError,
-    APIStatusError,
     BillingError,
     GoneError,
     InvalidInputError,
     TinkerError,
 )
-from tinkex.telemetry.bus import wants
-from tinkex.telemetry.calls import attempt_failed, attempt_started, attempt_succeeded
-from tinkex.telemetry.events import RetryAttemptStart, RetryAttemptStop, RetryEvent
 
 __all__ = [
-    "Clock",
+    "ArchivePolicy",
     "HTTPRetryPolicy",
     "RetryConfig",
-    "RetryPolicy",
     "SampleRetryPolicy",
+    "ThrottlePolicy",
     "retry_delay",
     "retryable_status",
-    "retrying",
 ]
 
-T = TypeVar("T")
-
-#: Longest wait a service may ask for; more is taken for a mistake.
-MAX_RETRY_AFTER = 60.0
-#: How long a dispatch is tried again while the service does not answer.
+#: How long a dispatch is retried while the service does not answer, in seconds.
 DISPATCH_WINDOW = 300.0
 MAX_WINDOW_WAIT = 30.0
 BILLING_WAIT = 5.0
 BLANK_400_RETRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Time, sleep, patience and chance, in one place so that tests need none of them."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    timeout: Callable[[float], AbstractAsyncContextManager[Any]] = asyncio.timeout
-    random: Callable[[], float] = random.random
-
-
 def retryable_status(status: int) -> bool:
-    return status in {408, 409, 429} or 500 <= status < 600
+    return facts_of(status).may_pass
 
 
 def retry_delay(
     attempt: int, *, chance: float, initial: float = 0.5, maximum: float = 10.0
 ) -> float:
-    """Exponential, capped, then shortened by up to a quarter so that clients do not march in step."""
-    return min(initial * 2.0 ** min(attempt, 32), maximum) * (1 - 0.25 * chance)
-
-
-class RetryPolicy(Protocol):
-    def wait_before_retry(
-        self, error: Exception, attempt: int, elapsed: float, chance: float
-    ) -> float | None: ...
+    """Exponential, capped, then shortened by up to a quarter so that clients do not ask at the same moment."""
+    return exponential(attempt, initial, maximum) * (1 - 0.25 * chance)
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPRetryPolicy:
-    """For one HTTP exchange.
+    """For one request.
 
-    The first `max_retries` follow the short exponential; with a `window`, trying goes on after 1, 2, 4 … 30 s
+    The first `max_retries` retries wait 0.5 s, doubling to 10 s; with a `window`, further retries wait 1, 2, 4 … 30 s
     until that many seconds have passed.
     """
 
@@ -88,52 +55,66 @@ class HTTPRetryPolicy:
     window: float = 0.0
     billing_window: float = 3600.0
 
-    def wait_before_retry(
-        self, error: Exception, attempt: int, elapsed: float, chance: float
-    ) -> float | None:
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
         if not isinstance(error, TinkerError):
             return None
         if isinstance(error, BillingError):
-            return _billing_wait(elapsed, self.billing_window)
+            return billing_wait(tried.elapsed, self.billing_window)
+        attempt, elapsed = tried.attempt, tried.elapsed
         should = _should_retry(error)
         if should is None and _is_blank_400(error):
             return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
-        if should is False or (should is None and not is_transient(error)):
+        if should is False or (should is None and not may_pass(error)):
             return None
         if attempt < self.max_retries:
-            return _asked_wait(error) or retry_delay(attempt, chance=chance)
+            return asked_wait(error) or retry_delay(attempt, chance=tried.chance)
         if should is None and elapsed < self.window:
-            late = min(2.0 ** min(attempt - self.max_retries, 5), MAX_WINDOW_WAIT)
-            return min(_asked_wait(error) or late, self.window - elapsed)
+            late = exponential(attempt - self.max_retries, 1.0, MAX_WINDOW_WAIT)
+            return min(asked_wait(error) or late, self.window - elapsed)
         return None
 
+    def limit(self, error: TinkerError) -> str:
+        """When the loop gives up on `error`, in words."""
+        window = self.billing_window if isinstance(error, BillingError) else self.window
+        if window:
+            return f"giving up {window:.0f} s after the first"
+        return f"giving up after try {self.max_retries + 1}"
 
-def _billing_wait(elapsed: float, window: float) -> float | None:
-    """An account that cannot pay may be topped up meanwhile; the service says how long to hope for that."""
+
+#: An archive is built when it is first asked for; meanwhile the service answers 503.
+ARCHIVE_WAIT = 30.0
+ARCHIVE_ATTEMPTS = 6
+
+
+class ArchivePolicy(HTTPRetryPolicy):
+    """For the address of a checkpoint's archive, which takes the service a while to build."""
+
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        if isinstance(error, TinkerError) and error.status_code == 503:
+            return ARCHIVE_WAIT if tried.attempt < ARCHIVE_ATTEMPTS - 1 else None
+        return super().wait_before_retry(error, tried)
+
+    def limit(self, error: TinkerError) -> str:
+        if error.status_code == 503:
+            return f"giving up after try {ARCHIVE_ATTEMPTS}: the archive is being built"
+        return super().limit(error)
+
+
+def billing_wait(elapsed: float, window: float) -> float | None:
+    """The account may be topped up meanwhile; the service says how long to keep asking."""
     return BILLING_WAIT if elapsed + BILLING_WAIT <= window else None
 
 
-def is_transient(error: Exception) -> bool:
-    if isinstance(error, APIStatusError):
-        return error.status_code is not None and retryable_status(error.status_code)
-    return isinstance(error, APIConnectionError)
-
-
 def _is_blank_400(error: TinkerError) -> bool:
-    # The service always says what was wrong with a request; a 400 without a word is a proxy's doing.
+    # The service always says what was wrong with a request; a 400 with an empty body comes from a proxy.
     body = error.body
     return error.status_code == 400 and not (body.strip() if isinstance(body, str) else body)
 
 
 def _should_retry(error: TinkerError) -> bool | None:
-    """What the service itself says about trying again."""
+    """What the service itself says about a retry, in the header `x-should-retry`."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     return {"true": True, "false": False}.get(str(headers.get("x-should-retry", "")).lower())
-
-
-def _asked_wait(error: TinkerError) -> float | None:
-    asked = error.retry_after
-    return asked if asked is not None and 0 < asked <= MAX_RETRY_AFTER else None
 
 
 @dataclass(unsafe_hash=True)  # not frozen, as scripts set the fields of the official one
@@ -173,66 +154,38 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class SampleRetryPolicy:
-    """For one sample, from submission to result: whatever may pass is tried again."""
+    """For one sample, from submission to result: everything that may pass is retried."""
 
     config: RetryConfig
     billing_window: float = 3600.0
 
-    def wait_before_retry(
-        self, error: Exception, attempt: int, elapsed: float, chance: float
-    ) -> float | None:
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
         config = self.config
         if isinstance(error, BillingError):  # a pause, not a retry
-            return _billing_wait(elapsed, self.billing_window)
-        if not config.enable_retry_logic:
+            return billing_wait(tried.elapsed, self.billing_window)
+        if not _may_retry(config, tried):
             return None
-        if config.max_retries is not None and attempt >= config.max_retries:
+        if not (isinstance(error, config.retryable_exceptions) or may_pass(error)):
             return None
-        if not (isinstance(error, config.retryable_exceptions) or is_transient(error)):
-            return None
-        delay = min(config.retry_delay_base * 2.0 ** min(attempt, 32), config.retry_delay_max)
-        jittered = delay + delay * config.jitter_factor * (2 * chance - 1)
+        delay = exponential(tried.attempt, config.retry_delay_base, config.retry_delay_max)
+        jittered = delay + delay * config.jitter_factor * (2 * tried.chance - 1)
         return max(0.0, min(jittered, config.retry_delay_max))
 
 
-class OnWait(Protocol):
-    # The error is whatever the policy would try again, which its caller knows best.
-    def __call__(self, error: Any, attempt: int, elapsed: float, wait: float) -> None: ...
+@dataclass(frozen=True, slots=True)
+class ThrottlePolicy:
+    """For the dispatch of one sample: a 429 asks to slow down and is not an error, unless retries are off.
 
-
-async def retrying(
-    attempt_once: Callable[[int], Awaitable[T]],
-    policy: RetryPolicy,
-    clock: Clock,
-    on_wait: OnWait | None = None,
-    deadline: float | None = None,
-) -> T:
-    """Call until it succeeds or the policy gives up; then the last error is raised as it came.
-
-    Attempts are numbered from 0. A wait that would cross the `deadline` is not begun.
+    The wait is zero because the sample budget holds the next dispatch back, for all samples together.
     """
-    started = began = clock.monotonic()
-    attempt = 0
-    while True:
-        if wants(RetryAttemptStart):
-            attempt_started(clock, attempt)
-        try:
-            result = await attempt_once(attempt)
-        except Exception as error:
-            now = clock.monotonic()
-            wait = policy.wait_before_retry(error, attempt, now - started, clock.random())
-            if wait is not None and deadline is not None and now + wait >= deadline:
-                wait = None
-            if wants(RetryEvent):
-                attempt_failed(attempt, now - began, error, wait)
-            if wait is None:
-                raise
-            if on_wait is not None:
-                on_wait(error, attempt, now - started, wait)
-        else:
-            if wants(RetryAttemptStop):
-                attempt_succeeded(attempt, clock.monotonic() - began)
-            return result
-        await clock.sleep(wait)
-        began = clock.monotonic()
-        attempt += 1
+
+    config: RetryConfig
+
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        throttled = isinstance(error, TinkerError) and error.status_code == 429
+        return 0.0 if throttled and _may_retry(self.config, tried) else None
+
+
+def _may_retry(config: RetryConfig, tried: Tried) -> bool:
+    spent = config.max_retries is not None and tried.attempt >= config.max_retries
+    return config.enable_retry_logic and not spent

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import numpy as np
 import orjson
 
+from tinkex._retry import Clock, Tried, retrying
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Pool, operation
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
@@ -29,10 +30,18 @@ from tinkex.errors import (
     InvalidInputError,
     InvalidPathError,
     NotFoundError,
+    RateLimitError,
     TinkerError,
 )
 from tinkex.telemetry.bus import emit, tell, wants
-from tinkex.telemetry.calls import Call, add_metadata, current_call, current_metadata, observed
+from tinkex.telemetry.calls import (
+    Call,
+    add_metadata,
+    attempt_events,
+    current_call,
+    current_metadata,
+    observed,
+)
 from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
@@ -58,7 +67,7 @@ from .checks import check_count
 from .chunking import input_bytes, known_tokens
 from .polling import Poll
 from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
-from .retry import Clock, RetryConfig, SampleRetryPolicy, retrying
+from .retry import RetryConfig, SampleRetryPolicy, ThrottlePolicy
 from .runtime import (
     APIFuture,
     SampleFuture,
@@ -400,14 +409,17 @@ class SamplingClient(SamplingClientAsync):
         async def once(_: int) -> SampleResponse:
             return await self._attempt(fields, weight, deadline, flight, unanswered)
 
-        def waiting(error: Any, attempt: int, elapsed: float, wait: float) -> None:
+        def waiting(error: TinkerError, tried: Tried, wait: float) -> None:
             limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
             if isinstance(error, BillingError):
                 limit = f"giving up {flight.policy.billing_window:.0f} s after the first"
-            session.transport.notices.retry("sample", error, attempt, elapsed, wait, limit)
+            notices = session.transport.notices
+            notices.retry("sample", error, tried.attempt, tried.elapsed, wait, limit)
 
         with flight.boarding():
-            result = await retrying(once, flight.policy, session.clock, waiting, deadline)
+            result = await retrying(
+                once, flight.policy, session.clock, waiting, deadline, attempt_events
+            )
         flight.progressed()
         _check_answered(fields, result)
         return result
@@ -423,7 +435,7 @@ class SamplingClient(SamplingClientAsync):
             enable_stuck_detection=asked.enable_stuck_detection
             and flags.sample_enable_stuck_detection,
         )
-        self._flight = _Flight(self._session, config, self._sampling_session_id)
+        self._flight = _Flight(self._session, config, asked, self._sampling_session_id)
         return self._flight
 
     async def _attempt(
@@ -449,13 +461,17 @@ class SamplingClient(SamplingClientAsync):
             seq_id = unanswered.seq_id
             if wants(HttpEvent) and (call := current_call()) is not None:
                 call.metadata = {**call.metadata, "seq_id": seq_id}
-            promise, seconds = await self._submit(fields, seq_id, weight, deadline, watch)
+            promise, seconds = await self._submit(
+                fields, seq_id, weight, deadline, watch, flight.throttle
+            )
             unanswered.seq_id = None
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
             request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
             try:
-                size = None if poller is None else await poller.finished(request_id, clone)
+                size = (
+                    None if poller is None else await poller.finished(request_id, clone, deadline)
+                )
                 poll: Poll[SampleResponse] = Poll(
                     session.transport,
                     _ASAMPLE,
@@ -484,33 +500,36 @@ class SamplingClient(SamplingClientAsync):
         weight: int,
         deadline: float | None,
         watch: QueueWatch,
+        throttle: ThrottlePolicy,
     ) -> tuple[Any, float]:
-        """Post the request; a 429 is not an error but a request to slow down."""
+        """Post the request; a 429 slows all samples of the session down, and the request is sent again."""
         session, transport = self._session, self._session.transport
         body = json_codec.encode({**fields, "seq_id": seq_id})
         headers = {**_HEADERS, "x-idempotency-key": transport.new_idempotency_key()}
         url = transport.url(_ASAMPLE.path)
         budget = session.sample_budget
         started = session.clock.monotonic()
-        while True:
+
+        async def once(_: int) -> RawResponse:
             with await budget.lease(weight):
                 response = await transport.exchange(_ASAMPLE, url, headers, body, deadline=deadline)
-            if response.status != 429:
-                break
-            self._slow_down(response, weight, watch)
-        if response.status >= 300:
-            raise transport.error(_ASAMPLE, url, response)
+            if response.status < 300:
+                return response
+            error = transport.error(_ASAMPLE, url, response)
+            if response.status == 429:
+                self._slow_down(error, weight, watch)
+            raise error
+
+        response = await retrying(once, throttle, session.clock, deadline=deadline)
         return session.read_promise(_ASAMPLE, response), session.clock.monotonic() - started
 
-    def _slow_down(self, response: RawResponse, weight: int, watch: QueueWatch) -> None:
-        transport = self._session.transport
-        error = transport.error(_ASAMPLE, _ASAMPLE.path, response)
+    def _slow_down(self, error: TinkerError, weight: int, watch: QueueWatch) -> None:
         watch.see(error.body)
         wait = backoff_after_429(weight)
         self._session.sample_budget.back_off(wait)
         if wants(Throttled):
             emit(Throttled(wait, str(error), metadata=current_metadata()))
-        transport.notices.paused(
+        self._session.transport.notices.paused(
             "sample", f"the service asks for fewer samples at once; waiting {wait:.0f} s: {error}"
         )
 
@@ -662,12 +681,23 @@ class StuckWatch:
             self._schedule()
 
 
+class _FlightPolicy(SampleRetryPolicy):
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        if isinstance(error, RateLimitError):  # the dispatch has spent its retries on it
+            return None
+        return super().wait_before_retry(error, tried)
+
+
 class _Flight(StuckWatch):
     """What all samples of one client share while they are under way."""
 
-    def __init__(self, session: Session, config: RetryConfig, sampling_session_id: str) -> None:
+    def __init__(
+        self, session: Session, config: RetryConfig, asked: RetryConfig, sampling_session_id: str
+    ) -> None:
         super().__init__(session.clock, config)
-        self.policy = SampleRetryPolicy(config, session.transport.billing_window)
+        self.policy = _FlightPolicy(config, session.transport.billing_window)
+        # A service that switches retries off still expects clients to slow down after a 429.
+        self.throttle = ThrottlePolicy(asked)
         self.room: Budget = slots(config.max_connections or UNLIMITED)
         self.poller = (
             BatchPoller(session, sampling_session_id)

@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 
 from pydantic import RootModel
 
+from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import InvalidInputError
@@ -43,7 +44,7 @@ from .notices import logger
 from .operations import OperationsClient
 from .queue_state import Observer, QueueLogger
 from .rest import RestClient
-from .retry import Clock, RetryConfig
+from .retry import RetryConfig
 from .runtime import APIFuture
 from .sampling import SamplingClient
 from .session import FinishReason, Session, refusing_bad_values

@@ -21,6 +21,7 @@ from weakref import ref
 
 from pydantic import ValidationError
 
+from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Operation, Pool, operation
@@ -66,7 +67,6 @@ from .budget import Budget, SampleBudget
 from .notices import logger
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
-from .retry import Clock
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
 from .transport import RawResponse, Transport
 

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Final, Protocol, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+from tinkex._retry import Clock, Tried, retrying
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.compression import compress
@@ -28,7 +29,6 @@ from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
     APITimeoutError,
-    BillingError,
     ClientClosedError,
     ConfigError,
     DecodeError,
@@ -38,7 +38,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.telemetry.bus import emit, tell, wants
-from tinkex.telemetry.calls import current_call, next_id
+from tinkex.telemetry.calls import attempt_events, current_call, next_id
 from tinkex.telemetry.events import (
     HttpEvent,
     HttpRequestException,
@@ -52,7 +52,7 @@ from .breaker import Circuits
 from .budget import Budget, slots
 from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
-from .retry import DISPATCH_WINDOW, Clock, HTTPRetryPolicy, retrying
+from .retry import DISPATCH_WINDOW, HTTPRetryPolicy
 
 __all__ = ["RawResponse", "Transport", "clean_headers"]
 
@@ -166,11 +166,8 @@ class Transport:
                 return response
             raise self.error(operation, url, response)
 
-        def waiting(error: TinkerError, attempt: int, elapsed: float, wait: float) -> None:
-            limit = self.limit_of(policy, deadline, error)
-            self.notices.retry(operation.name, error, attempt, elapsed, wait, limit)
-
-        return await retrying(once, policy, self.clock, waiting, deadline)
+        waiting = partial(self.tell_waiting, operation.name, policy, deadline)
+        return await retrying(once, policy, self.clock, waiting, deadline, attempt_events)
 
     def policy_for(self, operation: Operation[Any]) -> HTTPRetryPolicy:
         billing_window = self.billing_window if operation.pauses else 0.0
@@ -179,15 +176,21 @@ class Transport:
         window = DISPATCH_WINDOW if operation.window else 0.0
         return HTTPRetryPolicy(self.config.max_retries, window, billing_window)
 
-    def limit_of(self, policy: HTTPRetryPolicy, deadline: float | None, error: TinkerError) -> str:
-        """Until when a call is tried, in words."""
+    def tell_waiting(
+        self,
+        what: str,
+        policy: HTTPRetryPolicy,
+        deadline: float | None,
+        error: TinkerError,
+        tried: Tried,
+        wait: float,
+    ) -> None:
+        """Say that a request failed, when it is sent again and when it is given up."""
+        limit = policy.limit(error)
         if deadline is not None:
             left = deadline - self.clock.monotonic()
-            return f"giving up when the call's own timeout ends in {left:.0f} s"
-        window = policy.billing_window if isinstance(error, BillingError) else policy.window
-        if window:
-            return f"giving up {window:.0f} s after the first"
-        return f"giving up after try {policy.max_retries + 1}"
+            limit = f"giving up when the call's own timeout ends in {left:.0f} s"
+        self.notices.retry(what, error, tried.attempt, tried.elapsed, wait, limit)
 
     def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
         """Read the body of a good answer; what is not of the protocol is an error, never a guess."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex._client.budget import Lease, slots
 from tinkex._client.checks import check_count
 from tinkex._client.runtime import APIFuture, SampleFuture
+from tinkex._retry import Tried, retrying
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.events import (
     CheckpointSelected,
@@ -56,6 +57,14 @@ class _Job:
         if wants(kind):
             strategy = self.policy.checkpoint_strategy
             emit(kind(self.run_id, attempt, strategy, *facts, metadata=self.metadata))
+
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        return self.policy.wait_before_retry(error, tried.attempt + 1)
+
+    def tell_waiting(self, error: Exception, _: Tried, wait: float) -> None:
+        logger.warning(
+            "Run %s could not be restored, next attempt in %g s: %s", self.run_id, wait, error
+        )
 
 
 class RecoveryExecutor:
@@ -103,31 +112,28 @@ class RecoveryExecutor:
         return tuple(self._pending)
 
     async def _recover(self, job: _Job) -> Restored:
-        attempt = 0
-        while True:
-            attempt += 1
+        attempts = 0
+
+        async def once(attempt: int) -> Restored:
+            nonlocal attempts
+            attempts = attempt + 1
             try:
                 with Lease() as lease:
                     await lease.take(self._room)
-                    restored = await _restore(job, attempt)
+                    return await _restore(job, attempts)
             except Exception as error:
-                job.tell(RecoveryFailed, attempt, error)
-                wait = job.policy.wait_before_retry(error, attempt)
-                if wait is None:
-                    job.tell(RecoveryExhausted, attempt, error)
-                    await _call(job.policy.on_failure, job.run_id, error)
-                    raise
-                logger.warning(
-                    "Run %s could not be restored, next attempt in %g s: %s",
-                    job.run_id,
-                    wait,
-                    error,
-                )
-                await job.service.holder.clock.sleep(wait)
-            else:
-                job.tell(RecoveryCompleted, attempt, restored.checkpoint, restored.client)
-                await _call(job.policy.on_recovery, job.old, restored.client, restored.checkpoint)
-                return restored
+                job.tell(RecoveryFailed, attempts, error)
+                raise
+
+        try:
+            restored = await retrying(once, job, job.service.holder.clock, job.tell_waiting)
+        except Exception as error:
+            job.tell(RecoveryExhausted, attempts, error)
+            await _call(job.policy.on_failure, job.run_id, error)
+            raise
+        job.tell(RecoveryCompleted, attempts, restored.checkpoint, restored.client)
+        await _call(job.policy.on_recovery, job.old, restored.client, restored.checkpoint)
+        return restored
 
 
 def submit_once(

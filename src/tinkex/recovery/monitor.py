@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from tinkex._client.runtime import APIFuture
-from tinkex.errors import TinkerError
+from tinkex._retry import NotYetError, Tried, retrying
+from tinkex.errors import NotFoundError, TinkerError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.events import RecoveryDetected, RecoveryPollError
 from tinkex.types import TrainingRun
@@ -95,15 +97,36 @@ class RecoveryMonitor:
 async def _corrupted(
     run_id: str, service: ServiceClient, policy: RecoveryPolicy, metadata: Mapping[str, Any]
 ) -> TrainingRun:
-    """Ask until the service says that a run is corrupted."""
+    """Ask until the service says that a run is corrupted, or repeatedly that there is no such run."""
     rest = service.create_rest_client()
-    while True:
+
+    async def once(_: int) -> TrainingRun:
         try:
             found = await rest.get_training_run(run_id)
         except TinkerError as error:
             if wants(RecoveryPollError):
                 emit(RecoveryPollError(run_id, error, metadata=metadata))
-        else:
-            if found.corrupted:
-                return found
-        await service.holder.clock.sleep(policy.poll_interval)
+            raise
+        if not found.corrupted:
+            raise NotYetError
+        return found
+
+    return await retrying(once, _WatchPolicy(policy.poll_interval), service.holder.clock)
+
+
+#: A run is given up after this many answers in a row that it does not exist; one may come from a proxy.
+_UNKNOWN_AFTER: Final = 3
+
+
+@dataclass(slots=True)
+class _WatchPolicy:
+    """Ask every `interval` seconds, whatever the answer, unless the run does not exist."""
+
+    interval: float
+    unknown: int = 0
+
+    def wait_before_retry(self, error: Exception, _: Tried) -> float | None:
+        if not isinstance(error, TinkerError | NotYetError):
+            return None
+        self.unknown = self.unknown + 1 if isinstance(error, NotFoundError) else 0
+        return None if self.unknown >= _UNKNOWN_AFTER else self.interval

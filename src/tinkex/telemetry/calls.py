@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from tinkex.errors import TinkerError
 
@@ -24,15 +24,14 @@ from .events import (
     RetryAttemptRetry,
     RetryAttemptStart,
     RetryAttemptStop,
+    RetryEvent,
 )
 
 __all__ = [
     "Call",
     "Clock",
     "add_metadata",
-    "attempt_failed",
-    "attempt_started",
-    "attempt_succeeded",
+    "attempt_events",
     "current_call",
     "current_metadata",
     "metadata",
@@ -144,23 +143,35 @@ async def _observe(
     return result
 
 
-def attempt_started(clock: Clock, attempt: int) -> None:
-    emit(RetryAttemptStart(*_attempt(attempt), clock.wall(), metadata=current_metadata()))
+class AttemptEvents:
+    """Tells subscribers of the attempts of the retry loop."""
+
+    @staticmethod
+    def started(clock: Clock, attempt: int) -> None:
+        if wants(RetryAttemptStart):
+            emit(RetryAttemptStart(*_attempt(attempt), clock.wall(), metadata=current_metadata()))
+
+    @staticmethod
+    def succeeded(clock: Clock, attempt: int, began: float) -> None:
+        if wants(RetryAttemptStop):
+            seconds = clock.monotonic() - began
+            emit(RetryAttemptStop(*_attempt(attempt), seconds, metadata=current_metadata()))
+
+    @staticmethod
+    def failed(attempt: int, seconds: float, error: Exception, wait: float | None) -> None:
+        """An attempt failed; the next is made after `wait` seconds, or never if that is None."""
+        if not wants(RetryEvent):
+            return
+        facts, metadata = _attempt(attempt), current_metadata()
+        if wait is not None:
+            emit(RetryAttemptRetry(*facts, seconds, wait, error, metadata=metadata))
+            return
+        expected = isinstance(error, TinkerError)
+        result: Literal["failed", "exception"] = "failed" if expected else "exception"
+        emit(RetryAttemptFailed(*facts, seconds, result, error, metadata=metadata))
 
 
-def attempt_succeeded(attempt: int, seconds: float) -> None:
-    emit(RetryAttemptStop(*_attempt(attempt), seconds, metadata=current_metadata()))
-
-
-def attempt_failed(attempt: int, seconds: float, error: Exception, wait: float | None) -> None:
-    """An attempt failed, and the next is made after `wait` seconds or never."""
-    facts, metadata = _attempt(attempt), current_metadata()
-    if wait is not None:
-        emit(RetryAttemptRetry(*facts, seconds, wait, error, metadata=metadata))
-    elif isinstance(error, TinkerError):
-        emit(RetryAttemptFailed(*facts, seconds, "failed", error, metadata=metadata))
-    else:
-        emit(RetryAttemptFailed(*facts, seconds, "exception", error, metadata=metadata))
+attempt_events: Final = AttemptEvents()
 
 
 def _attempt(attempt: int) -> tuple[str | None, int]:

@@ -19,10 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 
+from tinkex._retry import Clock, Tried, exponential, retrying
 from tinkex._version import PARITY_VERSION
 from tinkex.errors import ClientClosedError, GoneError, InvalidInputError, TinkerError
 from tinkex.types.telemetry import (
@@ -35,7 +37,7 @@ from tinkex.types.telemetry import (
     UnhandledExceptionEvent,
 )
 
-from . import bus, calls
+from . import bus
 from .events import Event, FutureFailure, HttpEvent, OperationException, QueueStateChange
 from .exceptions import user_error_in, without_keys
 
@@ -52,13 +54,6 @@ _MAX_BACKOFF: Final = 8.0
 _MAX_DEPTH: Final = 6
 #: Who keeps the time is given so long to say that it is up.
 _GRACE: Final = 0.5
-
-
-class Clock(calls.Clock, Protocol):
-    @property
-    def sleep(self) -> Callable[[float], Awaitable[None]]: ...
-    @property
-    def random(self) -> Callable[[], float]: ...
 
 
 class _Pending(Protocol):
@@ -317,26 +312,25 @@ class Reporter:
         """Ship batch after batch; without a deadline, a few failures in a row end the round."""
         async with self._sending:
             self._hurry.clear()
-            failures = 0
+            policy = (
+                _ShipPolicy(self.limits.retries, self._hurry) if deadline is None else _ShipPolicy()
+            )
+            sleep = self._pause_unless_hurried if deadline is None else self._clock.sleep
+            now, wall, chance = self._clock.monotonic, self._clock.wall, self._clock.random
+            clock = Clock(monotonic=now, wall=wall, sleep=sleep, random=chance)
             while (batch := self._next_batch()) is not None:
-                if deadline is not None and self._clock.monotonic() >= deadline:
+                if deadline is not None and now() >= deadline:
                     return False
-                if await self._settled(batch, deadline):
-                    self._forget(batch)
-                    failures = 0
-                    continue
-                if deadline is None and (failures == self.limits.retries or self._hurry.is_set()):
+                send = partial(self._send, batch, deadline)
+                try:
+                    await retrying(send, policy, clock, deadline=deadline)
+                except TinkerError:
                     return False
-                wait = self._backoff(failures, deadline)
-                if deadline is None:
-                    await self._pause(wait, self._hurry)
-                else:
-                    await self._clock.sleep(wait)
-                failures += 1
+                self._forget(batch)
             return True
 
-    async def _settled(self, batch: _Batch, deadline: float | None) -> bool:
-        """Whether a batch needs no further attempt: it was taken, or refused for good."""
+    async def _send(self, batch: _Batch, deadline: float | None, _attempt: int) -> None:
+        """Ship a batch; raises if another attempt may help. A batch that is refused for good counts as shipped."""
         request = TelemetrySendRequest(
             events=batch.events,
             platform=platform.system(),
@@ -348,10 +342,10 @@ class Reporter:
             await self._ship(request, batch.key, deadline)
         except TinkerError as error:
             _logger.debug("Telemetry was not taken: %s", error)
-            return not error.retryable or isinstance(error, GoneError)
+            if error.retryable and not isinstance(error, GoneError):
+                raise
         except Exception:
             _logger.debug("Telemetry could not be sent", exc_info=True)
-        return True
 
     def _next_batch(self) -> _Batch | None:
         with self._lock:
@@ -367,9 +361,8 @@ class Reporter:
                 self._queue.popleft()
             self._batch = None
 
-    def _backoff(self, failures: int, deadline: float | None) -> float:
-        wait = min(2.0**failures, _MAX_BACKOFF) * (1 + 0.1 * self._clock.random())
-        return wait if deadline is None else min(wait, max(0.0, deadline - self._clock.monotonic()))
+    async def _pause_unless_hurried(self, seconds: float) -> None:
+        await self._pause(seconds, self._hurry)
 
     async def _pause(self, seconds: float, unless: asyncio.Event) -> None:
         waiting = [
@@ -381,6 +374,20 @@ class Reporter:
         finally:
             for each in waiting:
                 each.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _ShipPolicy:
+    """Backoff between attempts to ship a batch; `retries` and `hurry` end the attempts of one round."""
+
+    retries: int | None = None
+    hurry: asyncio.Event | None = None  # set when somebody waits for the queue to empty
+
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        hurried = self.hurry is not None and self.hurry.is_set()
+        if tried.attempt == self.retries or hurried or not isinstance(error, TinkerError):
+            return None
+        return exponential(tried.attempt, 1.0, _MAX_BACKOFF) * (1 + 0.1 * tried.chance)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
