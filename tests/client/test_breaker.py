@@ -13,6 +13,8 @@ from tinkex._client.retry import RetryConfig
 from tinkex._client.runtime import SampleFuture, TaskGroup, runtime
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError, InternalServerError
+from tinkex.telemetry import attach, detach
+from tinkex.telemetry.events import CircuitStateChange
 
 from ..scripted import Answer, FakeClock, Hang, Raw, promise
 from .helpers import (
@@ -204,6 +206,43 @@ def test_circuits_have_names_and_do_not_share_their_fate(clock):
     assert circuits.names() == []
 
 
+def test_changes_of_state_are_told(circuit, clock, quiet_bus):
+    told: list[Any] = []
+    number = attach(told.append, CircuitStateChange)
+    for _ in range(3):
+        circuit.record_failure()
+    clock.now += 30
+    assert circuit.allow_request()
+    circuit.record_failure()
+    clock.now += 30
+    assert circuit.allow_request()
+    circuit.record_success()
+    circuit.record_success()
+    detach(number)
+    assert [event.state for event in told] == ["open", "half_open", "open", "half_open", "closed"]
+    assert (told[0].circuit, told[0].failures, told[0].retry_after) == ("training", 3, 30)
+
+
+def test_late_failures_of_an_open_circuit_are_not_told(circuit, quiet_bus):
+    told: list[Any] = []
+    number = attach(told.append, CircuitStateChange)
+    for _ in range(5):
+        circuit.record_failure()
+    detach(number)
+    assert [event.state for event in told] == ["open"]
+
+
+def test_resetting_an_open_circuit_by_name_is_told(clock, quiet_bus):
+    circuits = Circuits(CircuitBreaker(failure_threshold=1), clock)
+    circuits.of("training").record_failure()
+    told: list[Any] = []
+    number = attach(told.append, CircuitStateChange)
+    circuits.reset("training")
+    circuits.reset("sampling")
+    detach(number)
+    assert [(event.circuit, event.state) for event in told] == [("training", "closed")]
+
+
 # -- what is made of a refusal -------------------------------------------------------------------
 
 
@@ -233,6 +272,22 @@ def test_an_open_circuit_sends_nothing(server, service, clock):
     server.on(SAMPLE, sampled(7))
     clock.now += 30
     assert sample(sampler).result(10).sequences[0].tokens == [7]
+
+
+def test_a_client_shows_its_circuits_and_closes_them_by_hand(server, service):
+    server.on(SAMPLE, Answer({"detail": "down"}, 500))
+    client = service(circuit_breaker=CircuitBreaker(failure_threshold=1))
+    sampler = impatient(client)
+    with pytest.raises(InternalServerError):
+        sample(sampler).result(10)
+    assert client.circuits.state("sampling") == "open"
+    server.on(SAMPLE, sampled(7))
+    client.circuits.reset("sampling")
+    assert sample(sampler).result(10).sequences[0].tokens == [7]
+
+
+def test_without_the_setting_all_circuits_are_closed(service):
+    assert service().circuits.state("sampling") == "closed"
 
 
 def test_a_refused_operation_of_training_takes_no_number(server, service, clock):

@@ -21,6 +21,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from tinkex._retry import Clock
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.events import CircuitStateChange
 
 from .notices import logger
 
@@ -44,12 +47,17 @@ class Circuit:
         self.name = name
         self._policy = policy
         self._monotonic = monotonic
-        self.reset()
+        self._failures = self._probes = 0
+        self._probing = False
+        self._opened_at: float | None = None
 
     def reset(self) -> None:
         """Forget all failures."""
+        was_closed, self._opened_at = self._opened_at is None, None
         self._failures = self._probes = 0
-        self._opened_at: float | None = None
+        self._probing = False
+        if not was_closed:
+            self._tell("closed")
 
     @property
     def state(self) -> State:
@@ -69,6 +77,8 @@ class Circuit:
         state = self.state
         if state == "half_open":
             self._probes += 1
+            self._probing = True
+            self._tell("half_open")
             if self._probes >= self._policy.half_open_max_calls:
                 self._open()
         return state != "open"
@@ -78,15 +88,25 @@ class Circuit:
 
     def record_failure(self) -> None:
         self._failures += 1
-        if self._opened_at is None:
+        was_open, was_probing = self._opened_at is not None, self._probing
+        if not was_open:
             is_enough = self._failures >= self._policy.failure_threshold
         else:  # without a probe under way it is of a request that was sent before, and says nothing new
             is_enough = self._probes > 0
         if is_enough:
             self._open()
+        if was_probing or (is_enough and not was_open):
+            self._probing = False
+            self._tell("open")
 
     def _open(self) -> None:
         self._opened_at, self._probes = self._monotonic(), 0
+
+    def _tell(self, state: State) -> None:
+        if wants(CircuitStateChange):
+            metadata = current_metadata()
+            facts = (self.name, state, self._failures, self.retry_after)
+            emit(CircuitStateChange(*facts, metadata=metadata))
 
     def admit(self) -> None:
         """Raise where nothing new may be begun."""
@@ -120,7 +140,10 @@ class Circuit:
 
 
 class Circuits:
-    """Circuits by name, made when they are first needed."""
+    """The circuit breakers of a client by name: `session`, `training`, `sampling`.
+
+    Each is made when it is first needed; one that does not exist yet is closed.
+    """
 
     def __init__(self, policy: CircuitBreaker, clock: Clock) -> None:
         self._policy = policy
@@ -134,11 +157,16 @@ class Circuits:
         return circuit
 
     def state(self, name: str) -> State:
+        """Whether calls of this kind are sent (`closed`), refused (`open`), or probed (`half_open`)."""
         circuit = self._circuits.get(name)
         return "closed" if circuit is None else circuit.state
 
     def reset(self, name: str) -> None:
-        self._circuits.pop(name, None)
+        """Close a circuit and forget its failures; the next call is sent."""
+        circuit = self._circuits.pop(name, None)
+        if circuit is not None:
+            circuit.reset()
 
     def names(self) -> list[str]:
+        """The circuits that exist."""
         return list(self._circuits)

@@ -14,7 +14,7 @@ from pydantic import RootModel
 
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
-from tinkex.config import Config, PollBackoffOption
+from tinkex.config import CircuitBreaker, Config, PollBackoffOption
 from tinkex.errors import InvalidInputError
 from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
@@ -38,6 +38,7 @@ from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
 from ._async_twins import ServiceClientAsync
 from .auth import config_with_login
+from .breaker import Circuits
 from .checks import check_count
 from .http import HTTPClient
 from .notices import logger
@@ -130,6 +131,13 @@ class ServiceClient(ServiceClientAsync):
     def api(self) -> OperationsClient:
         """Every call of the protocol by its name: typed, as a promise, or raw."""
         return OperationsClient(self._session)
+
+    @property
+    def circuits(self) -> Circuits:
+        """State of the circuit breakers, and closing one by hand; all are closed without the setting `circuit_breaker`."""
+        session = self._session
+        found = session.transport.circuits if session.config.circuit_breaker else None
+        return found or Circuits(CircuitBreaker(), session.clock)
 
     # -- training ----------------------------------------------------------------------------
 

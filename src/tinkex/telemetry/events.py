@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar, dataclass_transform
 
 __all__ = [
     "CheckpointSelected",
+    "CircuitStateChange",
     "ClientCreated",
     "CustomLossEvent",
     "CustomLossException",
@@ -323,6 +324,16 @@ class Throttled(Event):
 
     delay: float
     reason: str
+
+
+@_event("circuit.state_change", "failures")
+class CircuitStateChange(Event):
+    """A circuit breaker opened, admits a probe (`half_open`), or closed; `failures` are those in a row."""
+
+    circuit: str
+    state: Literal["closed", "open", "half_open"]
+    failures: int
+    retry_after: float
 
 
 # -- sessions --------------------------------------------------------------------------------------
