@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 import torch
 
 import tinkex
+from tinkex.engine.graphs import check_graph
 from tinkex.engine.traced import TracedLoss
-from tinkex.engine.values import TracedGraph
+from tinkex.engine.traced_cost import TracedSum
+from tinkex.engine.values import Array, Example, LossLimits, TracedGraph
 
 
 def clipped(logprobs, advantages, old):
@@ -183,3 +187,191 @@ def test_numbers_do_not_grow_without_end():
     loss = TracedLoss(TracedGraph("loss", [("logprobs", 1)], [LOGPROBS, power, total, output]))
     with pytest.raises(tinkex.InvalidInputError, match="x"):
         loss(torch.zeros(3, requires_grad=True), {})
+
+
+# -- what a loss may cost ----------------------------------------------------------------------------
+
+TOTAL = node("call_method", "total", "sum", REF)
+OUTPUT = node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]})
+
+
+def ref(name):
+    return {"ref": name}
+
+
+def call(name, target, *args, **kwargs):
+    return node("call_function", name, target, *args, **kwargs)
+
+
+def graph(*between, total=TOTAL):
+    return TracedGraph("loss", [("logprobs", 1)], [LOGPROBS, *between, total, OUTPUT])
+
+
+def checked(made, lengths=(100,), *, backward=True, **limits):
+    """Look at a loss as a pass does before it begins."""
+    examples = [
+        Example(np.zeros(length, np.int32), {"target_tokens": np.zeros(length, np.int64)})
+        for length in lengths
+    ]
+    TracedSum(made, LossLimits(**limits)).check(examples, backward=backward)
+
+
+def doubled(kind, levels=60):
+    """Values that hold the value before twice: few nodes, 2 ** levels elements."""
+    nodes = [call("x0", "operator.getitem", {"tuple": [1, 2]}, 0)]
+    for level in range(1, levels):
+        held = [ref(f"x{level - 1}")] * 2
+        pair = {"tuple": held} if kind == "tuple" else held
+        nodes.append(call(f"x{level}", "operator.getitem", {"tuple": [pair]}, 0))
+    last = ref(f"x{levels - 1}")
+    return graph(*nodes, call("same", "operator.eq", last, last))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list"])
+def test_values_that_hold_values_twice_are_refused(kind):
+    with pytest.raises(tinkex.InvalidInputError, match="makes a"):
+        checked(doubled(kind))
+
+
+def nested(depth):
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        (nested(9), "deeper than 8"),
+        (nested(500), "deeper than 8"),
+        ([1] * 20_001, "20000 elements"),
+        ("x" * 201, "200 characters"),
+        (1 << 54, "number above"),
+        ({"lambda": 1}, "kind 'lambda'"),
+        ({"tuple": 1}, "kind 'tuple'"),
+        ({"slice": [1, 2, 3, 4]}, "kind 'slice'"),
+        ({"dtype": "complex64"}, "kind 'dtype'"),
+        ({"dtype": ["float32"]}, "kind 'dtype'"),
+        ({"ref": ["logprobs"]}, "kind 'ref'"),
+        ({"float": "1" * 50}, "kind 'float'"),
+        ({}, "kind ''"),
+    ],
+)
+def test_arguments_of_a_node_are_bounded(argument, complaint):
+    with pytest.raises(tinkex.InvalidInputError, match=complaint) as refused:
+        check_graph(graph(call("x", "torch.exp", argument)))
+    assert refused.value.field == "graph"
+
+
+def outer(levels):
+    """x ⊗ x ⊗ …: each level multiplies the elements by the length."""
+    nodes, left = [], REF
+    for level in range(levels):
+        column = node("call_method", f"column{level}", "unsqueeze", left, -1)
+        nodes += [column, call(f"x{level}", "torch.mul", ref(f"column{level}"), REF)]
+        left = ref(f"x{level}")
+    return graph(*nodes, total=node("call_method", "total", "sum", left))
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_loss_that_needs_too_much_memory_is_refused_before_it_allocates(backward):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(tinkex.InvalidInputError, match="setting max_loss_bytes"):
+        checked(outer(6), backward=backward, max_loss_work=1 << 62)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 100_000  # kilobytes
+    checked(outer(1), backward=backward)
+
+
+def test_loss_that_computes_too_much_is_refused():
+    with pytest.raises(tinkex.InvalidInputError, match="setting max_loss_work"):
+        checked(outer(2), lengths=(500,), max_loss_bytes=1 << 62, max_loss_work=10**8)
+
+
+def test_work_is_counted_over_all_examples_of_a_pass():
+    checked(outer(1), lengths=(100,) * 10, max_loss_work=4_000_000)
+    with pytest.raises(tinkex.InvalidInputError, match=r"max_loss_work \(at data\.\d+\)"):
+        checked(outer(1), lengths=(100,) * 100, max_loss_work=4_000_000)
+
+
+def test_product_of_matrices_counts_by_its_multiplications():
+    square = [
+        node("call_method", "column", "unsqueeze", REF, 1),
+        call("matrix", "operator.mul", ref("column"), REF),
+        call("product", "operator.matmul", ref("matrix"), ref("matrix")),
+    ]
+    made = graph(*square, total=node("call_method", "total", "sum", ref("product")))
+    checked(made, lengths=(512,), max_loss_work=10**9)
+    with pytest.raises(tinkex.InvalidInputError, match="max_loss_work"):
+        checked(made, lengths=(512,), max_loss_work=10**8)
+
+
+def test_loss_that_takes_a_loop_of_operations_is_refused():
+    made = graph(*(call(f"x{n}", "torch.diff", REF, 100_000) for n in range(50)))
+    with pytest.raises(tinkex.InvalidInputError, match="operations for one example"):
+        checked(made, lengths=(2000,))
+
+
+def test_size_that_grows_with_shorter_examples_is_refused():
+    """Each length is looked at, because here fewer positions mean more memory."""
+    nodes = [
+        node("call_method", "length", "numel", REF),
+        call("size", "operator.floordiv", 10_000_000_000, ref("length")),
+        node("call_method", "full", "new_full", REF, {"tuple": [ref("size")]}, 0.0),
+    ]
+    checked(graph(*nodes), lengths=(1000,))
+    with pytest.raises(tinkex.InvalidInputError, match=r"max_loss_bytes \(at data\.1\)"):
+        checked(graph(*nodes), lengths=(1000, 10))
+
+
+def test_values_are_freed_after_their_last_use():
+    chain = [call("x0", "torch.exp", REF)]
+    chain += [call(f"x{n}", "torch.exp", ref(f"x{n - 1}")) for n in range(1, 100)]
+    total = node("call_method", "total", "sum", ref("x99"))
+    one = 4 * 100_000
+    checked(graph(*chain, total=total), lengths=(100_000,), backward=False, max_loss_bytes=3 * one)
+    with pytest.raises(tinkex.InvalidInputError, match="max_loss_bytes"):  # autograd keeps them
+        checked(graph(*chain, total=total), lengths=(100_000,), max_loss_bytes=3 * one)
+
+
+def test_unequal_inputs_are_refused_before_the_pass():
+    made = TracedGraph(
+        "loss",
+        [("logprobs", 1), ("old", 1)],
+        [
+            LOGPROBS,
+            node("placeholder", "old", "old"),
+            call("x", "torch.sub", REF, ref("old")),
+            TOTAL,
+            OUTPUT,
+        ],
+    )
+    inputs: dict[str, Array] = {"target_tokens": np.zeros(5, int), "old": np.zeros(4, np.float32)}
+    with pytest.raises(tinkex.InvalidInputError, match=r"failed at x \(torch\.sub\)"):
+        TracedSum(made, LossLimits()).check([Example(np.zeros(5, np.int32), inputs)], backward=True)
+
+
+def masked(logprobs, advantages, old):
+    kept = logprobs[advantages > 0]
+    also = torch.masked_select(logprobs - old, advantages > 0)
+    return -(kept * also).sum(), {"custom/kept:sum": (advantages > 0).sum()}
+
+
+def test_loss_that_selects_by_a_mask_trains_as_in_the_client(tinkex_tiny):
+    client = tinkex_tiny.client()
+    handle = client.create_custom_loss(masked, RANKS).result()
+    at_service, final = stepped(client, handle)
+
+    def here(data, logprobs):
+        losses = []
+        for datum, logp in zip(data, logprobs, strict=True):
+            inputs = [datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "old")]
+            losses.append(masked(logp, *inputs)[0])
+        return sum(losses), {}
+
+    in_client, expected = stepped(client, here)
+    for ours, theirs in zip(at_service, in_client, strict=True):
+        assert ours["loss:sum"] == pytest.approx(theirs["loss:sum"], abs=1e-3)
+    for ours, theirs in zip(final, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)

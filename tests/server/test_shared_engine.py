@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tinkex.server.auth import Keys
@@ -44,3 +46,59 @@ def test_diverged_run_of_one_key_leaves_samples_of_another_unchanged(two):
     # The batch has another shape, so the last bit may differ.
     assert second["logprobs"] == pytest.approx(first["logprobs"], abs=1e-4)
     assert None not in bob.retrieve(long)["sequences"][0]["logprobs"]
+
+
+def loss_body(session_id, nodes, number=0):
+    logprobs = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
+    return {
+        "session_id": session_id,
+        "custom_loss_seq_id": number,
+        "name": "loss",
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"format": 1, "nodes": [logprobs, *nodes]},
+        "type": "create_custom_loss",
+    }
+
+
+def node(op, name, target, *args):
+    return {"op": op, "name": name, "target": target, "args": list(args)}
+
+
+TOTAL = [
+    node("call_method", "total", "sum", {"ref": "logprobs"}),
+    node("output", "output", "output", {"ref": "total"}),
+]
+
+
+@pytest.mark.parametrize("depth", [9, 200, 900])
+def test_loss_with_deep_arguments_is_refused_at_once(two, depth):
+    ann, _ = two
+    nested = "[" * depth + "1" + "]" * depth
+    body = json.dumps(
+        loss_body(ann.session(), [node("call_function", "x", "torch.exp", 0), *TOTAL])
+    )
+    body = body.replace('"args": [0]', f'"args": [{nested}]')
+    answer = ann.post(
+        "create_custom_loss", body.encode(), headers={"content-type": "application/json"}
+    )
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["category"] == "user"
+
+
+def test_loss_whose_values_double_fails_alone_and_trains_nobody_else_slower(two):
+    ann, bob = two
+    model, others = ann.model(), bob.model()
+    nodes = [node("call_function", "x0", "operator.getitem", [1, 2], 0)]
+    for level in range(1, 60):
+        held = [[{"ref": f"x{level - 1}"}] * 2]
+        nodes.append(node("call_function", f"x{level}", "operator.getitem", held, 0))
+    nodes.append(node("call_function", "same", "operator.eq", {"ref": "x59"}, {"ref": "x59"}))
+    made = ann.retrieve(
+        ann.told("create_custom_loss", loss_body(model.session_id, [*nodes, *TOTAL]))
+    )
+    config = {"loss_id": made["loss_id"]}
+    failed = ann.retrieve(model.forward_backward(loss_fn="custom", loss_fn_config=config))
+    assert failed["category"] == "user"
+    assert "makes a list" in failed["error"]
+    assert others.step() > 0
+    assert model.step() > 0

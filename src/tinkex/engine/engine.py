@@ -27,6 +27,7 @@ from .trainer import LanguageModel, TrainedModel, run_pass
 from .values import (
     AdamStep,
     LoraSpec,
+    LossLimits,
     PassResult,
     SampleEvent,
     SampleJob,
@@ -71,11 +72,13 @@ class TorchEngine:
         detokenize: Callable[[BaseModel, Sequence[int]], str] | None = None,
         token_budget: int = TOKEN_BUDGET,
         cache_bytes: int | None = None,
+        loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
     ) -> None:
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
         self._token_budget = token_budget
+        self._loss_limits = loss_limits
         memory = memory_of(torch.device(device))
         self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
         self._threads = torch.get_num_threads()
@@ -115,7 +118,7 @@ class TorchEngine:
     def _run_pass(
         self, loaded: _Loaded, model: TrainedModel, request: TrainingPass
     ) -> Generator[None, None, PassResult]:
-        pieces = run_pass(model, request, self._token_budget)
+        pieces = run_pass(model, request, self._token_budget, self._loss_limits)
         while True:
             self._use_threads(loaded)
             try:

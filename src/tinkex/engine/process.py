@@ -34,6 +34,7 @@ from .base_models import BaseModel
 from .values import (
     AdamStep,
     LoraSpec,
+    LossLimits,
     PassResult,
     SampleEvent,
     SampleJob,
@@ -57,6 +58,7 @@ class Setup:
     engine: Literal["torch", "fake"] = "torch"
     device: str = "auto"
     dtype: str = "auto"
+    loss_limits: LossLimits = field(default_factory=LossLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +450,11 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
     device = _device(setup.device)
     dtype = _dtype(setup.dtype, device)
     engine = TorchEngine(
-        models, device=device, dtype=getattr(torch, dtype), detokenize=_Detokenizer()
+        models,
+        device=device,
+        dtype=getattr(torch, dtype),
+        detokenize=_Detokenizer(),
+        loss_limits=setup.loss_limits,
     )
     for model in models:
         engine.load(model)

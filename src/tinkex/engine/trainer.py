@@ -20,8 +20,9 @@ from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
 from .optim import AdamW
-from .traced import CUSTOM, TracedSum
-from .values import Array, Example, PassResult, TrainingPass
+from .traced import CUSTOM
+from .traced_cost import TracedSum
+from .values import Array, Example, LossLimits, PassResult, TrainingPass
 
 __all__ = ["LanguageModel", "TrainedModel", "run_pass"]
 
@@ -78,13 +79,16 @@ class TrainedModel:
 
 
 def run_pass(
-    model: TrainedModel, request: TrainingPass, token_budget: int
+    model: TrainedModel,
+    request: TrainingPass,
+    token_budget: int,
+    limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
 ) -> Generator[None, None, PassResult]:
     """Run a pass, yielding between micro-batches so that others get their turn.
 
     Gradients are added to what has accumulated only when the whole pass succeeded.
     """
-    traced = None if request.traced is None else TracedSum(request.traced)
+    traced = None if request.traced is None else TracedSum(request.traced, limits)
     loss, settings = (CUSTOM, {}) if traced else check_loss(request.loss_fn, request.config)
     check_examples(
         request.examples,
@@ -92,6 +96,8 @@ def run_pass(
         vocab_size=model.base.vocab_size,
         context_length=model.base.context_length,
     )
+    if traced is not None:
+        traced.check(request.examples, backward=request.backward)
     accumulated = [parameter.grad for parameter in model.optimizer.parameters]
     model.optimizer.clear()
     logprobs: list[Array] = [np.empty(0, np.float32)] * len(request.examples)

@@ -17,6 +17,7 @@ __all__ = [
     "Array",
     "Example",
     "LoraSpec",
+    "LossLimits",
     "PassResult",
     "SampleEvent",
     "SampleJob",
@@ -62,6 +63,16 @@ class TracedGraph:
     name: str
     inputs: Sequence[tuple[str, int]]
     nodes: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LossLimits:
+    """What a traced loss may cost; the fields are settings of the service."""
+
+    #: Bytes that one example may need at a time, forward and backward.
+    max_loss_bytes: int = 1 << 30
+    #: Elements that all examples of a pass may compute, forward and backward: some ten seconds of one core.
+    max_loss_work: int = 10**10
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from tinkex._wire.operations import operation
 from tinkex.engine.files import make_directory, write_whole
+from tinkex.engine.graphs import check_graph
 from tinkex.engine.values import TracedGraph
 from tinkex.errors import InvalidInputError
 from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
@@ -45,6 +47,7 @@ class Losses:
     async def create(self, owner: str, request: CreateCustomLossRequest, body: bytes) -> Promise:
         """Accept a loss; the same number gives the same promise."""
         await self._sessions.check_active(request.session_id, owner)
+        check_graph(_graph(request))
         scope = f"{request.session_id}:loss"
         known = self._promises.duplicate(scope, request.custom_loss_seq_id)
         if known is None:
@@ -64,15 +67,9 @@ class Losses:
         try:
             request: CreateCustomLossRequest = self._promises.request_of(promise)
             loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-            graph: dict[str, Any] = {
-                "name": request.name,
-                "inputs": [(item.name, item.rank) for item in request.inputs],
-                "nodes": [node.model_dump() for node in request.graph.nodes],
-            }
-            await self._engine.persist(
-                lambda: self._engine.worker.call_now("check_traced", TracedGraph(**graph))
-            )
-            await self._db(self._write, loss_id, json.dumps(graph))
+            graph = _graph(request)
+            await self._engine.persist(lambda: self._engine.worker.call_now("check_traced", graph))
+            await self._db(self._write, loss_id, json.dumps(asdict(graph)))
         except Exception as error:
             self._promises.fail(promise, error)
         else:
@@ -117,3 +114,18 @@ class Losses:
 def _is_loss_of(session_id: str, loss_id: str) -> bool:
     number = loss_id.removeprefix(f"{session_id}:loss:")
     return number != loss_id and re.fullmatch(r"-?[0-9]{1,20}", number) is not None
+
+
+def _graph(request: CreateCustomLossRequest) -> TracedGraph:
+    # Not `model_dump`, which recurses into arguments that nobody has looked at yet.
+    nodes = [
+        {
+            "op": each.op,
+            "name": each.name,
+            "target": each.target,
+            "args": each.args,
+            "kwargs": each.kwargs,
+        }
+        for each in request.graph.nodes
+    ]
+    return TracedGraph(request.name, [(item.name, item.rank) for item in request.inputs], nodes)

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from tinkex.config import read_env
 from tinkex.engine.files import make_directory
 from tinkex.engine.process import Ready, Setup
+from tinkex.engine.values import LossLimits
 from tinkex.errors import ConfigError
 from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
 
@@ -115,6 +116,9 @@ class Settings:
     max_stop_tokens: int = SampleLimits.max_stop_tokens
     max_topk: int = SampleLimits.max_topk
     max_alternatives: int = SampleLimits.max_alternatives
+    #: What a traced loss may cost; see `LossLimits`.
+    max_loss_bytes: int = LossLimits.max_loss_bytes
+    max_loss_work: int = LossLimits.max_loss_work
     max_pending: int = 20_000
     use_retrieve_futures: bool = False
     #: What time it is.
@@ -125,6 +129,10 @@ class Settings:
         return SampleLimits(
             **{each.name: getattr(self, each.name) for each in fields(SampleLimits)}
         )
+
+    @property
+    def loss_limits(self) -> LossLimits:
+        return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
     def __post_init__(self) -> None:
         if self.on_demand and self.keys.needed:
@@ -185,6 +193,7 @@ class Service:
                     settings.engine,
                     settings.device,
                     settings.dtype,
+                    settings.loss_limits,
                 ),
                 in_process=settings.engine_in_process,
             ),
