@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,6 +125,92 @@ def test_a_replaced_checkpoint_is_never_missing(tmp_path, monkeypatch):
 def test_files_that_cannot_be_exchanged_are_said_to_be(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.exchange(tmp_path / "a", tmp_path / "b")
+
+
+# -- flipped bits ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A data directory with two runs of three steps each, and what each says then."""
+    directory = tmp_path_factory.mktemp("trained") / "data"
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        models = [api.model(), api.model()]
+        for model in models:
+            for number in range(3):
+                model.step([datum((number + 4, 5), (5, 6))])
+        expected = {model.model_id: model.logprobs() for model in models}
+        next_seq = models[0].next_seq
+    return directory, expected, next_seq
+
+
+def flipped(trained, target: Path, at: int, bit: int = 0) -> Path:
+    shutil.copytree(trained[0], target)
+    [segment] = (target / "journal").iterdir()
+    content = bytearray(segment.read_bytes())
+    content[at] ^= 1 << bit
+    segment.write_bytes(content)
+    return target
+
+
+def check_nothing_rolled_back(directory: Path, expected: dict[str, object], next_seq: int) -> int:
+    """Every run is what it was, or says that it is corrupted; how many are."""
+    given_up = 0
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        for model_id, logprobs in expected.items():
+            model = Model(api, model_id, next_seq)
+            inputs = {"data": [datum()], "loss_fn": "cross_entropy"}
+            told = model.do("forward", forward_input=inputs)
+            if "error" in told:
+                assert "is corrupted" in told["error"]
+                assert api.got(f"training_runs/{model_id}")["corrupted"] is True
+                assert any((directory / "set-aside").glob("*/journal/*.log"))
+                given_up += 1
+            else:
+                assert [each["logprobs"]["data"] for each in told["loss_fn_outputs"]] == logprobs
+                assert api.got(f"training_runs/{model_id}")["corrupted"] is False
+    return given_up
+
+
+def test_no_flipped_bit_of_the_journal_rolls_a_run_back_or_lets_it_hang(trained, tmp_path):
+    _, expected, next_seq = trained
+    [segment] = (trained[0] / "journal").iterdir()
+    chance = random.Random(7)
+    for number in range(25):
+        at = chance.randrange(segment.stat().st_size)
+        directory = flipped(trained, tmp_path / str(number), at, chance.randrange(8))
+        assert check_nothing_rolled_back(directory, expected, next_seq) <= 1, at
+        # The second start finds a journal without damage, and whoever was given up is given up still.
+        assert check_nothing_rolled_back(directory, expected, next_seq) <= 1, at
+
+
+def test_a_hole_in_the_journal_gives_up_all_runs_it_may_concern(trained, tmp_path):
+    _, expected, next_seq = trained
+    directory = tmp_path / "hole"
+    shutil.copytree(trained[0], directory)
+    [segment] = (directory / "journal").iterdir()
+    content = segment.read_bytes()
+    middle = len(content) // 2
+    segment.write_bytes(content[:middle] + bytes(2000) + content[middle + 2000 :])
+    assert check_nothing_rolled_back(directory, expected, next_seq) == 2
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        assert api.model().step() > 0  # whoever comes later is not concerned
+    with service("fake", data_dir=directory) as running, Api(running.url) as api:
+        runs = api.got("training_runs")["training_runs"]
+        assert sorted(run["corrupted"] for run in runs) == [False, True, True]
+
+
+def test_the_end_of_the_journal_cut_in_a_length_is_not_taken_for_a_crash(trained, tmp_path):
+    """The fault as it was first seen: one bit in a length, and the run went on from old weights."""
+    _, expected, next_seq = trained
+    [segment] = (trained[0] / "journal").iterdir()
+    content = segment.read_bytes()
+    marker = content[8:16]
+    begin = content.index(marker, content.index(b'"op":"optim_step"') + 1)  # behind a request …
+    begin = content.index(marker, begin + 1)  # … the next record
+    for at in range(begin + 21, begin + 29):  # both lengths
+        directory = flipped(trained, tmp_path / str(at), at, 6)
+        assert check_nothing_rolled_back(directory, expected, next_seq) == 0
 
 
 # -- what a start does not know --------------------------------------------------------------------

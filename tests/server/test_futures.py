@@ -487,7 +487,7 @@ def test_forgotten_promises_may_come_back_with_a_restart_until_their_segment_goe
             at.promises.forget(promise)
         kept = made[-1]
         needed = lambda record: at.promises.knows(record.head["id"])  # noqa: E731
-        while asyncio.run(at.journal.compact(needed, at.promises.moved)):
+        while asyncio.run(at.journal.compact(needed)):
             pass
         assert at.promises.request_of(kept).seq_id == 9
     with desk(tmp_path) as at:
@@ -503,7 +503,7 @@ def test_results_and_requests_are_found_where_compaction_moved_them(tmp_path):
             at.promises.finish(promise, metrics(number))
         for _ in range(5):
             before = [facts(promise) for promise in made]
-            asyncio.run(at.journal.compact(lambda _: True, at.promises.moved))
+            asyncio.run(at.journal.compact(lambda _: True))
             assert [facts(promise) for promise in made] != before
             assert [at.answer(promise)["metrics"]["loss"] for promise in made] == list(range(6))
             assert [at.promises.request_of(promise).seq_id for promise in made] == list(range(6))

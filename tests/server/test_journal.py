@@ -10,19 +10,24 @@ import shutil
 import struct
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.server.journal import Journal, Kind, Place, Record
+from tinkex.server.journal import Damage, Journal, Kind, Place, Record
+from tinkex.server.segments import PROLOGUE_BYTES, scope_sum
 
 Entry = tuple[Kind, dict[str, object], bytes]
 
 REQUEST, RESULT = Kind.REQUEST, Kind.RESULT
+#: Of the header before a record, and of the one behind it.
+HEADER_BYTES = 41
 ENTRIES: list[Entry] = [
     (REQUEST, {"id": "a", "seq": "1", "at": 1.5, "extra": {}}, b"the first body"),
     (REQUEST, {"id": "b", "näme": None}, b""),
@@ -59,7 +64,8 @@ def body(number: int) -> Entry:
 
 
 def compact(journal: Journal, needed, moved) -> bool:
-    return asyncio.run(journal.compact(needed, moved))
+    journal.on_moved = moved
+    return asyncio.run(journal.compact(needed))
 
 
 @contextmanager
@@ -127,7 +133,7 @@ def sound(tmp_path_factory):
         ends = []
         for entry in ENTRIES:
             place = journal.append(*entry)
-            ends.append(place.offset + place.length)
+            ends.append(place.offset + place.length + HEADER_BYTES)
     [file] = directory.iterdir()
     return file.name, file.read_bytes(), ends
 
@@ -150,81 +156,190 @@ def test_a_file_cut_anywhere_keeps_the_records_before_the_cut(sound):
         check_recovery(name, data[:cut], ENTRIES[:whole])
 
 
-@settings(max_examples=60)
+def aside(directory: Path, data: bytes) -> tuple[list[Entry], list[Damage], list[Path]]:
+    """What a journal with `data` for a file holds, what is damaged in it, and what was set aside."""
+    (directory / "000000000000.log").write_bytes(data)
+    kept: list[Path] = []
+    with opened(directory, set_aside=lambda path, why: kept.append(path)) as (journal, records):
+        return entries(journal, records), journal.damage, kept
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_flipped_bit_in_the_last_record_costs_that_record_alone(sound, data):
-    name, content, ends = sound
-    at = data.draw(st.integers(ends[-2], len(content) - 1))
+def test_a_flipped_bit_costs_at_most_one_record_and_is_never_silent(sound, data):
+    """Whatever is missing is reported as damage that says whose it was, unless nothing is missing."""
+    _, content, _ = sound
+    at = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
     damaged[at] ^= 1 << data.draw(st.integers(0, 7))
-    check_recovery(name, bytes(damaged), ENTRIES[:-1])
+    with tempfile.TemporaryDirectory() as scratch:
+        kept, damage, copied = aside(Path(scratch), bytes(damaged))
+    missing = [entry for entry in ENTRIES if entry not in kept]
+    assert kept == [entry for entry in ENTRIES if entry in kept]
+    assert len(missing) <= 1
+    if missing:
+        [lost], [entry] = damage, missing
+        assert lost.kind is entry[0]
+        assert lost.scope == scope_sum("")
+        assert lost.record is None or lost.record.head == entry[1]
+        assert copied
+    assert bool(copied) == bool(damage)
 
 
-@settings(max_examples=60)
+def test_every_flipped_bit_of_a_header_is_mended_from_its_copy(sound, tmp_path):
+    _, content, ends = sound
+    for begin in (PROLOGUE_BYTES, *ends[:-1]):
+        for at in range(begin, begin + HEADER_BYTES):
+            damaged = bytearray(content)
+            damaged[at] ^= 0x10
+            assert aside(tmp_path, bytes(damaged))[:2] == (ENTRIES, []), at
+
+
+def test_both_headers_lost_mean_that_anything_may_be_lost(sound, tmp_path):
+    _, content, ends = sound
+    damaged = bytearray(content)
+    damaged[ends[0] + 3] ^= 1
+    damaged[ends[1] - 3] ^= 1
+    kept, damage, copied = aside(tmp_path, bytes(damaged))
+    assert kept == [ENTRIES[0], ENTRIES[2]]
+    assert damage == [Damage(ends[0], ends[1] - ends[0])]
+    assert copied
+
+
+def test_a_hole_across_several_records_ends_at_the_next_sound_one(tmp_path):
+    many = [body(number) for number in range(9)]
+    written(tmp_path, *many)
+    [file] = tmp_path.iterdir()
+    content = file.read_bytes()
+    size = (len(content) - PROLOGUE_BYTES) // 9
+    begin, end = PROLOGUE_BYTES + 2 * size + 7, PROLOGUE_BYTES + 6 * size + 7
+    kept, damage, _ = aside(tmp_path, content[:begin] + bytes(end - begin) + content[end:])
+    # Of the last one, only the header before its body is gone.
+    assert kept == [*many[:2], *many[6:]]
+    assert damage[0].kind is None
+
+
+def test_what_was_lost_is_gone_after_mending_and_the_rest_is_kept(sound, tmp_path, caplog):
+    name, content, ends = sound
+    damaged = bytearray(content)
+    damaged[ends[1] - HEADER_BYTES - 1] ^= 1  # the head of the second record, which has no body
+    (tmp_path / name).write_bytes(damaged)
+    with caplog.at_level(logging.ERROR), opened(tmp_path) as (journal, records):
+        assert entries(journal, records) == [ENTRIES[0], ENTRIES[2]]
+        journal.append(*body(7))
+        asyncio.run(journal.mend())
+        assert journal.damage == []
+    assert f"{name} is damaged: {ends[1] - ends[0]} bytes cannot be read" in caplog.text
+    caplog.clear()
+    assert found(tmp_path) == [ENTRIES[0], ENTRIES[2], body(7)]
+    assert not caplog.records
+
+
+def test_damage_stays_until_it_is_mended(sound, tmp_path):
+    name, content, ends = sound
+    damaged = bytearray(content)
+    damaged[ends[0] - HEADER_BYTES - 1] ^= 1
+    for _ in range(2):  # a crash before those concerned are marked
+        kept, damage, _ = aside(tmp_path, bytes(damaged))
+        assert kept == ENTRIES[1:]
+        assert damage[0].record is not None
+        assert damage[0].record.head == ENTRIES[0][1]
+    assert (tmp_path / name).read_bytes() == damaged
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=80))
-def test_whatever_follows_the_last_record_is_cut_off(sound, rest):
+def test_whatever_follows_the_last_record_does_not_disturb(sound, rest):
     name, content, _ = sound
     check_recovery(name, content + rest, ENTRIES)
 
 
-def test_a_tail_of_zeros_is_cut_off(sound):
-    name, content, _ = sound  # file systems leave this when they knew the size and not the data
+def test_a_tail_of_zeros_is_cut_off(sound, tmp_path):
+    name, content, ends = sound  # file systems leave this when they knew the size and not the data
     check_recovery(name, content + bytes(4096), ENTRIES)
+    for cut in range(ends[-2], len(content)):
+        kept, damage, _ = aside(tmp_path, content[:cut] + bytes(len(content) - cut))
+        torn = cut < len(content) - HEADER_BYTES
+        assert kept == ENTRIES[: 2 if torn else 3]
+        if (
+            damage
+        ):  # the header of a body that is not there and the one behind it cannot both be torn
+            assert cut > len(content) - HEADER_BYTES
 
 
-def test_a_length_beyond_the_file_is_not_believed(sound):
-    name, content, _ = sound
-    check_recovery(name, content + struct.pack("<IBQII", 1, 1, 3, 2**32 - 1, 2**32 - 1), ENTRIES)
+def test_a_segment_of_which_nothing_can_be_read_is_damage(sound, tmp_path):
+    _, content, _ = sound
+    kept, damage, copied = aside(tmp_path, b"?" * 32 + content[32:])
+    assert (kept, damage) == ([], [Damage(0, len(content))])
+    assert copied
+    written(tmp_path, body(7))
+    assert found(tmp_path) == [body(7)]
 
 
-def test_damage_before_the_end_is_told_and_not_made_worse(tmp_path, caplog):
-    written(tmp_path, *(body(number) for number in range(6)), segment_bytes=150)
-    first, *_, last = sorted(tmp_path.iterdir())
-    damaged = bytearray(first.read_bytes())
-    damaged[-1] ^= 1
-    first.write_bytes(damaged)
-    last.write_bytes(b"another" + last.read_bytes()[7:])
-    with caplog.at_level(logging.ERROR):
-        kept = found(tmp_path, segment_bytes=150)
-    assert [entry[1]["id"] for entry in kept] == ["0", "2", "3"]
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
-    assert str(first) in caplog.text
-    assert str(last) in caplog.text
-    assert first.read_bytes() == damaged
-    assert last.read_bytes().startswith(b"another")
-    written(tmp_path, body(9), segment_bytes=150)
-    assert found(tmp_path, segment_bytes=150) == [*kept, body(9)]
-
-
-def test_a_flipped_byte_between_others_costs_one_record_and_is_told(tmp_path, sound, caplog):
-    """Unless it is one of those that say where the record ends, behind which nothing can be found for sure."""
-    name, content, ends = sound
-    lengths = range(ends[0] + 13, ends[0] + 21)
-    for at in range(ends[0], ends[1]):
-        damaged = bytearray(content)
-        damaged[at] ^= 0x55
-        (tmp_path / name).write_bytes(damaged)
-        caplog.clear()
-        kept = found(tmp_path)
-        if at in lengths or at == ends[0] + 4:  # what kind of record it is tells a record from none
-            assert kept == ENTRIES[:1]
-            continue
-        assert kept == [ENTRIES[0], ENTRIES[2]]
-        assert f"{name} is damaged: {ends[1] - ends[0]} bytes cannot be read" in caplog.text
-        assert (tmp_path / name).read_bytes() == damaged
-        written(tmp_path, body(7))
-        assert found(tmp_path) == [ENTRIES[0], ENTRIES[2], body(7)]
-
-
-@pytest.mark.parametrize("torn", [30, 1])
+@pytest.mark.parametrize("torn", [30, 1, 100])
 def test_a_record_inside_a_torn_body_is_none(tmp_path, sound, torn):
     """Whoever sends a request decides what is in its body; that must not become a record of somebody else."""
     _, content, ends = sound
-    forged = content[ends[0] : ends[1]]  # a whole record
+    forged = content[ends[0] : ends[1]]  # a whole record of another segment
     written(tmp_path, (REQUEST, {"id": "x"}, forged * 5 + bytes(40)))
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-torn])
     assert found(tmp_path) == []
+
+
+def test_a_record_inside_a_damaged_body_is_none(tmp_path, sound):
+    _, content, ends = sound
+    forged = content[ends[0] : ends[1]]
+    written(tmp_path, (REQUEST, {"id": "x"}, forged * 5), body(1))
+    [file] = tmp_path.iterdir()
+    data = bytearray(file.read_bytes())
+    data[PROLOGUE_BYTES + 3] ^= 1  # where the record begins …
+    data[data.index(forged)] ^= 1  # … and its body
+    kept, [damage], _ = aside(tmp_path, bytes(data))
+    assert kept == [body(1)]
+    assert damage.record is not None
+
+
+# -- version 1 -----------------------------------------------------------------------------------------
+
+
+def version_1(*records: Entry) -> bytes:
+    """A segment as earlier releases wrote it."""
+    content = b"tinkexj1"
+    for number, (kind, head, body) in enumerate(records):
+        rest = orjson.dumps(head) + body
+        header = struct.pack("<BQII", kind, number, len(rest) - len(body), len(body))
+        content += zlib.crc32(rest, zlib.crc32(header)).to_bytes(4, "little") + header + rest
+    return content
+
+
+def test_segments_of_version_1_are_read_and_not_written_to(tmp_path):
+    old = version_1(*ENTRIES)
+    (tmp_path / "000000000000.log").write_bytes(old)
+    written(tmp_path, body(7))
+    assert (tmp_path / "000000000000.log").read_bytes() == old
+    assert found(tmp_path) == [*ENTRIES, body(7)]
+    with opened(tmp_path) as (journal, _):
+        compact(journal, lambda _: True, lambda _: None)
+    [file] = tmp_path.iterdir()
+    assert file.read_bytes().startswith(b"tinkexj2")
+    assert found(tmp_path) == [*ENTRIES, body(7)]
+
+
+def test_a_torn_end_of_version_1_is_cut_off(tmp_path):
+    for cut in range(1, 200):
+        (tmp_path / "000000000000.log").write_bytes(version_1(*ENTRIES)[:-cut])
+        with opened(tmp_path) as (journal, records):
+            assert (entries(journal, records), journal.damage) == (ENTRIES[:2], [])
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+
+def test_damage_of_version_1_is_told(tmp_path):
+    data = bytearray(version_1(*ENTRIES))
+    data[60] ^= 1
+    kept, [damage], copied = aside(tmp_path, bytes(data))
+    assert (kept, damage.kind, len(copied)) == (ENTRIES[1:], None, 1)
 
 
 # -- segments and compaction -------------------------------------------------------------------------
@@ -232,13 +347,13 @@ def test_a_record_inside_a_torn_body_is_none(tmp_path, sound, torn):
 
 def test_segments_roll_and_keep_the_order(tmp_path):
     many = [body(number) for number in range(40)]
-    written(tmp_path, *many, segment_bytes=300)
+    written(tmp_path, *many, segment_bytes=560)
     assert len(list(tmp_path.iterdir())) > 5
-    assert found(tmp_path, segment_bytes=300) == many
+    assert found(tmp_path, segment_bytes=560) == many
 
 
 def test_compacting_keeps_what_is_needed_and_says_where_it_is_now(tmp_path):
-    with opened(tmp_path, segment_bytes=300) as (journal, _):
+    with opened(tmp_path, segment_bytes=560) as (journal, _):
         places = {str(number): journal.append(*body(number)) for number in range(12)}
         oldest = min(tmp_path.iterdir())
         in_oldest = {name for name, place in places.items() if place.segment == 0}
@@ -263,11 +378,11 @@ def test_compacting_keeps_what_is_needed_and_says_where_it_is_now(tmp_path):
             assert journal.read(places[name]) == body(int(name))[2]
     # Where it came from is where it is again: a request is met before its result.
     kept = [body(1), *(body(number) for number in range(12) if str(number) not in in_oldest)]
-    assert found(tmp_path, segment_bytes=300) == kept
+    assert found(tmp_path, segment_bytes=560) == kept
 
 
 def test_a_request_moved_behind_its_result_is_still_met_first(tmp_path):
-    with opened(tmp_path, segment_bytes=100) as (journal, _):
+    with opened(tmp_path, segment_bytes=180) as (journal, _):
         journal.append(REQUEST, {"id": "a"}, b"." * 200)
         journal.append(RESULT, {"id": "a"}, b"")
         assert not compact(journal, lambda _: True, lambda _: None)  # moved, and nothing gained
@@ -289,7 +404,7 @@ def test_the_segment_that_is_written_to_is_never_compacted(tmp_path):
 
 
 def test_compacting_says_when_it_gains_nothing(tmp_path):
-    with opened(tmp_path, segment_bytes=300) as (journal, _):
+    with opened(tmp_path, segment_bytes=560) as (journal, _):
         for number in range(20):
             journal.append(*body(number))
         needed = lambda record: record.head["id"] != "9"  # noqa: E731
@@ -299,17 +414,17 @@ def test_compacting_says_when_it_gains_nothing(tmp_path):
 
 
 def test_a_crash_between_moving_and_removing_leaves_each_record_once(tmp_path):
-    with opened(tmp_path, segment_bytes=300) as (journal, _):
+    with opened(tmp_path, segment_bytes=560) as (journal, _):
         for number in range(8):
             journal.append(*body(number))
         oldest = min(tmp_path.iterdir())
         saved = oldest.read_bytes()
         compact(journal, lambda _: True, lambda _: None)
     oldest.write_bytes(saved)
-    with opened(tmp_path, segment_bytes=300) as (journal, records):
+    with opened(tmp_path, segment_bytes=560) as (journal, records):
         assert entries(journal, records) == [body(number) for number in range(8)]
         compact(journal, lambda _: True, lambda _: None)
-    assert found(tmp_path, segment_bytes=300) == [body(number) for number in range(8)]
+    assert found(tmp_path, segment_bytes=560) == [body(number) for number in range(8)]
 
 
 def test_what_was_moved_is_on_the_disk_before_the_old_copy_goes(tmp_path):
@@ -320,7 +435,7 @@ def test_what_was_moved_is_on_the_disk_before_the_old_copy_goes(tmp_path):
         synced.add(os.fstat(descriptor).st_ino)
         os.fsync(descriptor)
 
-    with opened(tmp_path, segment_bytes=300, sync=sync) as (journal, _):
+    with opened(tmp_path, segment_bytes=560, sync=sync) as (journal, _):
         for number in range(6):
             journal.append(*body(number))
         oldest = min(tmp_path.iterdir())
@@ -351,7 +466,7 @@ def test_a_full_disk_raises_and_leaves_no_trace(tmp_path, room):
 
 @pytest.mark.parametrize("room", [0, 5])
 def test_a_disk_too_full_for_a_new_segment_can_be_freed(tmp_path, room):
-    with opened(tmp_path, segment_bytes=20) as (journal, _):
+    with opened(tmp_path, segment_bytes=40) as (journal, _):
         journal.append(*body(1))
         with full_disk(room):
             for _ in range(3):
@@ -366,7 +481,7 @@ def test_a_disk_too_full_for_a_new_segment_can_be_freed(tmp_path, room):
 def test_a_disk_that_fills_up_while_compacting_loses_nothing(tmp_path):
     many = [body(number) for number in range(9)]
     places: dict[str, Place] = {}
-    with opened(tmp_path, segment_bytes=300) as (journal, _):
+    with opened(tmp_path, segment_bytes=560) as (journal, _):
         for entry in many:
             places[str(entry[1]["id"])] = journal.append(*entry)
         moved = lambda record: places.update({record.head["id"]: record.place})  # noqa: E731
@@ -466,7 +581,7 @@ def test_who_waits_for_one_record_waits_for_one_flush(tmp_path):
 
 
 def test_what_was_flushed_is_known(tmp_path):
-    with opened(tmp_path, segment_bytes=20) as (journal, _):
+    with opened(tmp_path, segment_bytes=40) as (journal, _):
         first, second = (journal.append(REQUEST, {}, b"") for _ in range(2))
         assert not journal.is_flushed(first)
         asyncio.run(journal.flushed())
@@ -476,7 +591,7 @@ def test_what_was_flushed_is_known(tmp_path):
 
 
 def test_what_was_there_before_is_flushed_too(tmp_path):
-    written(tmp_path, *(body(number) for number in range(6)), segment_bytes=150)
+    written(tmp_path, *(body(number) for number in range(6)), segment_bytes=280)
     synced: set[int] = set()
     with opened(tmp_path, sync=lambda each: synced.add(os.fstat(each).st_ino)) as (journal, _):
         asyncio.run(journal.flushed())
@@ -489,32 +604,135 @@ def test_every_segment_that_was_written_to_is_flushed(tmp_path):
     def sync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
 
-    with opened(tmp_path, segment_bytes=300, sync=sync) as (journal, _):
+    with opened(tmp_path, segment_bytes=560, sync=sync) as (journal, _):
         for number in range(12):
             journal.append(*body(number))
         asyncio.run(journal.flushed())
     assert synced == {file.stat().st_ino for file in tmp_path.iterdir()}
 
 
-def test_a_flush_that_fails_is_told_to_all_who_wait_and_tried_again_for_the_next(tmp_path):
-    broken = [True]
-    synced: list[int] = []
+class FailingDisk:
+    """A disk whose next flushes fail; as kernels do, it drops what was not flushed and says so only once."""
 
-    def sync(descriptor: int) -> None:
-        if broken[0]:
+    def __init__(self) -> None:
+        self.failures = 0
+        self._flushed: dict[int, int] = {}
+
+    def __call__(self, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        begin = min(self._flushed.get(descriptor, 0), size)
+        if self.failures:
+            self.failures -= 1
+            os.pwrite(descriptor, bytes(size - begin), begin)
             raise OSError(5, "the disk is gone")
-        synced.append(descriptor)
+        self._flushed[descriptor] = size
+
+
+def test_after_a_failed_flush_everything_is_written_anew(tmp_path):
+    disk = FailingDisk()
+    places: dict[str, Place] = {}
+
+    async def fail(journal: Journal) -> None:
+        journal.on_moved = lambda record: places.update({record.head["id"]: record.place})
+        for number in range(4):
+            places[str(number)] = journal.append(*body(number))
+            if number == 1:
+                await journal.flushed()
+        disk.failures = 1
+        await asyncio.gather(*(journal.flushed() for _ in range(3)))
+        assert all(map(journal.is_flushed, places.values()))
+        for number in range(4):
+            assert journal.read(places[str(number)]) == body(number)[2]
+        journal.append(*body(4))
+        await journal.flushed()
+
+    with opened(tmp_path, sync=disk) as (journal, _):
+        asyncio.run(fail(journal))
+    with opened(tmp_path) as (journal, records):
+        assert entries(journal, records) == [body(number) for number in range(5)]
+        assert journal.damage == []
+
+
+def test_a_flush_that_fails_twice_is_told_and_the_next_one_writes_anew_again(tmp_path):
+    disk = FailingDisk()
 
     async def fail(journal: Journal) -> None:
         journal.append(*body(0))
+        disk.failures = 2
         told = await asyncio.gather(*(journal.flushed() for _ in range(3)), return_exceptions=True)
         assert [str(error) for error in told] == ["[Errno 5] the disk is gone"] * 3
-        broken[0] = False
-        await journal.flushed()
-        assert synced
+        place = journal.append(*body(1))
+        assert not journal.is_flushed(place)
+        await journal.flushed(place)
+
+    with opened(tmp_path, sync=disk) as (journal, _):
+        asyncio.run(fail(journal))
+    with opened(tmp_path) as (journal, records):
+        assert entries(journal, records) == [body(0), body(1)]
+        assert journal.damage == []
+
+
+def test_records_that_come_during_a_failing_flush_are_written_anew_too(tmp_path):
+    slow, disk = SlowDisk(), FailingDisk()
+
+    def sync(descriptor: int) -> None:
+        slow(descriptor)
+        disk(descriptor)
+
+    async def overlap(journal: Journal) -> None:
+        journal.append(*body(0))
+        disk.failures = 1
+        early = asyncio.create_task(journal.flushed())
+        await asyncio.to_thread(slow.begun.acquire)
+        late = journal.append(*body(1))
+        waiting = asyncio.create_task(journal.flushed(late))
+        await asyncio.sleep(0)
+        slow.go.set()
+        await asyncio.gather(early, waiting)
 
     with opened(tmp_path, sync=sync) as (journal, _):
-        asyncio.run(fail(journal))
+        asyncio.run(overlap(journal))
+    assert found(tmp_path) == [body(0), body(1)]
+
+
+def test_a_disk_that_never_flushes_does_not_fill_the_memory(tmp_path):
+    disk = FailingDisk()
+
+    async def fill(journal: Journal) -> None:
+        disk.failures = 1000
+        for _ in range(11):
+            journal.append(REQUEST, {}, bytes(1000))
+            with pytest.raises(OSError, match="the disk is gone"):
+                await journal.flushed()
+        with pytest.raises(OSError, match="cannot be flushed"):
+            journal.append(REQUEST, {}, bytes(1000))
+        disk.failures = 0
+        await journal.flushed()
+        journal.append(*body(0))
+
+    with opened(tmp_path, sync=disk, unflushed_bytes=10_000) as (journal, _):
+        asyncio.run(fill(journal))
+
+
+def test_much_that_nobody_waits_for_is_flushed_all_the_same(tmp_path):
+    async def fill(journal: Journal) -> None:
+        for _ in range(100):
+            last = journal.append(RESULT, {}, bytes(1000))
+            await asyncio.sleep(0.001)
+            if journal.is_flushed(last):
+                return
+        raise AssertionError("nothing was flushed")
+
+    with opened(tmp_path, unflushed_bytes=100_000) as (journal, _):
+        asyncio.run(fill(journal))
+
+
+def test_a_disk_that_fails_at_the_start_stops_it(tmp_path):
+    written(tmp_path, *ENTRIES)
+    disk = FailingDisk()
+    disk.failures = 1
+    with pytest.raises(OSError, match="the disk is gone"), opened(tmp_path, sync=disk):
+        pass
 
 
 def test_who_stops_waiting_does_not_disturb_the_others(tmp_path):
@@ -542,7 +760,7 @@ def test_a_segment_is_not_closed_under_a_flush(tmp_path):
             journal.append(*body(number))
         flushing = asyncio.create_task(journal.flushed())
         await asyncio.to_thread(disk.begun.acquire)
-        compacting = asyncio.create_task(journal.compact(lambda _: False, lambda _: None))
+        compacting = asyncio.create_task(journal.compact(lambda _: False))
         for _ in range(20):
             await asyncio.sleep(0)
         assert oldest.exists()
@@ -551,7 +769,7 @@ def test_a_segment_is_not_closed_under_a_flush(tmp_path):
         assert await compacting
         assert not oldest.exists()
 
-    with opened(tmp_path, segment_bytes=300, sync=disk) as (journal, _):
+    with opened(tmp_path, segment_bytes=560, sync=disk) as (journal, _):
         oldest = min(tmp_path.iterdir())
         asyncio.run(overlap(journal))
 
@@ -571,11 +789,9 @@ def test_others_have_their_turns_while_a_segment_is_compacted(tmp_path):
                 journal.append(RESULT, {"id": f"meanwhile {turns}"}, b"")
                 await asyncio.sleep(0)
 
+        journal.on_moved = lambda record: places.update({record.head["id"]: record.place})
         compacting = asyncio.create_task(
-            journal.compact(
-                lambda record: record.head["id"] != "3",
-                lambda record: places.update({record.head["id"]: record.place}),
-            )
+            journal.compact(lambda record: bool(record.head["id"] != "3"))
         )
         del places["3"]
         await asyncio.gather(others(), compacting)

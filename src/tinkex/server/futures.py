@@ -21,9 +21,10 @@ from typing import Any, Final
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import GoneError, NotFoundError, RateLimitError
+from tinkex.errors import GoneError, InternalServerError, NotFoundError, RateLimitError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
+from .damage import Lost
 from .disk import as_client_error
 from .journal import Journal, Kind, Place, Record
 from .results import encode_result
@@ -143,6 +144,7 @@ class Promises:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal = journal
+        journal.on_moved = self.moved
         self._max_pending = max_pending
         self.clock = clock
         self._memory_bytes = memory_bytes
@@ -203,7 +205,7 @@ class Promises:
 
     def refuse(self, scope: str, seq_id: int) -> None:
         """Write down that a number was turned away, so that nobody waits for it after a restart either."""
-        head = {"id": "", "refused": scope, "seq": str(seq_id)}
+        head = {"id": "", "refused": scope, "scope": scope, "seq": str(seq_id)}
         with suppress(OSError):  # then they wait for a while
             self._journal.append(Kind.RESULT, head, b"")
 
@@ -298,9 +300,8 @@ class Promises:
                 "binary": result.binary,
                 "at": result.at,
                 "change": result.change,
+                "scope": promise.scope,
             }
-            if result.change is not None:
-                head["scope"] = promise.scope
             result.place = self._journal.append(Kind.RESULT, head, result.payload)
             self._unwritten.popleft()
             self._in_memory[promise.request_id] = promise
@@ -365,7 +366,7 @@ class Promises:
         head = record.head
         if "refused" in head:
             self.refused.setdefault(head["refused"], []).append(int(head["seq"]))
-        if promise is None and "scope" in head:
+        if promise is None and head.get("change") is not None:
             self.lost[head["scope"]] = max(head["change"], self.lost.get(head["scope"], 0))
         if promise is not None:
             self.reopen(promise)  # what was done again has two, and the later counts
@@ -381,6 +382,22 @@ class Promises:
                 ),
             )
         return promise
+
+    def fail_lost(self, lost: Lost) -> set[str]:
+        """Answer those whose request or result cannot be read; the ids of requests that were never done."""
+        for record in lost.results:
+            promise = self._promises.get(record.head["id"])
+            if promise is not None and not promise.done:
+                why = "The request was done; its result is damaged on the disk of the service."
+                self.fail(promise, InternalServerError(why), record.head.get("change"))
+        undone = set()
+        for record in lost.requests:
+            promise = self._promises[record.head["id"]]
+            if not promise.done:
+                undone.add(promise.request_id)
+                why = "The request was not done: it is damaged on the disk of the service."
+                self.fail(promise, InternalServerError(why))
+        return undone
 
     def reopen(self, promise: Promise) -> None:
         """Take a result of before a restart back: it is worth nothing without another that was lost."""

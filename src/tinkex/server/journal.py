@@ -3,66 +3,45 @@
 A record is on the disk before anybody is told that it is kept. Records that arrive together share one flush. Files
 are cut into segments; when the records of the oldest one that somebody still needs are few, they are written anew
 at the end and the segment goes. A record keeps its number when it moves, so that whoever reads the journal meets a
-request before its result, however often either was moved. After a crash the last record may be torn: its checksum
-does not match, it was never acknowledged, and it is cut off. One that is damaged between others is told and passed
-over; what it was is missed by those who read the rest.
+request before its result, however often either was moved. After a crash the last record may be torn: it was never
+acknowledged, and it is cut off. Anything else that cannot be read is damage: a copy of the segment is set aside,
+`damage` says what is missing, and `mend` removes it once the runs concerned are marked.
+
+After a failed flush nobody knows which pages are on the disk, and the next flush would not say. So everything that was
+not flushed before is kept in memory, and written anew to a new segment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
-import struct
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from tinkex.engine.files import flush, make_directory, sync
 
-__all__ = ["Journal", "Kind", "Place", "Record"]
+from .segments import PROLOGUE_BYTES, Damage, Kind, Place, Record, Torn, Writer, scan
+
+__all__ = ["Damage", "Journal", "Kind", "Place", "Record"]
 
 logger = logging.getLogger("tinkex.server")
 
-_MAGIC: Final = b"tinkexj1"
-#: Checksum of all that follows, kind, number, length of the head, length of the body.
-_HEADER: Final = struct.Struct("<IBQII")
 SEGMENT_BYTES: Final = 64 << 20
+#: Bytes that are not flushed yet at most: more are refused, because a disk that fails to flush must not fill the memory.
+UNFLUSHED_BYTES: Final = 1 << 30
+#: The part of that at which a flush begins although nobody waits for it.
+_EARLY: Final = 32
 #: How much of a segment is compacted before others have their turn: a millisecond's work.
 _SLICE_BYTES: Final = 64 << 10
-
-
-class Kind(IntEnum):
-    REQUEST = 1
-    RESULT = 2
-
-
-_KINDS: Final = frozenset(Kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the body of a record lies."""
-
-    segment: int
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One entry: `head` is small and says what it is, the body is bytes."""
-
-    number: int
-    kind: Kind
-    head: dict[str, Any]
-    place: Place
+#: A flush that fails is tried once more, in a new segment, before those who wait hear of it.
+_TRIES: Final = 2
 
 
 @dataclass
@@ -71,14 +50,24 @@ class _Segment:
     path: Path
     descriptor: int
     size: int
-    damaged: int = 0
+    writer: Writer | None  # of the segment that is written to, or was
+    flushed: int = 0
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Unflushed:
+    """A record that may have to be written anew, and where it ends now."""
+
+    record: Record
+    body: bytes
+    end: tuple[int, int]
 
 
 @dataclass
 class _Flush:
     """Those who wait for one flush, and up to where it goes once it has begun."""
 
-    descriptors: set[int] = field(default_factory=set)
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
     end: tuple[int, int] = (-1, 0)
 
@@ -91,17 +80,28 @@ class Journal:
         directory: Path,
         *,
         segment_bytes: int = SEGMENT_BYTES,
+        unflushed_bytes: int = UNFLUSHED_BYTES,
         sync: Callable[[int], None] = sync,
+        set_aside: Callable[[Path, str], object] = lambda path, why: None,
     ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
+        self._unflushed_limit = unflushed_bytes
         self._sync = sync
+        self._set_aside = set_aside
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
         self._end = self._flushed = (-1, 0)  # positions: a segment, and how much of it
+        self._unflushed: deque[_Unflushed] = deque()
+        self._unflushed_bytes = 0
+        self._distrusted = False  # the last flush failed
         self._flush = self._under_way = _Flush()
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-journal")
+        #: What could not be read when the journal was opened.
+        self.damage: list[Damage] = []
+        #: Told of every record that was written anew elsewhere.
+        self.on_moved: Callable[[Record], None] = lambda _: None
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -109,15 +109,25 @@ class Journal:
         """All records in the order in which they were first written."""
         make_directory(self._directory)
         records: dict[int, Record] = {}  # a crash in the middle of a move leaves two copies
-        for path in sorted(self._directory.glob("*.log")):
-            if path.stat().st_size < len(_MAGIC):  # a crash came before its first record
-                path.unlink()
-                continue
-            segment = _Segment(int(path.stem, 16), path, os.open(path, os.O_RDWR), 0)
+        paths = sorted(self._directory.glob("*.log"))
+        for path in paths:
+            descriptor = os.open(path, os.O_RDWR)
+            segment = _Segment(int(path.stem, 16), path, descriptor, 0, Writer.of(descriptor))
             self._segments[segment.number] = segment
-            records.update((record.number, record) for record in self._scan(segment))
+            records.update(
+                (record.number, record) for record in self._read(segment, last=path is paths[-1])
+            )
+            if not segment.size:  # a crash came before its first record
+                self._remove(segment)
+                continue
+            # Another process wrote it, and nobody knows whether it waited for the disk.
+            self._sync(descriptor)
+            segment.flushed = segment.size
         self._next_number = max(records, default=-1) + 1
-        self._go_on()
+        last = self._segments[max(self._segments)] if self._segments else None
+        if last is None or last.writer is None or last.damaged or last.size > self._segment_bytes:
+            last = self._roll()
+        self._end = self._flushed = (last.number, last.flushed)
         return [records[number] for number in sorted(records)]
 
     def close(self) -> None:
@@ -126,62 +136,43 @@ class Journal:
             os.close(segment.descriptor)
         self._segments.clear()
 
-    def _scan(self, segment: _Segment) -> Iterator[Record]:
-        """The whole records of a segment, whose size then is where they end.
-
-        Behind a damaged record the next one is looked for where its header says that it ends, and nowhere else:
-        a body may hold whatever its sender wanted to pass for a record.
-        """
-        end = os.fstat(segment.descriptor).st_size
-        segment.size = segment.damaged = 0
-        if os.pread(segment.descriptor, len(_MAGIC), 0) != _MAGIC:
-            return
-        segment.size = offset = len(_MAGIC)
-        while offset + _HEADER.size <= end:
-            header = os.pread(segment.descriptor, _HEADER.size, offset)
-            checksum, kind, number, head_size, body_size = _HEADER.unpack(header)
-            begin, body_at = offset, offset + _HEADER.size + head_size
-            offset = body_at + body_size
-            if offset > end or kind not in _KINDS:
-                break
-            rest = os.pread(segment.descriptor, head_size + body_size, begin + _HEADER.size)
-            if zlib.crc32(rest, zlib.crc32(header[4:])) != checksum:
-                continue
-            segment.damaged += begin - segment.size
-            segment.size = offset
-            place = Place(segment.number, body_at, body_size)
-            yield Record(number, Kind(kind), orjson.loads(rest[:head_size]), place)
-
-    def _go_on(self) -> None:
-        """Cut a torn end off and go on there, or begin a new segment."""
-        last = max(self._segments, default=-1)
-        for segment in self._segments.values():
-            excess = os.fstat(segment.descriptor).st_size - segment.size
-            if excess and segment.number == last and segment.size:
-                os.ftruncate(segment.descriptor, segment.size)
-                excess = 0
-            lost = segment.damaged + excess
-            if lost:  # more than the end of a crash: left for a person to look at
-                logger.error("%s is damaged: %d bytes cannot be read.", segment.path, lost)
-        # Of what another process wrote nobody knows whether it is on the disk.
-        self._flush.descriptors.update(each.descriptor for each in self._segments.values())
-        if last < 0 or not 0 < self._segments[last].size <= self._segment_bytes:
-            self._roll()
+    def _read(self, segment: _Segment, *, last: bool) -> Iterator[Record]:
+        """The records of a segment; a torn end is cut off, damage is set aside."""
+        found: list[Damage] = []
+        segment.size = os.fstat(segment.descriptor).st_size
+        for entry in scan(segment.descriptor, segment.number):
+            if isinstance(entry, Torn) and (last or segment.size <= PROLOGUE_BYTES):
+                logger.info("%s: %d bytes of a torn end are cut off.", segment.path, entry.length)
+                segment.size = entry.offset
+                os.ftruncate(segment.descriptor, entry.offset)
+            elif isinstance(entry, Torn):
+                found.append(Damage(entry.offset, entry.length))
+            elif isinstance(entry, Damage):
+                found.append(entry)
+            else:
+                yield entry
+        if found:
+            segment.damaged = True
+            self.damage += found
+            lost = sum(entry.length for entry in found)
+            logger.error("%s is damaged: %d bytes cannot be read.", segment.path, lost)
+            self._set_aside(segment.path, f"{lost} bytes of it cannot be read")
 
     def _roll(self) -> _Segment:
         """Begin a new segment."""
         number = max(self._segments, default=-1) + 1
         path = self._directory / f"{number:012x}.log"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        writer = Writer()
         try:
-            _write_all(descriptor, [_MAGIC], 0)
+            _write_all(descriptor, [writer.prologue], 0)
             flush(self._directory)
         except OSError:
             os.close(descriptor)
             path.unlink()
             raise
-        segment = self._segments[number] = _Segment(number, path, descriptor, len(_MAGIC))
-        self._flush.descriptors.add(descriptor)
+        segment = _Segment(number, path, descriptor, PROLOGUE_BYTES, writer)
+        self._segments[number] = segment
         return segment
 
     # -- writing -----------------------------------------------------------------------------
@@ -193,23 +184,46 @@ class Journal:
         return place
 
     def _append(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
+        if self._unflushed_bytes > self._unflushed_limit:
+            raise OSError(errno.EIO, "too much is waiting for a disk that cannot be flushed")
         segment = self._segments[max(self._segments)]
         if segment.size > self._segment_bytes:
             segment = self._roll()
-        head_bytes = orjson.dumps(head)
-        header = _HEADER.pack(0, kind, number, len(head_bytes), len(body))[4:]
-        checksum = zlib.crc32(body, zlib.crc32(head_bytes, zlib.crc32(header)))
-        parts = [checksum.to_bytes(4, "little") + header + head_bytes, body]
+        unflushed = self._write(segment, number, kind, head, body)
+        self._keep(unflushed)
+        if self._unflushed_bytes > self._unflushed_limit // _EARLY and self._flushing is None:
+            self._flush_soon()
+        return unflushed.record.place
+
+    def _flush_soon(self) -> None:
+        """Flush although nobody waits for it: results come without anybody who does."""
+        with suppress(RuntimeError):  # no event loop runs
+            loop = asyncio.get_running_loop()
+            waiting: asyncio.Future[None] = loop.create_future()
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._flush.waiting.append(waiting)
+            self._flushing = loop.create_task(self._flush_all())
+
+    def _write(
+        self, segment: _Segment, number: int, kind: Kind, head: dict[str, Any], body: bytes
+    ) -> _Unflushed:
+        """Write a record at the end of a segment."""
+        assert segment.writer is not None
+        parts = segment.writer.record(number, kind, head, body)
         try:
             _write_all(segment.descriptor, parts, segment.size)
         except OSError:
-            os.ftruncate(segment.descriptor, segment.size)
+            with suppress(OSError):  # the next record is written over what was left
+                os.ftruncate(segment.descriptor, segment.size)
             raise
         place = Place(segment.number, segment.size + len(parts[0]), len(body))
-        segment.size = place.offset + place.length
-        self._end = segment.number, segment.size
-        self._flush.descriptors.add(segment.descriptor)
-        return place
+        segment.size += sum(map(len, parts))
+        return _Unflushed(Record(number, kind, head, place), body, (segment.number, segment.size))
+
+    def _keep(self, unflushed: _Unflushed) -> None:
+        self._unflushed.append(unflushed)
+        self._unflushed_bytes += len(unflushed.body)
+        self._end = unflushed.end
 
     def is_flushed(self, place: Place) -> bool:
         """Whether the record whose body lies there is known to be on the disk."""
@@ -232,19 +246,15 @@ class Journal:
         await waiting
 
     async def _flush_all(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while self._flush.waiting:
                 flush, self._flush = self._flush, _Flush()
-                self._under_way, flush.end = flush, self._end
+                self._under_way = flush
                 error: Exception | None = None
-                try:
-                    await loop.run_in_executor(self._thread, self._sync_all, flush.descriptors)
-                except Exception as failure:  # whatever it is, nobody shall wait for ever
-                    error = failure
-                    self._flush.descriptors |= flush.descriptors
-                else:
-                    self._flushed = flush.end
+                for _ in range(_TRIES):
+                    error = await self._try_flush(flush)
+                    if not isinstance(error, OSError):
+                        break
                 for waiting in flush.waiting:
                     if waiting.done():
                         continue
@@ -252,8 +262,62 @@ class Journal:
                         waiting.set_result(None)
                     else:
                         waiting.set_exception(error)
+                flush.end = (-1, 0)  # nobody else may join it
         finally:
             self._flushing = None
+
+    async def _try_flush(self, flush: _Flush) -> Exception | None:
+        """Flush all that is written; what went wrong, if anything."""
+        loop = asyncio.get_running_loop()
+        try:
+            if self._distrusted:
+                self._write_anew()
+            flush.end = self._end
+            dirty = [each for each in self._segments.values() if each.size > each.flushed]
+            sizes = [each.size for each in dirty]
+            descriptors = [each.descriptor for each in dirty]
+            await loop.run_in_executor(self._thread, self._sync_all, descriptors)
+        except Exception as failure:  # whatever it is, nobody shall wait for ever
+            if isinstance(failure, OSError):
+                logger.exception("The journal could not be flushed.")
+                self._distrusted = True
+            return failure
+        for segment, size in zip(dirty, sizes, strict=True):
+            segment.flushed = size
+        self._flushed = max(self._flushed, flush.end)
+        while self._unflushed and self._unflushed[0].end <= self._flushed:
+            self._unflushed_bytes -= len(self._unflushed.popleft().body)
+        return None
+
+    def _write_anew(self) -> None:
+        """Write what was not flushed to a new segment; what the old ones hold of it does not count any more."""
+        distrusted = [each for each in self._segments.values() if each.size > each.flushed]
+        segment = self._roll()
+        try:
+            moved = [
+                self._write(
+                    segment, each.record.number, each.record.kind, each.record.head, each.body
+                )
+                for each in self._unflushed
+            ]
+        except OSError:
+            self._remove(segment)
+            raise
+        self._distrusted = False
+        self._unflushed.clear()
+        self._unflushed_bytes = 0
+        self._end = (segment.number, segment.size)
+        for each in moved:
+            self._keep(each)
+            self.on_moved(each.record)
+        for old in distrusted:
+            old.size = old.flushed
+            if not old.size:
+                self._remove(old)
+                continue
+            with suppress(OSError):
+                os.ftruncate(old.descriptor, old.size)
+        logger.warning("What was not flushed was written anew to %s.", segment.path)
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -266,39 +330,47 @@ class Journal:
     def size(self) -> int:
         return sum(segment.size for segment in self._segments.values())
 
-    async def compact(
-        self, needed: Callable[[Record], bool], moved: Callable[[Record], None]
-    ) -> bool:
-        """Let the oldest full segment go; records that are `needed` are written anew and reported as `moved`.
+    async def compact(self, needed: Callable[[Record], bool]) -> bool:
+        """Let the oldest full segment go; records that are `needed` are written anew, which `on_moved` is told.
 
         Whether that has gained anything. Others read and write meanwhile.
         """
         oldest = min(self._segments)
         if oldest == max(self._segments):
             return False
-        segment = self._segments[oldest]
+        return await self._rewrite(self._segments[oldest], needed)
+
+    async def mend(self) -> None:
+        """Replace damaged segments by new ones with what can be read of them."""
+        for segment in [each for each in self._segments.values() if each.damaged]:
+            await self._rewrite(segment, lambda _: True)
+        self.damage.clear()
+
+    async def _rewrite(self, segment: _Segment, needed: Callable[[Record], bool]) -> bool:
         gained = False
         paused_at = 0
-        for record in self._scan(replace(segment)):
+        for record in scan(segment.descriptor, segment.number):
+            if not isinstance(record, Record):
+                continue
             if record.place.offset - paused_at > _SLICE_BYTES:
                 paused_at = record.place.offset
                 await asyncio.sleep(0)
             if needed(record):
                 body = self.read(record.place)
-                moved(
-                    replace(
-                        record, place=self._append(record.number, record.kind, record.head, body)
-                    )
-                )
+                place = self._append(record.number, record.kind, record.head, body)
+                self.on_moved(replace(record, place=place))
             else:
                 gained = True
         await self.flushed()
-        del self._segments[oldest]
-        os.close(segment.descriptor)
-        segment.path.unlink()
+        self._remove(segment)
         return gained
 
-    def _sync_all(self, descriptors: set[int]) -> None:
+    def _remove(self, segment: _Segment) -> None:
+        del self._segments[segment.number]
+        os.close(segment.descriptor)
+        segment.path.unlink(missing_ok=True)
+
+    def _sync_all(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:
             self._sync(descriptor)
 

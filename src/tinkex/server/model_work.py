@@ -104,8 +104,11 @@ class Model:
     def check(self) -> None:
         """Refuse what is asked of a model that can do nothing any more."""
         if self.failure is not None:
-            whose = RequestErrorCategory.Server if self.corrupted else RequestErrorCategory.User
-            raise RequestFailedError(self.failure, category=whose)
+            raise RequestFailedError(self.failure, category=self.whose_failure)
+
+    @property
+    def whose_failure(self) -> RequestErrorCategory:
+        return RequestErrorCategory.Server if self.corrupted else RequestErrorCategory.User
 
 
 class ModelWork:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
@@ -21,6 +21,7 @@ from tinkex.errors import (
 )
 from tinkex.types import CreateModelRequest, ForwardRequest, LoadWeightsRequest
 
+from .damage import Lost
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
@@ -190,6 +191,8 @@ class Models:
             self._kept_bytes += len(body)
         model.last_request_at = self._now()
         self._enqueue(model, promise)
+        if model.corrupted:  # or it would wait for numbers that will never come
+            self._fail_waiting(model)
         return promise
 
     def _enqueue(self, model: Model, promise: Promise) -> None:
@@ -274,6 +277,8 @@ class Models:
             model.running = False
             model.made.set()  # or never will be: the first request is the one that makes it
             model.waiting_since = self._clock()
+            if model.corrupted:
+                self._fail_waiting(model)
             if not len(model.line):
                 self._waiting.discard(model)
             self._schedule()
@@ -328,15 +333,20 @@ class Models:
 
     async def _forget(self, model: Model, why: str) -> None:
         self._models.pop(model.model_id, None)
-        self._waiting.discard(model)
         model.made.set()
         model.failure = f"The model {why}."
+        self._fail_waiting(model)
+        await self._work.forget(model)
+
+    def _fail_waiting(self, model: Model) -> None:
+        """Answer everything in line of a model that can do nothing any more."""
+        self._waiting.discard(model)
         for promise in model.line.drain():
             if promise.request is not None:
                 self._kept_bytes -= promise.place.length
-            error = RequestFailedError(model.failure, promise.request_id, RequestErrorCategory.User)
+            assert model.failure is not None
+            error = RequestFailedError(model.failure, promise.request_id, model.whose_failure)
             self._promises.fail(promise, error)
-        await self._work.forget(model)
 
     def needs(self, promise: Promise) -> bool:
         """Whether a request may have to be run again."""
@@ -362,8 +372,15 @@ class Models:
 
     # -- restart -------------------------------------------------------------------------------
 
-    async def restore(self, promises: list[Promise]) -> None:
-        """Take up the models of before a restart; `promises` are in the order in which they were accepted."""
+    async def restore(
+        self, promises: list[Promise], lost: Lost | None = None, undone: Container[str] = ()
+    ) -> None:
+        """Take up the models of before a restart; `promises` are in the order in which they were accepted.
+
+        Models that miss something of what is `lost` are corrupted: they are never taken up as if they had not
+        been asked for it. `undone` are the ids of lost requests that were accepted and not done.
+        """
+        lost = lost or Lost()
         unloaded = {
             promise.scope
             for promise in promises
@@ -376,6 +393,8 @@ class Models:
             model = self._models.get(promise.scope)
             if model is None and promise.scope not in unloaded:
                 model = await self._revive_from(promise)
+                if model is None and lost.may_concern(promise.scope):
+                    model = await self._revive_run(promise.scope)
             if model is None:
                 if not promise.done:
                     gone = NotFoundError(f"There is no model {promise.scope!r}.")
@@ -388,6 +407,7 @@ class Models:
                     model.line.next_seq = max(model.line.next_seq, promise.seq_id + 1)
                 if self.needs(promise):
                     model.history.append(promise)
+        await self._revive_concerned(lost, unloaded)
         asked_for = {promise.scope for promise in promises}
         await self._db(
             self._snapshots.forget_others,
@@ -405,9 +425,41 @@ class Models:
                 self._promises.fail(promise, over)
             for seq_id in self._promises.refused.get(model.model_id, ()):
                 model.line.refuse(seq_id)
-            lost = self._promises.lost.get(model.model_id, 0)
-            model.changes = max([model.changes, lost, *map(change_of, model.history)])
+            forgotten = self._promises.lost.get(model.model_id, 0)
+            model.changes = max([model.changes, forgotten, *map(change_of, model.history)])
+            await self._check_is_whole(model, lost, undone)
         self._schedule()
+
+    async def _check_is_whole(self, model: Model, lost: Lost, undone: Container[str]) -> None:
+        needed = {promise.request_id for promise in model.history}
+        why = lost.reason(model.model_id, lambda name: name in needed or name in undone)
+        if why is not None and not model.corrupted:
+            await self._work.call_corrupted(model, DecodeError(why))
+        if model.corrupted:
+            self._fail_waiting(model)
+
+    async def _revive_concerned(self, lost: Lost, unloaded: Container[str]) -> None:
+        """Take up runs of which the journal has nothing any more, so that they are not said to be unloaded."""
+        concerned = [run.run_id for run in await self._db(self._store.corrupted_runs)]
+        if lost:
+            for session in await self._db(self._store.active_sessions):
+                runs = await self._db(self._store.runs_of_session, session.session_id)
+                concerned += [run.run_id for run in runs if lost.names(run.run_id)]
+        for model_id in concerned:
+            if model_id not in self._models and model_id not in unloaded:
+                await self._revive_run(model_id)
+
+    async def _revive_run(self, model_id: str) -> Model | None:
+        """A run that the database knows, unless its session has ended; what made it is not there."""
+        run = await self._db(self._store.run, model_id)
+        if run is None or not await self._is_active(run.session_id, run.owner):
+            return None
+        model = Model(model_id, run.session_id, run.owner, run.base_model, lora_of(run.lora))
+        await self._work.call_corrupted(
+            model, DecodeError("the request that made it cannot be read in the journal")
+        )
+        self._models[model_id] = model
+        return model
 
     def _go_back(self, model: Model, unknown: list[Promise]) -> list[Promise]:
         """Take a model back to before the first change whose result is lost; those that are not done again.

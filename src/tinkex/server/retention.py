@@ -82,7 +82,7 @@ class Retention:
         """Rewrite the journal from its beginning while most of it is of results that are gone."""
         while self._mostly_forgotten():
             needed = lambda record: self._promises.knows(record.head["id"])  # noqa: E731
-            if not await self._journal.compact(needed, self._promises.moved):
+            if not await self._journal.compact(needed):
                 break
 
     def _mostly_forgotten(self) -> bool:

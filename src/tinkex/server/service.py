@@ -27,6 +27,7 @@ from .archives import Signer
 from .auth import Keys
 from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
+from .damage import Lost
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
@@ -179,7 +180,8 @@ class Service:
             max_inflight_bytes_per_key=settings.max_inflight_bytes_per_key,
             max_inflight_bytes=settings.max_inflight_bytes,
         )
-        self.journal = Journal(data / "journal")
+        set_aside = SetAside(data, settings.now)
+        self.journal = Journal(data / "journal", set_aside=set_aside.copy)
         self.promises = Promises(
             self.journal,
             max_pending=settings.max_pending,
@@ -217,7 +219,6 @@ class Service:
             data / "losses", self.database, self.sessions, self.promises, self.engine
         )
         self.snapshots = Snapshots(data / "snapshots")
-        set_aside = SetAside(data, settings.now)
         work = ModelWork(
             self.database,
             self.checkpoints,
@@ -357,12 +358,18 @@ class Service:
     async def _restore(self, records: list[Record]) -> None:
         training: list[Promise] = []
         others: list[Promise] = []
-        for record in records:
+        lost = Lost(self.journal.damage)
+        for record in sorted([*records, *lost.requests], key=lambda record: record.number):
             promise = self.promises.restore(record)
             if promise is not None and record.kind is Kind.REQUEST:
                 alone = promise.operation.name in {"asample", "create_custom_loss"}
                 (others if alone else training).append(promise)
-        await self.models.restore(training)
+        undone = self.promises.fail_lost(lost)
+        await self.models.restore(training, lost, undone)
+        if (
+            self.journal.damage
+        ):  # those concerned are marked; the next start shall not find it again
+            await self.journal.mend()
         for promise in others:
             if not promise.done and promise.operation.name == "asample":
                 await self.samplers.resume(promise)

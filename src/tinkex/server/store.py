@@ -424,6 +424,10 @@ class Store:
                 connection, RunRow, _runs, _runs.c.session_id == session_id, _runs.c.created_at
             )
 
+    def corrupted_runs(self) -> list[RunRow]:
+        with self._transaction() as connection:
+            return _all(connection, RunRow, _runs, _runs.c.corrupted, _runs.c.created_at)
+
     def update_run(self, run_id: str, **changes: Any) -> bool:
         return self._update(_runs, _runs.c.run_id == run_id, changes)
 
