@@ -211,6 +211,11 @@ def _lease(url: str) -> socket.socket | None:
         lease.sendall(f"GET /lease HTTP/1.1\r\nhost: {address.netloc}\r\n\r\n".encode())
         answer = b""
         while b"held" not in answer:
+            if answer and not b"HTTP/1.1 200".startswith(answer[:12]):
+                raise ConfigError(
+                    f"the service at {url} was started with keys; pass base_url={url!r} and an api_key",
+                    field="base_url",
+                )
             part = lease.recv(4096)
             if not part:
                 raise ConnectionError("the service is ending")
@@ -218,5 +223,8 @@ def _lease(url: str) -> socket.socket | None:
     except OSError:
         lease.close()
         return None
+    except ConfigError:
+        lease.close()
+        raise
     lease.settimeout(None)
     return lease

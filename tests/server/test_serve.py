@@ -155,7 +155,7 @@ def test_a_service_says_one_line_answers_and_ends_when_told_to(start):
     half = socket.create_connection(again.address, timeout=PATIENCE)
     with idle, half, again.lease():
         half.sendall(
-            b"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+            b"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
         )
         assert again.end(signal.SIGINT) == (0, "", "")
     assert not address.exists()
@@ -214,7 +214,7 @@ def test_only_a_service_that_was_leased_ends_when_nobody_holds_it(tmp_path, cach
         parts = urlsplit(await ready)
         before = asyncio.all_tasks()
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        writer.write(b"GET /lease HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /lease HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await reader.readuntil(b"held\n")
         holding = asyncio.all_tasks() - before
         writer.close()

@@ -572,7 +572,7 @@ async def housed(data_dir: Path, **settings: Any):
     transport = httpx.ASGITransport(build_app(made))
     try:
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://service/api/v1/"
+            transport=transport, base_url="http://localhost/api/v1/"
         ) as client:
             yield made, client
     finally:

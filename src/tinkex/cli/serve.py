@@ -45,6 +45,14 @@ __all__ = ["command"]
     help="Keys that may call, one `name: key` a line. Needed to listen beyond this machine.",
 )
 @click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Without keys only requests to localhost and loopback addresses are served; this is another name that "
+    "their Host header may have. May be given more than once.",
+)
+@click.option(
     "--snapshot-every",
     type=click.FloatRange(min=0),
     default=30.0,
@@ -78,6 +86,7 @@ def command(
     dtype: str,
     database_url: str | None,
     api_key_file: Path | None,
+    allowed_hosts: tuple[str, ...],
     snapshot_every: float,
     chosen: tuple[str, ...],
     body_limits: tuple[str, ...],
@@ -102,6 +111,7 @@ def command(
         device=device,
         dtype=dtype,
         database_url=database_url,
+        allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
         **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},

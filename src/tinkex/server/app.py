@@ -15,9 +15,12 @@ from typing import Any, Final
 import orjson
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex._version import __version__
 from tinkex._wire import json_codec
@@ -36,6 +39,7 @@ from tinkex.types import (
 from . import archives, imports, openapi, pages, reports
 from .bodies import Received
 from .disk import as_client_error
+from .guard import refusal
 from .leases import Leases
 from .metrics import Metrics
 from .ranges import asked_range
@@ -123,8 +127,40 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route(reports.PATH, list_telemetry),
     ]
     if leases is not None:
-        routes.append(Route("/lease", leases.endpoint))
-    return Starlette(routes=routes)
+        routes.append(Route("/lease", _lease(service, leases)))
+    middleware = []
+    if not service.settings.keys.needed:
+        allowed = frozenset(map(str.lower, service.settings.allowed_hosts))
+        middleware.append(Middleware(_KeepsPagesAway, allowed))
+    return Starlette(routes=routes, middleware=middleware)
+
+
+class _KeepsPagesAway:
+    """Middleware that answers what the guard refuses, on all routes and on paths that are none."""
+
+    def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            error = refusal(scope["method"], headers.getlist("host"), headers, self._allowed)
+            if error is not None:
+                answer = _error_response(error, "request")
+        await answer(scope, receive, send)
+
+
+def _lease(service: Service, leases: Leases) -> Any:
+    async def endpoint(request: Request) -> Response:
+        try:
+            owner_of(service, request.headers)
+        except TinkerError as error:
+            return _error_response(error, "lease")
+        return await leases.endpoint(request)
+
+    return endpoint
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Final
 
 from tinkex.errors import AuthenticationError, ConfigError, InvalidInputError
 
-__all__ = ["LOCAL_OWNER", "Keys", "hash_key", "require_keys"]
+__all__ = ["LOCAL_OWNER", "Keys", "hash_key", "is_loopback", "require_keys"]
 
 #: Who everybody is where no keys are needed.
 LOCAL_OWNER: Final = "local"
@@ -161,7 +161,7 @@ def _parse_key(key: str) -> bytes:
 
 def require_keys(host: str, keys: Keys) -> None:
     """Refuse to listen where others can connect while nobody needs a key."""
-    if not keys.needed and not _is_loopback(host):
+    if not keys.needed and not is_loopback(host):
         raise ConfigError(
             f"{host!r} can be reached from other machines, and no keys are set; pass "
             "--api-key-file, or listen on 127.0.0.1",
@@ -169,7 +169,8 @@ def require_keys(host: str, keys: Keys) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address leads to this machine and nowhere else."""
     if host.lower() == "localhost":
         return True
     try:

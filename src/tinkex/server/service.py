@@ -85,6 +85,8 @@ class Settings:
     database_url: str | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
     keys: Keys = field(default_factory=Keys.open)
+    #: Names beyond loopback that requests to a service without keys may have in their `Host` header.
+    allowed_hosts: tuple[str, ...] = ()
     #: Seconds of work on a model after which a snapshot is due; a crash costs about as much.
     snapshot_every: float = 30.0
     #: A session of which nothing is heard for so long has ended.
