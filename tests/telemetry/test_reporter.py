@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ from tinkex.errors import (
     InvalidInputError,
     WrongThreadError,
 )
-from tinkex.telemetry.events import HttpRequestStop
+from tinkex.telemetry import bus
+from tinkex.telemetry.events import HttpRequestStop, OperationException
 from tinkex.telemetry.reporter import Limits, Reporter
 
 from ..client.helpers import (
@@ -85,6 +87,7 @@ def reporter(taker: Service, clock: FakeClock) -> Iterator[Callable[..., Reporte
             return runtime().submit(work, APIFuture(), group)
 
         made.append(Reporter(taker.ship, spawn, clock, Limits(**limits)))
+        made[-1].session_id = "s-1"
         return made[-1]
 
     yield make
@@ -375,10 +378,87 @@ def reporting(
 
 def test_telemetry_can_be_switched_off(service, monkeypatch):
     client = service()  # as all tests do
-    assert client.get_telemetry() is None
-    assert new_sampler(client).get_telemetry() is None
+    assert not client.get_telemetry()
+    assert not new_sampler(client).get_telemetry()
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    assert tinkex.ServiceClient(api_key="tml-x").get_telemetry() is None
+    assert not tinkex.ServiceClient(api_key="tml-x").get_telemetry()
+
+
+def test_a_reporter_that_is_switched_off_takes_everything_and_ships_nothing(server, service):
+    client = service()
+    new_sampler(client)
+    reporter = client.get_telemetry()
+    assert reporter.log("hello") is False
+    assert reporter.log_exception(ValueError("no")) is False
+    assert reporter.log_fatal_exception(ValueError("no")) is False
+    reporter.capture(HttpRequestStop)
+    assert reporter.flush(wait=True)
+    assert reporter.wait_until_drained()
+    assert reporter.stop()
+    with pytest.raises(ZeroDivisionError), tinkex.telemetry.capture_exceptions(reporter):
+        _ = 1 / 0
+    client.close().result()
+    assert server.asked(TELEMETRY) == []
+
+
+def test_what_is_logged_before_the_session_opens_belongs_to_it(server, reporting, clock):
+    reporter = reporting.get_telemetry()
+    assert reporter.log("early")
+    clock.advance(60)
+    new_sampler(reporting)
+    assert reporter.log("late")
+    reporting.close().result()
+    assert {request.json["session_id"] for request in server.asked(TELEMETRY)} == {"s-1"}
+    told = [
+        (event["event_session_index"], event.get("event_name", event["event"]))
+        for event in logged(server)
+    ]
+    assert told == [(0, "SESSION_START"), (1, "early"), (2, "late"), (3, "SESSION_END")]
+
+
+def test_the_call_that_opens_the_session_is_reported_when_it_fails(server, reporting):
+    server.on(CREATE_SAMPLER, Answer({"detail": "no such model"}, 404))
+    with pytest.raises(tinkex.NotFoundError):
+        new_sampler(reporting)
+    reporting.close().result()
+    start, failure, end = logged(server)
+    assert (start["event"], end["event"]) == ("SESSION_START", "SESSION_END")
+    assert (failure["event_name"], failure["severity"]) == ("user_error", "WARNING")
+    about = failure["event_data"]
+    assert (about["operation"], about["status_code"]) == ("create_sampling_session", 404)
+    assert about["message"].startswith("no such model")
+
+
+def test_a_failure_of_the_service_is_reported_as_an_error(server, reporting):
+    server.on(CREATE_SAMPLER, Answer({"detail": "torn", "category": "server"}, 400))
+    with pytest.raises(tinkex.BadRequestError):
+        new_sampler(reporting)
+    server.on(STEP, promise("r-1"))
+    server.on_future("r-1", failed("torn", "server"))
+    with pytest.raises(tinkex.RequestFailedError):
+        new_trainer(reporting).optim_step().result()
+    reporting.close().result()
+    failure = logged(server)[-2]
+    assert (failure["event_name"], failure["severity"]) == ("tinkex.operation.exception", "ERROR")
+
+
+def use_and_drop_a_client() -> None:
+    client = tinkex.ServiceClient(
+        base_url="http://127.0.0.1:9", api_key="tml-x", telemetry_enabled=True, max_retries=0
+    )
+    with pytest.raises(APIConnectionError):
+        client.get_server_capabilities()
+    assert bus.wants(OperationException)
+
+
+def test_a_client_dropped_before_its_session_opened_stops_listening(quiet_bus):
+    use_and_drop_a_client()
+
+    def is_forgotten() -> bool:
+        gc.collect()
+        return not bus.wants(OperationException)
+
+    until(is_forgotten)
 
 
 def test_all_clients_of_a_session_share_its_reporter(reporting):
@@ -437,9 +517,9 @@ def test_trouble_of_the_session_is_reported_and_no_other(server, reporting, serv
     metadata = queue["event_data"]["metadata"]
     assert (metadata["queue_state"], metadata["queue_state_reason"]) == ("paused_capacity", "busy")
     assert "session_id" not in metadata
-    assert (failure["event_name"], failure["severity"]) == ("tinkex.operation.exception", "ERROR")
-    assert failure["event_data"]["metadata"]["error"] == "RequestFailedError: no"
-    assert "duration" in failure["event_data"]["measurements"]
+    assert (failure["event_name"], failure["severity"]) == ("user_error", "WARNING")
+    assert failure["event_data"]["message"] == "no"
+    assert failure["event_data"]["operation"] == "optim_step"
 
 
 def test_a_cancelled_operation_is_no_trouble(server, reporting):
@@ -519,13 +599,12 @@ def test_an_exception_that_leaves_the_with_block_is_reported(server, service):
     events = logged(server)
     assert [event.get("event_name", event["event"]) for event in events] == [
         "SESSION_START",
-        "tinkex.operation.exception",
         "user_error",
         "SESSION_END",
     ]
     with pytest.raises(ZeroDivisionError):
         script(ZeroDivisionError())  # which is none of our business
-    assert [event["event"] for event in logged(server)[4:]] == ["SESSION_START", "SESSION_END"]
+    assert [event["event"] for event in logged(server)[3:]] == ["SESSION_START", "SESSION_END"]
 
 
 def test_a_heartbeat_is_not_part_of_the_report(server, reporting, clock):
@@ -743,6 +822,8 @@ def test_limits_are_as_documented():
         "threshold": 100,
         "interval": 10.0,
         "retries": 3,
+        "retry_delay": 1.0,
+        "request": 5.0,
         "drain": 30.0,
         "stop": 5.0,
     }

@@ -95,8 +95,8 @@ class _Sessionless:
     def holder(self) -> Session:
         return self._session
 
-    def get_telemetry(self) -> Reporter | None:
-        """What reports to the service on this session; None if that is switched off."""
+    def get_telemetry(self) -> Reporter:
+        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
         return self._session.reporter
 
     def close(self) -> APIFuture[None]:

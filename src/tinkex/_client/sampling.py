@@ -321,8 +321,8 @@ class SamplingClient(SamplingClientAsync):
         found = self._session.start_call("get_sampler", path=path).result()
         return load_tokenizer(tokenizer_id(found.base_model, found.tokenizer_id))
 
-    def get_telemetry(self) -> Reporter | None:
-        """What reports to the service on this session; None if that is switched off."""
+    def get_telemetry(self) -> Reporter:
+        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
         return self._session.reporter
 
     def get_sampler_handle(self) -> str:

@@ -525,8 +525,8 @@ class ServiceClient(ServiceClientAsync):
         session_id = self._session.session_id
         return f"{CONSOLE}/sessions" if session_id is None else f"{CONSOLE}/sessions/{session_id}"
 
-    def get_telemetry(self) -> Reporter | None:
-        """What reports to the service on this session; None if that is switched off."""
+    def get_telemetry(self) -> Reporter:
+        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
         return self._session.reporter
 
     telemetry_reporter = get_telemetry
@@ -550,9 +550,8 @@ class ServiceClient(ServiceClientAsync):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        reporter = self._session.reporter
-        if reporter is not None and isinstance(error, Exception) and concerns_tinkex(error):
-            reporter.log_exception(error)
+        if isinstance(error, Exception) and concerns_tinkex(error):
+            self._session.reporter.log_exception(error)
         if kind is None:
             status: FinishReason = "success"
         else:  # `sys.exit` is an interruption too, whatever its code

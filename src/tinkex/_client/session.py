@@ -13,11 +13,11 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Final, Literal, TypeVar
-from weakref import ref
+from weakref import finalize, ref
 
 from pydantic import ValidationError
 
@@ -136,11 +136,11 @@ class Session:
         #: The models trained here, by id; what a model costs depends on it.
         self.base_models: dict[str, str] = {}
         self._carrier = _Carrier(self)
-        self.reporter = (
-            Reporter(self._carrier.ship, self._carrier.spawn, self.clock)
-            if config.telemetry_enabled
-            else None
+        self.reporter = Reporter(
+            self._carrier.ship, self._carrier.spawn, self.clock, enabled=config.telemetry_enabled
         )
+        # A session that is dropped before it was opened has no other end at which to stop listening.
+        finalize(self, self.reporter.capture).atexit = False
         apply_log_level(config.log_level, dump_headers=config.dump_headers)
         begin_anew_in_forks(self)
 
@@ -153,8 +153,7 @@ class Session:
         self._local_lock = threading.Lock()
         self._group, self._background = TaskGroup(), set()
         self._close_lock = threading.Lock()
-        if self.reporter is not None:
-            self.reporter.begin_anew()
+        self.reporter.begin_anew()
         if self._closing is not None:
             self._closing = APIFuture()
             self._closing.set_result(None)
@@ -239,6 +238,8 @@ class Session:
         report: Callable[[calls.Call, T, float], object] | None = None,
     ) -> Coroutine[Any, Any, T]:
         """`work()`; where somebody listens, with its story told. `facts` say whose work it is."""
+        if self.session_id is None:
+            self.reporter.listen()  # else nobody would hear of the call that opens the session
         if not wants(Event):
             return work()
         return calls.observed(name, work, self.clock, {**self.metadata, **facts()}, report)
@@ -299,7 +300,11 @@ class Session:
 
     async def opened(self) -> str:
         """The id of the open session."""
-        return await _shared(self, "_opened", self._open)
+        session_id = await _shared(self, "_opened", self._open)
+        call = calls.current_call()
+        if call is not None and "session_id" not in call.metadata:
+            calls.add_metadata(session_id=session_id)  # the call that opened it began without one
+        return session_id
 
     async def _configure(self) -> ClientConfigResponse:
         await self._locate()
@@ -366,7 +371,7 @@ class Session:
         self.transport.metadata = self.metadata
         if wants(SessionOpened):
             emit(SessionOpened(session_id, self.config.shown_base_url, metadata=self.metadata))
-        if self.reporter is not None:
+        if self.reporter:
             self.reporter.opened(session_id, owner=self._owner)
             report_endings_to(self.reporter)
 
@@ -530,14 +535,12 @@ class Session:
         self._group.close(ClientClosedError("The client was closed before this was finished."))
         for task in self._background:
             task.cancel()
-        if self._transport is None and not (self.reporter and self.reporter.pending):
+        if self._transport is None and not self.reporter.pending:
             return
         if self.session_id is not None and wants(SessionClosed):
             emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
         try:
-            endings: list[Awaitable[object]] = []
-            if self.reporter is not None:
-                endings.append(self.reporter.close())
+            endings: list[Awaitable[object]] = [self.reporter.close()]
             if self._owner and self.session_id is not None:
                 endings.append(self._finish(self.session_id, reason, detail))
             await asyncio.gather(*endings)
@@ -592,15 +595,14 @@ class _Held:
     """What is left of a session that was dropped without being closed."""
 
     transport: Transport
-    reporter: Reporter | None
+    reporter: Reporter
     local: Any
     tasks: set[asyncio.Task[Any]]
 
     async def let_go(self) -> None:
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
-        if self.reporter is not None:
-            await self.reporter.close()
+        await self.reporter.close()
         await self.transport.close()
         if self.local is not None:
             self.local.close()
@@ -656,7 +658,8 @@ class _Carrier:
         living = self._session()
         if living is not None:
             await living._locate()
-        row, transport = operation("telemetry"), living.transport if living else self.transport
+        row = replace(operation("telemetry"), timeout=None)  # the reporter sets the deadline
+        transport = living.transport if living else self.transport
         if transport is None:
             raise ClientClosedError("The client is gone.")
         url, headers = transport.url(row.path), {"content-type": "application/json"}

@@ -490,8 +490,8 @@ class TrainingClient(TrainingClientAsync):
     def get_console_url(self) -> str:
         return f"{CONSOLE}/training_runs/{self.model_id}"
 
-    def get_telemetry(self) -> Reporter | None:
-        """What reports to the service on this session; None if that is switched off."""
+    def get_telemetry(self) -> Reporter:
+        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
         return self._session.reporter
 
     # -- how operations run ------------------------------------------------------------------

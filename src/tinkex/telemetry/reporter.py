@@ -2,8 +2,8 @@
 
 Events wait in a queue and go in batches: every ten seconds, or at once when a hundred have gathered. A batch
 stays in the queue until the service has taken it, so trouble there costs time and not events; what does not fit
-into a full queue is refused, and `log` says so. Closing waits for the queue to empty, but never longer than its
-limit.
+into a full queue is refused, and `log` says so. What is logged before the session is open waits for it, and belongs
+to it. Closing waits for the queue to empty, but never longer than its limit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
+from weakref import WeakSet
 
 from tinkex._retry import Clock, Tried, exponential, retrying
 from tinkex._version import PARITY_VERSION
@@ -77,6 +78,8 @@ class Limits:
     threshold: int = 100
     interval: float = 10.0
     retries: int = 3
+    retry_delay: float = 1.0  #: before the first retry; doubles, up to 8 s
+    request: float = 5.0  #: one attempt to ship a batch
     drain: float = 30.0
     stop: float = 5.0
 
@@ -88,7 +91,11 @@ class _Batch:
 
 
 class Reporter:
-    """The telemetry of one session; `spawn` runs a coroutine on the client's loop."""
+    """The telemetry of one session; `spawn` runs a coroutine on the client's loop.
+
+    Without `enabled` it takes nothing and ships nothing: `log` returns False, and the reporter itself is false, so that
+    code which reports needs no case for telemetry that is switched off.
+    """
 
     def __init__(
         self,
@@ -96,6 +103,8 @@ class Reporter:
         spawn: Callable[[Coroutine[Any, Any, Any]], _Pending],
         clock: Clock,
         limits: Limits | None = None,
+        *,
+        enabled: bool = True,
     ) -> None:
         self.limits = limits or Limits()
         self.session_id: str | None = None
@@ -103,10 +112,15 @@ class Reporter:
         self._spawn = spawn
         self._clock = clock
         self._subscription: int | None = None
+        self._kinds_chosen = False
         self._lock = bus.lock()
         self._began = clock.monotonic()
-        self._stopped = False
+        self._enabled = enabled
+        self._stopped = not enabled
         self.begin_anew()
+
+    def __bool__(self) -> bool:
+        return self._enabled
 
     def begin_anew(self) -> None:
         """Start with an empty queue, as a forked child must: what is in the queue is its parent's to send."""
@@ -115,6 +129,7 @@ class Reporter:
         self._index = 0
         self._batch: _Batch | None = None
         self._running = self._overflowing = False
+        self._told: WeakSet[BaseException] = WeakSet()
         self._process = uuid4().hex
         self._sending = asyncio.Lock()
         self._due = asyncio.Event()
@@ -137,13 +152,7 @@ class Reporter:
         """As the user's error if one is found in its chain, else as unhandled."""
         mistake = user_error_in(exception)
         if mistake is not None:
-            data = {
-                "error_type": type(mistake).__name__,
-                "message": without_keys(str(mistake)),
-                "status_code": getattr(mistake, "status_code", None),
-                "body": getattr(mistake, "body", None),
-            }
-            return self.log("user_error", data, "WARNING")
+            return self._put_mistake(mistake)
         return self._put(
             UnhandledExceptionEvent,
             severity,
@@ -151,6 +160,20 @@ class Reporter:
             error_message=without_keys(str(exception)),
             traceback=without_keys("".join(traceback.format_exception(exception))),
         )
+
+    def _put_mistake(self, mistake: BaseException, **more: Any) -> bool:
+        """Report an error of the user's own, once however many layers pass it on."""
+        if mistake in self._told:
+            return True
+        self._told.add(mistake)
+        data = {
+            "error_type": type(mistake).__name__,
+            "message": without_keys(str(mistake)),
+            "status_code": getattr(mistake, "status_code", None),
+            "body": getattr(mistake, "body", None),
+            **more,
+        }
+        return self.log("user_error", data, "WARNING")
 
     def log_fatal_exception(
         self, exception: BaseException, severity: str = "ERROR", *, timeout: float | None = None
@@ -161,21 +184,31 @@ class Reporter:
         _logger.info("Session %s ends with %s.", self.session_id, type(exception).__name__)
         return self.wait_until_drained(timeout) and accepted
 
+    def listen(self) -> None:
+        """Forward the events of `CAPTURED`, unless `capture` has chosen others."""
+        if not self._kinds_chosen:
+            self.capture(*CAPTURED)
+
     def capture(self, *kinds: type[Event]) -> None:
         """Forward these events of the session, in place of those that are forwarded now."""
+        self._kinds_chosen = True
         if self._subscription is not None:
             bus.detach(self._subscription)
             self._subscription = None
-        if kinds:
+        if kinds and not self._stopped:
             self._subscription = bus.attach(self._forward, *kinds)
 
     def _forward(self, event: Event) -> None:
-        if event.metadata.get("session_id") != self.session_id:
+        if self.session_id is None or event.metadata.get("session_id") != self.session_id:
             return
         if isinstance(event, HttpEvent) and event.pool_type == "telemetry":
             return  # else every report would be something to report
-        if isinstance(event, OperationException) and not isinstance(event.error, Exception):
-            return  # cancelled, which is nobody's trouble
+        if isinstance(event, OperationException):
+            if not isinstance(event.error, Exception):
+                return  # cancelled, which is not a failure
+            if (mistake := user_error_in(event.error)) is not None:
+                self._put_mistake(mistake, operation=event.operation)
+                return
         severity = "INFO"
         if event.name.endswith(".exception"):
             severity = "ERROR"
@@ -192,9 +225,10 @@ class Reporter:
         if owner and not self._announced:
             self._announced = True
             self._began = self._clock.monotonic()
-            self._put(SessionStartEvent, "INFO")
-        if self._subscription is None:
-            self.capture(*CAPTURED)
+            self._put(SessionStartEvent, "INFO", first=True)
+        elif self._queue:
+            self._begin_rounds()
+        self.listen()
 
     def _end(self) -> None:
         if self._announced:
@@ -226,7 +260,8 @@ class Reporter:
         """Ship what is there without waiting for the next round; with `wait`, until it is done."""
         if wait:
             return self.wait_until_drained(timeout)
-        self._wake(self._due)
+        if self._queue:
+            self._wake(self._due)
         return True
 
     def wait_until_drained(self, timeout: float | None = None) -> bool:
@@ -252,33 +287,56 @@ class Reporter:
         except TimeoutError:
             return False
 
-    def _put(self, kind: Callable[..., TelemetryEvent], severity: str, **fields: Any) -> bool:
+    def _put(
+        self,
+        kind: Callable[..., TelemetryEvent],
+        severity: str,
+        *,
+        first: bool = False,
+        **fields: Any,
+    ) -> bool:
+        """Queue an event; one that is `first` goes before what waits already, unless that is being shipped."""
         severity = severity.upper()
         if severity not in _SEVERITIES:
             raise InvalidInputError(f"must be one of {sorted(_SEVERITIES)}", field="severity")
         with self._lock:
             if self._stopped or self._is_full():
                 return False
+            first = first and self._index == len(self._queue) and self._batch is None
             event = kind(
                 event_id=uuid4().hex,
-                event_session_index=self._index,
+                event_session_index=0 if first else self._index,
                 severity=severity,
                 timestamp=datetime.fromtimestamp(self._clock.wall(), UTC),
                 **fields,
             )
+            if first:
+                waiting = enumerate(self._queue, 1)
+                moved = (each.model_copy(update={"event_session_index": n}) for n, each in waiting)
+                self._queue = deque([event, *moved])
+            else:
+                self._queue.append(event)
             self._index += 1
-            self._queue.append(event)
-            idle, self._running = not self._running, True
             many = len(self._queue) == self.limits.threshold
+        if self.session_id is None:  # it waits for the session it belongs to
+            return True
+        if not self._begin_rounds():
+            with self._lock:
+                self._queue.remove(event)
+            return False
+        if many:
+            self._wake(self._due)
+        return True
+
+    def _begin_rounds(self) -> bool:
+        """Ship in rounds from now on; False if the client was closed just now."""
+        with self._lock:
+            idle, self._running = not self._running, True
         if idle:
             try:
                 self._spawn(self._run())
-            except ClientClosedError:  # just now
-                with self._lock:
-                    self._queue.remove(event)
+            except ClientClosedError:
                 return False
-        if many:
-            self._wake(self._due)
         return True
 
     def _is_full(self) -> bool:
@@ -312,8 +370,11 @@ class Reporter:
         """Ship batch after batch; without a deadline, a few failures in a row end the round."""
         async with self._sending:
             self._hurry.clear()
+            delay = self.limits.retry_delay
             policy = (
-                _ShipPolicy(self.limits.retries, self._hurry) if deadline is None else _ShipPolicy()
+                _ShipPolicy(delay, self.limits.retries, self._hurry)
+                if deadline is None
+                else _ShipPolicy(delay)
             )
             sleep = self._pause_unless_hurried if deadline is None else self._clock.sleep
             now, wall, chance = self._clock.monotonic, self._clock.wall, self._clock.random
@@ -338,8 +399,11 @@ class Reporter:
             session_id=self.session_id or f"sessionless-{self._process}",
             process_uuid=self._process,
         )
+        until = self._clock.monotonic() + self.limits.request
         try:
-            await self._ship(request, batch.key, deadline)
+            await self._ship(
+                request, batch.key, until if deadline is None else min(until, deadline)
+            )
         except TinkerError as error:
             _logger.debug("Telemetry was not taken: %s", error)
             if error.retryable and not isinstance(error, GoneError):
@@ -380,6 +444,7 @@ class Reporter:
 class _ShipPolicy:
     """Backoff between attempts to ship a batch; `retries` and `hurry` end the attempts of one round."""
 
+    delay: float
     retries: int | None = None
     hurry: asyncio.Event | None = None  # set when somebody waits for the queue to empty
 
@@ -387,7 +452,7 @@ class _ShipPolicy:
         hurried = self.hurry is not None and self.hurry.is_set()
         if tried.attempt == self.retries or hurried or not isinstance(error, TinkerError):
             return None
-        return exponential(tried.attempt, 1.0, _MAX_BACKOFF) * (1 + 0.1 * tried.chance)
+        return exponential(tried.attempt, self.delay, _MAX_BACKOFF) * (1 + 0.1 * tried.chance)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
