@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._client.traced_loss import LossHandle as LossHandle
     from ._client.traced_loss import PerDatumLossFn as PerDatumLossFn
     from ._client.training import TrainingClient as TrainingClient
+    from ._client.with_retry import with_retry as with_retry
     from ._local import LocalServiceClient as LocalServiceClient
     from ._local import local as local
     from ._wire.transform import NOT_GIVEN as NOT_GIVEN
@@ -123,6 +124,7 @@ _NAMES = {
     "._client.tokenizers": "set_tokenizer_loader",
     "._client.traced_loss": "LossHandle PerDatumLossFn",
     "._client.training": "TrainingClient",
+    "._client.with_retry": "with_retry",
     "._local": "LocalServiceClient local",
     "._wire.transform": "NOT_GIVEN OMIT NotGiven Omit",
     ".compat": "install_as_tinker",
