@@ -169,7 +169,7 @@ def test_loss_and_its_reductions_are_metrics_of_their_own():
     both: dict[str, float] = {"loss": 1.0, "loss:mean": 2.0, "loss:sum": 3.0}
     combined = combine([result("a", 1, both), result("a", 1, both)])
     assert combined.metrics == {"loss": 1.0, "loss:mean": 2.0, "loss:sum": 6.0}
-    assert combined.loss == 1.0
+    assert combined.loss == 6.0
 
 
 def test_no_parts_have_no_metrics():

@@ -648,6 +648,33 @@ def test_a_sampler_without_a_name_lives_with_the_session(server, service):
     assert len(server.asked(CREATE_SAMPLER)) == 1
 
 
+def test_a_name_may_be_used_again_and_the_new_sampler_is_not_listed(server, service, caplog):
+    server.on(
+        SAVE_SAMPLER,
+        Answer({"path": "tinker://s-1:train:0/sampler_weights/eval"}),
+        Answer({"sampling_session_id": "s-1:sample:7"}),
+    )
+    trainer = new_trainer(service())
+    trainer.save_weights_and_get_sampling_client(name="eval")
+    again = trainer.save_weights_and_get_sampling_client(name="eval")
+    assert again._sampling_session_id == "s-1:sample:7"
+    first, second = (each.json for each in server.asked(SAVE_SAMPLER))
+    assert (first["path"], first.get("sampling_session_seq_id")) == ("eval", None)
+    assert ("path" in second, second["sampling_session_seq_id"]) == (False, 1)
+    assert any("'eval' already" in message for message in caplog.messages)
+
+
+def test_a_name_whose_saving_failed_for_a_while_can_be_used(server, service):
+    path = "tinker://s-1:train:0/sampler_weights/eval"
+    server.on(SAVE_SAMPLER, promise("first"), Answer({"path": path}))
+    server.on_future("first", failed("engine died", "server"))
+    trainer = new_trainer(service())
+    with pytest.raises(RequestFailedError):
+        trainer.save_weights_and_get_sampling_client(name="eval")
+    trainer.save_weights_and_get_sampling_client(name="eval")
+    assert [each.json["path"] for each in server.asked(SAVE_SAMPLER)] == ["eval", "eval"]
+
+
 def test_a_sampler_with_a_name_is_saved_under_it(server, trainer):
     sampler = trainer.save_weights_and_get_sampling_client("best")
     assert sampler._sampling_session_id == "s-1:sample:0"

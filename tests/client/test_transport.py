@@ -19,6 +19,7 @@ from tinkex import errors, types
 from tinkex._client.transport import Transport, _file_limit, _spare_sockets, machine_headers
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire.compression import compress
+from tinkex._wire.failures import lacks_route
 from tinkex._wire.operations import OPERATIONS, Pool, operation
 from tinkex.config import Config
 from tinkex.errors import (
@@ -175,14 +176,31 @@ def test_the_category_is_what_the_body_names_else_what_the_status_implies(
         ({"error": {"message": "m"}}, "m"),
         ({"detail": [{"loc": ["body", "rank"], "msg": "too small"}]}, "body.rank: too small"),
         (b"plain words", "plain words"),
-        (b"", "The service answered 404 without saying why."),
-        ([1], "The service answered 404 without saying why."),
         (b"\xff\xfe", "\ufffd\ufffd"),
     ],
 )
 def test_an_error_says_what_the_service_said(server, use, body, message):
     on_health(server, Answer(body, 404))
     assert failed(use).message == message
+
+
+@pytest.mark.parametrize(
+    "body", [{"detail": "Not Found"}, {"detail": "Method Not Allowed"}, b"", [1], b"404 Not Found."]
+)
+@pytest.mark.parametrize("status", [404, 405])
+def test_an_error_names_the_call_that_the_service_does_not_have(server, use, body, status):
+    on_health(server, Answer(body, status))
+    error = failed(use)
+    assert error.message == f"The service at {server.url} has no GET /api/v1/healthz."
+    assert lacks_route(error)
+    assert error.body == (body.decode() or None if isinstance(body, bytes) else body)
+
+
+def test_what_is_not_there_is_told_from_a_call_that_is_not_there(server, use):
+    on_health(server, Answer({"detail": "Checkpoint not found: a/b"}, 404))
+    error = failed(use)
+    assert error.message == "Checkpoint not found: a/b"
+    assert not lacks_route(error)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}"])

@@ -287,11 +287,11 @@ def test_loss_functions():
         ({}, None),
         ({"norm": 1.0}, None),
         ({"loss:sum": 3.0}, 3.0),
-        ({"loss:mean": 2.0, "loss:sum": 3.0}, 2.0),
-        ({"loss": 0.0, "loss:mean": 2.0}, 0.0),
+        ({"loss": 1.0, "loss:mean": 2.0, "loss:sum": 3.0}, 3.0),
+        ({"loss": 0.0, "loss:mean": 2.0}, None),
     ],
 )
-def test_the_loss_is_found_among_the_metrics(metrics, loss):
+def test_the_loss_is_the_sum_and_never_a_mean(metrics, loss):
     assert ForwardBackwardOutput("x", [], metrics).loss == loss
 
 

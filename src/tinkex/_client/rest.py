@@ -13,10 +13,12 @@ from urllib.parse import urljoin
 
 from tinkex._retry import Every, NotYetError, retrying
 from tinkex._version import PARITY_VERSION
+from tinkex._wire.failures import lacks_route
 from tinkex._wire.operations import Pool, operation
 from tinkex.config import Config
 from tinkex.errors import (
     APIResponseValidationError,
+    APIStatusError,
     ExperimentalWarning,
     InvalidInputError,
     InvalidPathError,
@@ -377,8 +379,20 @@ class RestClient(RestClientAsync, AdminClient):
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         deadline = self._session.deadline(timeout)
         headers = {**_headers_of(method), "accept": "application/gzip"}
-        work = partial(self._archive_url, where, headers, deadline)
+        work = partial(self._archive_url_of, where, headers, deadline)
         return self._session.start("get_checkpoint_archive_url", work, timeout=timeout)
+
+    async def _archive_url_of(
+        self, where: Mapping[str, str], headers: Mapping[str, str], deadline: float | None
+    ) -> CheckpointArchiveUrlResponse:
+        try:
+            return await self._archive_url(where, headers, deadline)
+        except APIStatusError as error:
+            # SkyRL's route has room for the name of a checkpoint, and none for its kind.
+            kind, _, name = where["checkpoint_id"].rpartition("/")
+            if not kind or not lacks_route(error):
+                raise
+            return await self._archive_url({**where, "checkpoint_id": name}, headers, deadline)
 
     async def _archive_url(
         self, where: Mapping[str, str], headers: Mapping[str, str], deadline: float | None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field
+from typing import Final
 
 from tinkex._retry import Tried, asked_wait, exponential, may_pass
 from tinkex._statuses import facts_of
@@ -64,6 +66,8 @@ class HTTPRetryPolicy:
         should = _should_retry(error)
         if should is None and _is_blank_400(error):
             return 0.0 if attempt < min(BLANK_400_RETRIES, self.max_retries) else None
+        if should is None and _is_lasting_conflict(error):
+            return None
         if should is False or (should is None and not may_pass(error)):
             return None
         if attempt < self.max_retries:
@@ -109,6 +113,14 @@ def _is_blank_400(error: TinkerError) -> bool:
     # The service always says what was wrong with a request; a 400 with an empty body comes from a proxy.
     body = error.body
     return error.status_code == 400 and not (body.strip() if isinstance(body, str) else body)
+
+
+def _is_lasting_conflict(error: TinkerError) -> bool:
+    # Most conflicts pass. A name or a number that another request has taken stays taken.
+    return error.status_code == 409 and bool(_TAKEN.search(error.message))
+
+
+_TAKEN: Final = re.compile(r"\b(already|duplicate|reused|taken)\b", re.IGNORECASE)
 
 
 def _should_retry(error: TinkerError) -> bool | None:

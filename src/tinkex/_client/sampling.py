@@ -13,7 +13,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-import numpy as np
 import orjson
 
 from tinkex._retry import Clock, Tried, retrying
@@ -65,6 +64,7 @@ from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
 from .checks import check_count
 from .chunking import input_bytes, known_tokens
+from .notices import logger
 from .polling import Poll
 from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
 from .retry import RetryConfig, SampleRetryPolicy, ThrottlePolicy
@@ -76,6 +76,7 @@ from .runtime import (
     fail,
     leave_behind,
 )
+from .sample_answers import check_answered, lacks_alternatives, with_first_logprob
 from .session import Session
 from .tokenizers import load_tokenizer, tokenizer_id
 from .transport import RawResponse
@@ -124,6 +125,7 @@ class SamplingClient(SamplingClientAsync):
         self._base_model: str | None = None
         self._model_id: str | None = None  # of the run whose weights are sampled
         self._metadata: Mapping[str, Any] | None = None
+        self._told_of_alternatives = False
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
@@ -421,7 +423,11 @@ class SamplingClient(SamplingClientAsync):
                 once, flight.policy, session.clock, waiting, deadline, attempt_events
             )
         flight.progressed()
-        _check_answered(fields, result)
+        check_answered(fields, result)
+        with_first_logprob(fields["prompt"], result)
+        if lacks_alternatives(fields, result) and not self._told_of_alternatives:
+            self._told_of_alternatives = True
+            logger.warning("The service ignores topk_sample_logprobs: its samples come without.")
         return result
 
     def _take_off(self) -> _Flight:
@@ -798,20 +804,6 @@ def _check_targets(targets: TensorData) -> None:
     if targets.dtype != "int64" or len(targets.shape or ()) != 2:
         told = f"{expected}, not {targets.dtype} of shape {targets.shape}"
         raise InvalidInputError(told, field=field)
-
-
-def _check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
-    """Refuse an answer of a service that does not know what was asked, and so has left it out."""
-    ignored = None
-    if fields.get("prompt_alt_tokens_k") and result.prompt_alt_tokens is None:
-        ignored = "prompt_alt_tokens_k"
-    last, scored = fields.get("prompt_logprobs_last_n"), result.prompt_logprobs_np
-    if last is not None and scored is not None and not np.isnan(scored[:-last]).all():
-        ignored = "prompt_logprobs_last_n"
-    if ignored is not None:
-        raise APIResponseValidationError(
-            message=f"The service ignores {ignored}; it may be too old to know it."
-        )
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

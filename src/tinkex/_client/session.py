@@ -64,6 +64,7 @@ from tinkex.types import (
 )
 
 from .budget import Budget, SampleBudget
+from .labels import Labels
 from .notices import logger
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
@@ -128,6 +129,7 @@ class Session:
         self._close_lock = threading.Lock()
         self._model_seq = itertools.count()
         self._sampling_seq = itertools.count()
+        self._labels = Labels()
         self.dynamic = ClientDynamicConfigResponse()
         self.flags = ClientConfigResponse()
         self.sample_budget: SampleBudget
@@ -337,18 +339,15 @@ class Session:
         await self.configured()
         if self.session_id is None:
             self.transport.admit(Pool.SESSION)
-            created = await self.transport.call(
-                operation("create_session"),
-                CreateSessionRequest(
-                    tags=list(self.config.tags),
-                    user_metadata=None
-                    if self._user_metadata is None
-                    else dict(self._user_metadata),
-                    sdk_version=PARITY_VERSION,
-                    project_id=self._project_id,
-                    display_name=self._display_name,
-                ),
+            request = CreateSessionRequest(
+                tags=list(self.config.tags),
+                user_metadata=None if self._user_metadata is None else dict(self._user_metadata),
+                sdk_version=PARITY_VERSION,
+                project_id=self._project_id,
+                display_name=self._display_name,
             )
+            call = partial(self.transport.call, operation("create_session"))
+            created = await self._labels.send("create_session", request, call)
             self.session_id = created.session_id
             for message, say in (
                 (created.info_message, logger.info),
@@ -459,7 +458,8 @@ class Session:
     ) -> tuple[UntypedAPIFuture | Any, float]:
         """Submit a queued operation: its promise, or at once its result, and how long that took."""
         started = self.clock.monotonic()
-        response = await self.transport.send(row, request, headers=headers, deadline=deadline)
+        send = partial(self.transport.send, row, headers=headers, deadline=deadline)
+        response = await self._labels.send(row.name, request, send)
         return self.read_promise(row, response), self.clock.monotonic() - started
 
     def read_promise(self, row: Operation[Any], response: RawResponse) -> Any:

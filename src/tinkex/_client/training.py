@@ -46,13 +46,14 @@ from tinkex.types import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
+from tinkex.types.paths import CONSOLE, CheckpointType, ParsedCheckpointTinkerPath, with_kind
 
 from . import chunking, custom_loss, traced_loss
 from ._async_twins import TrainingClientAsync
 from .budget import Lease
 from .checks import check_data, check_loss, check_name
 from .custom_loss import CustomLossFn
+from .loss_sums import with_loss_sum
 from .notices import logger
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
@@ -99,6 +100,7 @@ class TrainingClient(TrainingClientAsync):
         self._queue_logger = QueueLogger("Training", model_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
         self._after_step: tuple[Callable[[], object], ...] = ()
+        self._sampler_names: set[str] = set()  # of the sampler checkpoints saved here
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
@@ -259,6 +261,7 @@ class TrainingClient(TrainingClientAsync):
                 user_metadata=user_metadata,
             ),
             timeout,
+            then=_normalised,
         )
 
     def save_weights_for_sampler(
@@ -271,7 +274,7 @@ class TrainingClient(TrainingClientAsync):
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Save the weights under `name` for sampling."""
         check_name(name)
-        return self._simple(
+        saving = self._simple(
             "save_weights_for_sampler",
             lambda seq_id: SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
@@ -283,6 +286,7 @@ class TrainingClient(TrainingClientAsync):
             timeout,
             then=lambda saved: SaveWeightsForSamplerResponse(path=_path_of(saved)),
         )
+        return self._remember_name(name, saving)
 
     def save_weights_external(
         self,
@@ -304,7 +308,7 @@ class TrainingClient(TrainingClientAsync):
                 age_encryption_recipients=age_encryption_recipients,
             ),
             timeout,
-            then=lambda saved: SaveWeightsExternalResponse(path=_path_of(saved)),
+            then=lambda saved: SaveWeightsExternalResponse(path=_path_of(saved, "external")),
         )
 
     def load_state(
@@ -363,6 +367,9 @@ class TrainingClient(TrainingClientAsync):
 
         With a `name` the weights are saved under it; without one the sampler lives as long as the session
         and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
+
+        A name may be used again: its checkpoint keeps the weights of the first time, and the new sampler, which has the
+        current weights, is not listed.
         """
         return self._save_weights_and_get_sampling_client(
             name, retry_config, record_stability_info, ttl_seconds=ttl_seconds, timeout=timeout
@@ -384,6 +391,13 @@ class TrainingClient(TrainingClientAsync):
         if name is not None:
             check_name(name)
         session = self._session
+        if name is not None and name in self._sampler_names:
+            logger.warning(
+                "%s has a sampler checkpoint %r already; this sampler is not listed as one.",
+                self.model_id,
+                name,
+            )
+            name = None
         unnamed = None if name is not None else session.next_sampling_seq()
 
         def request(seq_id: int) -> SaveWeightsForSamplerRequest:
@@ -411,7 +425,21 @@ class TrainingClient(TrainingClientAsync):
             sampler._model_id = self.model_id
             return sampler
 
-        return self._simple("save_weights_for_sampler", request, timeout, then=sampler)
+        saving = self._simple("save_weights_for_sampler", request, timeout, then=sampler)
+        return self._remember_name(name, saving)
+
+    def _remember_name(self, name: str | None, saving: APIFuture[T]) -> APIFuture[T]:
+        """Take `name` as used for a sampler checkpoint, unless saving it fails for a reason that may pass."""
+
+        def forget(saved: Any) -> None:
+            error = None if saved.cancelled() else saved.exception()
+            if saved.cancelled() or (error is not None and not getattr(error, "user_error", True)):
+                self._sampler_names.discard(cast("str", name))
+
+        if name is not None:
+            self._sampler_names.add(name)
+            saving.add_done_callback(forget)
+        return saving
 
     def save_weights_and_get_sampling_client_submit(
         self, retry_config: RetryConfig | None = None
@@ -593,7 +621,7 @@ class TrainingClient(TrainingClientAsync):
     ) -> ForwardBackwardOutput:
         async with turn:
             promises = await self._dispatch(turn, name, data, loss_fn, config, deadline)
-        return await self._combined(name, promises, deadline)
+        return with_loss_sum(await self._combined(name, promises, deadline), data, loss_fn)
 
     async def _custom(
         self,
@@ -749,12 +777,17 @@ def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:
         emit(TrainingStep(call.id, call.operation, seconds, metrics, metadata=call.metadata))
 
 
-def _path_of(saved: Any) -> str:
+def _path_of(saved: Any, kind: CheckpointType = "sampler") -> str:
     if saved.path is None:
         raise APIResponseValidationError(
             message="The service saved the weights without saying where."
         )
-    return cast("str", saved.path)
+    return with_kind(saved.path, kind)
+
+
+def _normalised(saved: SaveWeightsResponse) -> SaveWeightsResponse:
+    path = with_kind(saved.path, "training")
+    return saved if path == saved.path else saved.model_copy(update={"path": path})
 
 
 def _pass_request(

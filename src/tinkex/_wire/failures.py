@@ -7,6 +7,7 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -30,6 +31,7 @@ __all__ = [
     "error_from_response",
     "failure_body",
     "failure_from_body",
+    "lacks_route",
     "response_from_error",
     "retry_after",
 ]
@@ -82,9 +84,11 @@ def error_from_response(
         content: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
         content = body.decode("utf-8", "replace") or None
+    message = _message(content)
+    if _is_missing_route(status, message):
+        message = _no_such_route(request)
     return status_error_class(status)(
-        _message(content)
-        or _UNEXPLAINED.get(status, f"The service answered {status} without saying why."),
+        message or _UNEXPLAINED.get(status, f"The service answered {status} without saying why."),
         HTTPResponse(status, dict(headers), request),
         content,
         retry_after=retry_after(headers, now),
@@ -94,6 +98,27 @@ def error_from_response(
 _UNEXPLAINED: Final = {
     410: "What was asked for has expired and is gone at the service; submit the request again.",
 }
+
+
+#: What web frameworks say of an address they have no function for. A service says what it has not found.
+_GENERIC: Final = frozenset(
+    {"", "not found", "method not allowed", "404 not found", "404 page not found"}
+)
+
+
+def _is_missing_route(status: int, message: str) -> bool:
+    return status in {404, 405} and message.strip().rstrip(".").lower() in _GENERIC
+
+
+def _no_such_route(request: HTTPRequest) -> str:
+    parts = urlsplit(request.url)
+    where = f"The service at {parts.scheme}://{parts.netloc}" if parts.netloc else "The service"
+    return f"{where} has no {request.method} {parts.path}."
+
+
+def lacks_route(error: TinkerError) -> bool:
+    """Whether the service has no such call at all, as opposed to no such thing."""
+    return _is_missing_route(error.status_code or 0, _message(error.body))
 
 
 def _message(content: Any) -> str:

@@ -17,7 +17,7 @@ from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
 from .connection import Connection, connected, formatted
 from .drawing import drawn
 from .output import Output, say
-from .templates import Text, chat_tokens
+from .templates import Text, chat_tokens, stop_tokens
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
@@ -96,6 +96,8 @@ class Partner:
         asked = {"role": "user", "content": question}
         prompt = chat_tokens(self.tokenizer, [*self.opening, *self.said, asked], asking=True)
         text, tokens, reason = Text(self.tokenizer), 0, None
+        if params.stop is None and (ends := stop_tokens(self.tokenizer)):
+            params = params.model_copy(update={"stop": ends})
         stream = self.sampler.sample_stream(ModelInput.from_ints(prompt), params)
         async with aclosing(stream) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:

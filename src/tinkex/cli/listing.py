@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from tinkex._wire.failures import lacks_route
 from tinkex.errors import NotFoundError
 
 from .human import moment
@@ -20,7 +21,28 @@ def of_user(rest: Any, limit: int, offset: int) -> tuple[list[Any], int | None]:
         answer = rest.list_user_checkpoints(count, start).result()
         return answer.checkpoints, None if answer.cursor is None else answer.cursor.total_count
 
-    return fetch_all(page, "checkpoints", limit=limit, offset=offset, page_size=1000)
+    try:
+        return fetch_all(page, "checkpoints", limit=limit, offset=offset, page_size=1000)
+    except NotFoundError as error:
+        if not lacks_route(error):
+            raise
+    found = sorted(_of_all_runs(rest), key=made_at, reverse=True)
+    return found[offset : offset + limit if limit else None], len(found)
+
+
+def _of_all_runs(rest: Any) -> list[Any]:
+    """Run by run, for services that list the checkpoints of a run only."""
+
+    def page(count: int, start: int) -> tuple[list[Any], int | None]:
+        answer = rest.list_training_runs(count, start).result()
+        return answer.training_runs, answer.cursor.total_count
+
+    runs, _ = fetch_all(page, "runs", limit=0, offset=0, page_size=100)
+    return [
+        checkpoint
+        for run in runs
+        for checkpoint in rest.list_checkpoints(run.training_run_id).result().checkpoints
+    ]
 
 
 def find(rest: Any, path: str) -> Any:

@@ -10,6 +10,7 @@ from tinkex.config import LOCAL
 
 from .connection import Connection, connected, formatted
 from .human import ago
+from .listing import of_user
 from .output import Output
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ def _ask(connection: Connection, payload: Status) -> None:
         payload["models"] = service.get_server_capabilities().model_names()
         rest = service.create_rest_client()
         runs = rest.list_training_runs(5, 0).result()
-        kept = rest.list_user_checkpoints(1, 0).result().cursor
+        _, payload["checkpoints"] = of_user(rest, 1, 0)
     payload["runs"], payload["last_runs"] = runs.cursor.total_count, runs.training_runs
-    payload["checkpoints"] = None if kept is None else kept.total_count
 
 
 def _facts(payload: Status) -> dict[str, object]:

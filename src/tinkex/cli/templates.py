@@ -7,7 +7,7 @@ from typing import Any
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Message", "Text", "answer_of", "chat_tokens"]
+__all__ = ["Message", "Text", "answer_of", "chat_tokens", "stop_tokens"]
 
 Message = Mapping[str, Any]
 
@@ -48,6 +48,26 @@ def answer_of(
         shortened.pop()
     ended = shortened and not tokenizer.decode(shortened[-1:], skip_special_tokens=True)
     return prompt, shortened if ended else written
+
+
+def stop_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the tokenizer's own, and the one its chat template writes after an answer.
+
+    They are sent with each request because a service may have no default of its own.
+    """
+    ends: list[int] = []
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if isinstance(eos, int):
+        ends.append(eos)
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    try:
+        _, written = answer_of(tokenizer, [asked], answer)
+    except InvalidInputError:  # the template has its own idea of a conversation
+        return ends
+    last = written[-1:]
+    if last and last[0] not in ends and not tokenizer.decode(last, skip_special_tokens=True):
+        ends.append(last[0])
+    return ends
 
 
 class Text:

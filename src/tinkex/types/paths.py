@@ -80,6 +80,14 @@ class ParsedCheckpointTinkerPath(ResponseModel):
         return self.checkpoint_id.partition("/")[2]
 
 
+def with_kind(tinker_path: str, checkpoint_type: CheckpointType) -> str:
+    """The path of a checkpoint whose kind is known; SkyRL leaves the kind out when it has saved a sampler."""
+    run, slash, name = tinker_path.removeprefix(SCHEME).partition("/")
+    if not tinker_path.startswith(SCHEME) or not (run and slash and name) or "/" in name:
+        return tinker_path
+    return f"{SCHEME}{run}/{_KIND_OF_TYPE[checkpoint_type]}/{name}"
+
+
 def console_url(tinker_path: str) -> str:
     """The page of a checkpoint in the hosted service's console."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)

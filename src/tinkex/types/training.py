@@ -328,11 +328,11 @@ class ForwardBackwardOutput:
 
     @property
     def loss(self) -> float | None:
-        """The loss under the name the service gives it: `loss`, `loss:mean` or `loss:sum`."""
-        for name in ("loss", "loss:mean", "loss:sum"):
-            if name in self.metrics:
-                return self.metrics[name]
-        return None
+        """The sum of the loss over all tokens and datums, which is the metric `loss:sum`; None where that is unknown.
+
+        It is never a mean: divide it by the sum of the weights for the loss per token.
+        """
+        return self.metrics.get("loss:sum")
 
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]

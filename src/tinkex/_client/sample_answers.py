@@ -1,0 +1,43 @@
+"""Whether a sample holds what was asked for, and what is done where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tinkex.errors import APIResponseValidationError
+from tinkex.types import EncodedTextChunk, ModelInput, SampleResponse
+
+__all__ = ["check_answered", "lacks_alternatives", "with_first_logprob"]
+
+
+def check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
+    """Refuse the answer of a service that does not know what was asked, and so has left it out."""
+    ignored = None
+    if fields.get("prompt_alt_tokens_k") and result.prompt_alt_tokens is None:
+        ignored = "prompt_alt_tokens_k"
+    last, scored = fields.get("prompt_logprobs_last_n"), result.prompt_logprobs_np
+    if last is not None and scored is not None and not np.isnan(scored[:-last]).all():
+        ignored = "prompt_logprobs_last_n"
+    if ignored is not None:
+        raise APIResponseValidationError(
+            message=f"The service ignores {ignored}; it may be too old to know it."
+        )
+
+
+def lacks_alternatives(fields: Mapping[str, Any], result: SampleResponse) -> bool:
+    """Whether `topk_sample_logprobs` was asked for and no sequence has any; the samples are good all the same."""
+    return bool(fields.get("topk_sample_logprobs")) and all(
+        sequence.topk_logprobs_np is None for sequence in result.sequences
+    )
+
+
+def with_first_logprob(prompt: ModelInput, result: SampleResponse) -> None:
+    """Put prompt logprobs in their places where a service leaves out the first token, which has none."""
+    scored = result.prompt_logprobs_np
+    if scored is None or not all(isinstance(chunk, EncodedTextChunk) for chunk in prompt.chunks):
+        return
+    if len(scored) == prompt.length - 1:
+        result.prompt_logprobs_np = np.concatenate([np.array([np.nan], scored.dtype), scored])

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import tinkex
+
+from ..scripted import FakeClock
+from .dialect import Dialect
+from .skyrl import SkyRL
+from .tuft import TuFT
+
+
+@pytest.fixture
+def skyrl() -> Iterator[SkyRL]:
+    with SkyRL() as running:
+        yield running
+
+
+@pytest.fixture
+def tuft() -> Iterator[TuFT]:
+    with TuFT() as running:
+        yield running
+
+
+@pytest.fixture
+def client_of(clock: FakeClock) -> Iterator[Callable[..., tinkex.ServiceClient]]:
+    """Make clients of a dialect, closed at the end of the test."""
+    made: list[tinkex.ServiceClient] = []
+
+    def make(server: Dialect, **options: Any) -> tinkex.ServiceClient:
+        options = {"api_key": "tml-test", "clock": clock, "telemetry_enabled": False, **options}
+        made.append(tinkex.ServiceClient(base_url=server.url, **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close().result(10)

@@ -1,0 +1,214 @@
+"""The client against SkyRL's server, as its routes and answers were recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex._client.tokenizers import set_tokenizer_loader
+from tinkex.errors import BadRequestError, ConflictError, NotFoundError
+
+from ..cli.commands import run
+from ..client.helpers import PROMPT, datum
+from ..scripted import Answer
+from .skyrl import DRAWN, SkyRL
+
+TWO = types.SamplingParams(max_tokens=2)
+
+
+@pytest.fixture
+def client(skyrl: SkyRL, client_of: Callable[..., tinkex.ServiceClient]) -> tinkex.ServiceClient:
+    return client_of(skyrl)
+
+
+@pytest.fixture
+def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
+    return client.create_lora_training_client("some/model", rank=4)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def test_the_sum_of_the_loss_is_computed_where_the_server_does_not_say_it(trainer):
+    half = types.Datum(PROMPT, {"target_tokens": [1, 2, 3], "weights": [0.0, 1.0, 0.5]})
+    for result in (
+        trainer.forward([half, datum(4, 5)], "cross_entropy").result(10),
+        trainer.forward_backward([half, datum(4, 5)], "cross_entropy").result(10),
+    ):
+        assert result.metrics["loss:sum"] == result.loss == pytest.approx(0.5 * 1.5 + 0.5 * 2)
+    stepped = trainer.optim_step(types.AdamParams()).result(10)
+    assert stepped.metrics["skyrl.ai/grad_norm"] == 0.25
+
+
+def test_the_sum_of_other_losses_is_that_of_the_losses_per_token(trainer):
+    scored = {"target_tokens": [1, 2, 3], "advantages": [1.0] * 3, "logprobs": [-1.0] * 3}
+    weighted = types.Datum(PROMPT, {**scored, "weights": [1.0, 1.0, 0.0]})
+    result = trainer.forward_backward([weighted], "importance_sampling").result(10)
+    assert result.loss == pytest.approx(1.0)
+
+
+def test_a_name_that_is_taken_is_refused_at_once(skyrl, trainer, clock):
+    trainer.save_state("best").result(10)
+    with pytest.raises(ConflictError, match="'best' already exists"):
+        trainer.save_state("best").result(10)
+    assert len(skyrl.asked("POST /api/v1/save_weights")) == 2
+    assert clock.slept == []
+
+
+def test_a_failed_training_request_is_a_value_error(skyrl, trainer):
+    skyrl.on_future("2", Answer({"detail": "bad shape"}, 400))
+    with pytest.raises(BadRequestError, match="bad shape") as refused:
+        trainer.optim_step(types.AdamParams()).result(10)
+    assert isinstance(refused.value, ValueError)
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def test_the_path_of_a_saved_sampler_fits_every_later_call(skyrl, client, trainer, tmp_path):
+    saved = trainer.save_weights_for_sampler("final").result(10)
+    assert saved.path == "tinker://model_1/sampler_weights/final"
+    rest = client.create_rest_client()
+    assert rest.get_training_run_by_tinker_path(saved.path).result(10).base_model == "some/model"
+    sampler = client.create_sampling_client(model_path=saved.path)
+    assert sampler.sample(PROMPT, 1, TWO).result(10).sequences[0].tokens == DRAWN[:2]
+    assert rest.get_checkpoint_archive_url_from_tinker_path(saved.path).result(10).url == (
+        f"{skyrl.url}/api/v1/training_runs/model_1/checkpoints/final/download"
+    )
+    rest.delete_checkpoint_from_tinker_path(saved.path).result(10)
+
+
+def test_an_archive_that_is_not_there_is_not_found(client):
+    rest = client.create_rest_client()
+    with pytest.raises(NotFoundError, match="Checkpoint not found: model_1/no"):
+        rest.get_checkpoint_archive_url("tinker://model_1/sampler_weights/no").result(10)
+
+
+def test_training_goes_on_from_a_saved_state(client, trainer):
+    path = trainer.save_state("half").result(10).path
+    assert path == "tinker://model_1/weights/half"
+    trainer.load_state_with_optimizer(path).result(10)
+    assert client.create_training_client_from_state(path).model_id == "model_1"
+
+
+def test_a_sampler_of_the_current_weights_can_be_made_twice_with_one_name(skyrl, trainer):
+    first = trainer.save_weights_and_get_sampling_client(name="eval")
+    second = trainer.save_weights_and_get_sampling_client(name="eval")
+    for sampler in (first, second):
+        assert sampler.sample(PROMPT, 1, TWO).result(10).sequences[0].tokens == DRAWN[:2]
+    assert ("sampler", "eval") in skyrl.saved
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+
+def test_prompt_logprobs_that_lack_the_first_token_are_put_in_their_places(client):
+    sampler = client.create_sampling_client(base_model="some/model")
+    assert sampler.compute_logprobs(PROMPT).result(10) == [None, -1.0, -1.0]
+    drawn = sampler.sample(PROMPT, 1, TWO, include_prompt_logprobs=True).result(10)
+    assert drawn.prompt_logprobs == [None, -1.0, -1.0]
+
+
+def test_alternatives_that_were_asked_for_and_did_not_come_are_said(client, caplog):
+    sampler = client.create_sampling_client(base_model="some/model")
+    with caplog.at_level("WARNING", "tinkex"):
+        for _ in range(2):
+            drawn = sampler.sample(PROMPT, 1, TWO, topk_sample_logprobs=3).result(10)
+            assert drawn.sequences[0].tokens == DRAWN[:2]
+    said = [each for each in caplog.messages if "topk_sample_logprobs" in each]
+    assert len(said) == 1  # once a sampler, not once a sample
+
+
+def test_a_stream_falls_back_to_a_sample(client):
+    sampler = client.create_sampling_client(base_model="some/model")
+
+    async def drawn() -> list[types.SampleStreamChunk]:
+        return [chunk async for chunk in sampler.sample_stream(PROMPT, TWO)]
+
+    chunks = asyncio.run(drawn())
+    assert [chunk.token_id for chunk in chunks] == [*DRAWN[:2], None]
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_a_result_that_cannot_be_written_fails_after_waits_and_says_why(skyrl, client, clock):
+    """A NaN in a result makes the server fail on every poll."""
+    sampler = client.create_sampling_client(base_model="some/model")
+    skyrl.on_future("1", Answer(b"Internal Server Error", 500, content_type="text/plain"))
+    with pytest.raises(tinkex.TinkerError, match="Internal Server Error"):
+        sampler.sample(PROMPT, 1, TWO, timeout=120).result(30)
+    assert len(skyrl.asked("POST /api/v1/retrieve_future")) < 120
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+def cli(server: SkyRL, *arguments: Any) -> Any:
+    return run(*arguments, "--base-url", server.url)
+
+
+def test_checkpoints_are_listed_run_by_run(skyrl, trainer):
+    trainer.save_state("half").result(10)
+    trainer.save_weights_for_sampler("final").result(10)
+    listed = cli(skyrl, "checkpoint", "list", "--format", "json")
+    assert listed.code == 0, listed.err
+    paths = {each["tinker_path"] for each in json.loads(listed.out)["checkpoints"]}
+    assert paths == {
+        "tinker://model_1/weights/half",
+        "tinker://model_1/sampler_weights/final",
+    }
+
+
+def test_status_shows_what_the_server_has(skyrl, trainer):
+    trainer.save_state("half").result(10)
+    shown = cli(skyrl, "status", "--format", "json")
+    assert shown.code == 0, shown.err
+    told = json.loads(shown.out)
+    assert (told["models"], told["runs"], told["checkpoints"]) == (["some/model"], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "endpoint"),
+    [
+        (["session", "list"], "GET /api/v1/sessions"),
+        (["usage"], "GET /api/v1/billing/usage/events"),
+    ],
+)
+def test_a_command_names_the_endpoint_that_the_server_lacks(skyrl, command, endpoint):
+    refused = cli(skyrl, *command)
+    assert refused.code == 1
+    assert f"has no {endpoint}" in refused.err
+    assert skyrl.url in refused.err
+
+
+class Letters:
+    """A tokenizer of letters; 2 is its end token, 3 the one that ends a turn."""
+
+    chat_template = "yes"
+    eos_token_id = 2
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, return_dict: bool, add_generation_prompt: bool
+    ) -> list[int]:
+        said = [[*(ord(letter) for letter in each["content"]), 3] for each in messages]
+        return [token for tokens in said for token in tokens]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(96 + each) for each in ids if each > 3 or not skip_special_tokens)
+
+
+def test_an_answer_ends_at_the_end_token_though_the_server_has_no_default(skyrl):
+    set_tokenizer_loader(lambda name, revision: Letters())
+    try:
+        said = run("chat", "some/model", "--json", "--base-url", skyrl.url, input="Hello\n")
+    finally:
+        set_tokenizer_loader(None)
+    assert said.code == 0, said.err
+    (answer,) = json.loads(said.out)["answers"]
+    assert (answer["text"], answer["tokens"], answer["stop_reason"]) == ("ef", 3, "stop")
+    assert skyrl.asked("POST /api/v1/asample")[0].json["sampling_params"]["stop"] == [2, 3]

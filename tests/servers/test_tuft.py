@@ -1,0 +1,84 @@
+"""The client against TuFT 0.2.2, as its routes and answers were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import tinkex
+from tinkex import types
+from tinkex.errors import UnprocessableEntityError
+
+from ..client.helpers import PROMPT, datum
+from .tuft import TuFT
+
+ONE = types.SamplingParams(max_tokens=1)
+
+
+@pytest.fixture
+def client(tuft: TuFT, client_of: Callable[..., tinkex.ServiceClient]) -> tinkex.ServiceClient:
+    return client_of(tuft)
+
+
+@pytest.fixture
+def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
+    return client.create_lora_training_client("some/model", rank=4)
+
+
+def test_a_model_is_made_and_trained(trainer):
+    result = trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
+    assert result.loss == result.metrics["loss:sum"] == 1.0
+    assert trainer.optim_step(types.AdamParams()).result(10).metrics is None
+    assert trainer.get_info().model_data.tokenizer_id == "some/model"
+
+
+def test_weights_are_saved_loaded_and_sampled(client, trainer):
+    state = trainer.save_state("half").result(10).path
+    trainer.load_state(state).result(10)
+    assert client.create_training_client_from_state_with_optimizer(state).model_id == "a-run"
+    path = trainer.save_weights_for_sampler("final").result(10).path
+    for sampler in (
+        client.create_sampling_client(model_path=path),
+        trainer.save_weights_and_get_sampling_client(),
+        trainer.save_weights_and_get_sampling_client(name="eval"),
+        trainer.save_weights_and_get_sampling_client(name="eval"),
+    ):
+        assert sampler.sample(PROMPT, 2, ONE).result(10).sequences[1].tokens == [5]
+
+
+def test_metadata_of_a_save_is_left_out_where_the_server_refuses_it(tuft, trainer, caplog):
+    with caplog.at_level("WARNING", "tinkex"):
+        saved = [
+            trainer.save_state(name, user_metadata={"step": "1"}).result(10) for name in ("a", "b")
+        ]
+    assert [each.path for each in saved] == ["tinker://a-run/weights/a", "tinker://a-run/weights/b"]
+    assert len([each for each in caplog.messages if "user_metadata" in each]) == 1
+    sent = tuft.asked("POST /api/v1/save_weights")
+    assert ["user_metadata" in each.json for each in sent] == [True, False, False]
+    assert [each.json["seq_id"] for each in sent] == [1, 1, 2]
+
+
+def test_a_name_of_a_session_is_left_out_where_the_server_refuses_it(tuft, client_of):
+    client = client_of(tuft, display_name="mine")
+    assert client.create_lora_training_client("some/model", rank=4).model_id == "a-run"
+
+
+def test_a_failed_training_request_is_a_value_error(tuft, trainer):
+    tuft.failing = "out of memory"
+    with pytest.raises(UnprocessableEntityError, match="out of memory") as refused:
+        trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
+    assert isinstance(refused.value, ValueError)
+
+
+def test_telemetry_is_accepted(tuft, client_of):
+    client = client_of(tuft, telemetry_enabled=True)
+    client.create_lora_training_client("some/model", rank=4)
+    client.close().result(10)
+    assert tuft.asked("POST /api/v1/telemetry")
+
+
+def test_every_request_has_only_fields_that_the_server_knows(tuft, trainer):
+    """The dialect refuses a field it does not know with 422; none of the calls above was refused."""
+    trainer.unload_model().result(10)
+    assert tuft.asked("POST /api/v1/unload_model")
