@@ -141,8 +141,8 @@ def test_a_result_that_cannot_be_written_fails_after_waits_and_says_why(skyrl, c
     sampler = client.create_sampling_client(base_model="some/model")
     skyrl.on_future("1", Answer(b"Internal Server Error", 500, content_type="text/plain"))
     with pytest.raises(tinkex.TinkerError, match="Internal Server Error"):
-        sampler.sample(PROMPT, 1, TWO, timeout=120).result(30)
-    assert len(skyrl.asked("POST /api/v1/retrieve_future")) < 120
+        sampler.sample(PROMPT, 1, TWO, timeout=10).result(30)
+    assert len(skyrl.asked("POST /api/v1/retrieve_future")) < 10
 
 
 # -- the command line ----------------------------------------------------------------------------
