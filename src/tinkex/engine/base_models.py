@@ -271,9 +271,6 @@ def _check_complete(directory: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        # A link is followed: the hub's cache consists of them. A pipe or device is not opened.
-        if path.exists() and not path.is_file():
-            raise _refused(f"{path} is not a regular file")
         if path.stat().st_size > _HEADER_LIMIT:
             raise _refused(f"{path} is larger than {_HEADER_LIMIT} bytes")
         content = json.loads(path.read_bytes())
