@@ -32,6 +32,8 @@ __all__ = [
     "DEFAULT_BASE_URL",
     "DEFAULT_CONNECT_TIMEOUT",
     "DEFAULT_MAX_RETRIES",
+    "DEFAULT_POOL_COUNT",
+    "DEFAULT_POOL_SIZE",
     "DEFAULT_TIMEOUT",
     "LOCAL",
     "PYTHON_MAX_RETRIES",
@@ -65,6 +67,7 @@ PYTHON_TIMEOUT, PYTHON_MAX_RETRIES = 60.0, 10
 BEAM_TIMEOUT, BEAM_MAX_RETRIES = 120.0, 2
 DEFAULT_TIMEOUT, DEFAULT_MAX_RETRIES = PYTHON_TIMEOUT, PYTHON_MAX_RETRIES
 DEFAULT_CONNECT_TIMEOUT = 5.0
+DEFAULT_POOL_SIZE, DEFAULT_POOL_COUNT = 50, 20
 
 _PROFILES: Mapping[str, Mapping[str, Any]] = {
     "python": {"timeout": PYTHON_TIMEOUT, "max_retries": PYTHON_MAX_RETRIES},
@@ -576,14 +579,28 @@ class Config:
         'Replacement of the HTTP layer, with post, get and delete; or its "module:attribute".',
         _http_client, env="TINKEX_HTTP_CLIENT")
     http_pool: Option[str, str | None] = setting(
-        "Name of the connection pool to use.", _text, env="TINKEX_HTTP_POOL")
+        "Accepted for configurations of other clients; has no effect.", _text, env="TINKEX_HTTP_POOL")
     pool_size: Option[int, int] = setting(
-        "Connections in one sampling pool.",
-        _whole(1), 50, env="TINKEX_POOL_SIZE", read=_read_count, env_first=True)
+        "Connections on which samples are sent over HTTP/1.1.",
+        _whole(1), DEFAULT_POOL_SIZE, env="TINKEX_POOL_SIZE", read=_read_count, env_first=True)
     pool_count: Option[int, int] = setting(
-        "Number of sampling pools.",
-        _whole(1), 20, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
+        "How many times pool_size connections are opened when samples wait for one.",
+        _whole(1), DEFAULT_POOL_COUNT, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
+    dispatch_concurrency: Option[int, int] = setting(
+        "Samples that may be on their way to the service at once, until it has accepted them.", _whole(1), 400)
+    throttled_dispatch_concurrency: Option[int, int] = setting(
+        "The same for ten seconds after the service answered 429.", _whole(1), 10)
+    dispatch_byte_budget: Option[int, int | None] = setting(
+        "Bytes of samples that may be on their way at once; by default what the service says.", _whole(1))
+    shared_limits: Option[bool, bool] = setting(
+        "Share these limits, and the pause after a 429, with all clients of the same base_url and key that set this.",
+        _flag, False)
     recovery: Option[Any, Any] = setting("Recovery policy, kept as given.", lambda value: value)
+    heartbeat_interval: Option[float, float] = setting(
+        "Seconds between heartbeats of a session.", _seconds, 10.0)
+    heartbeat_warning_after: Option[float, float] = setting(
+        "Seconds without a heartbeat that succeeds, from which on each failure is logged as a warning.",
+        _seconds, 120.0)
     heartbeat_max_failures: Option[int, int | None] = setting(
         "Heartbeats that may fail in a row; after one more the session is given up and calls fail.", _whole(0))
     heartbeat_max_silence: Option[float, float | None] = setting(

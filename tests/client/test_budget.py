@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex._client.budget import Budget, Lease, SampleBudget, backoff_after_429, slots
+from tinkex._client.budget import (
+    Budget,
+    Lease,
+    SampleBudget,
+    backoff_after_429,
+    sample_budget,
+    slots,
+)
+from tinkex.config import Config
 
 from ..scripted import FakeClock
 
@@ -449,3 +457,44 @@ def test_a_sample_cancelled_while_it_is_held_back_keeps_nothing():
         assert balances == (4, 9, 10)
 
     asyncio.run(work())
+
+
+# -- limits from the settings ----------------------------------------------------------------------
+
+
+def config(**options: Any) -> Config:
+    return Config(**{"base_url": "http://a:1", "api_key": "tml-a", **options})
+
+
+def test_limits_of_samples_can_be_set():
+    async def work() -> None:
+        set_low = config(dispatch_concurrency=1, throttled_dispatch_concurrency=1)
+        budget = sample_budget(set_low, FakeClock(), 1000)
+        first = await budget.lease(1)
+        second = await started(budget.lease(1))
+        assert not second.done()
+        first.__exit__(None, None, None)
+        (await second).__exit__(None, None, None)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("chosen", "size"), [(None, 1000), (7, 7)])
+def test_the_byte_budget_is_the_services_unless_it_is_set(chosen, size):
+    budget = sample_budget(config(dispatch_byte_budget=chosen), FakeClock(), 1000)
+    assert budget._bytes.size == size
+
+
+def test_limits_are_shared_by_those_who_share_address_and_key_and_ask_for_it():
+    clock = FakeClock()
+    shared = {"shared_limits": True}
+    one = sample_budget(config(**shared), clock, 1000)
+    assert sample_budget(config(**shared, base_url="http://A:1/path"), clock, 1000) is one
+    for other in (
+        config(),
+        config(**shared, api_key="tml-b"),
+        config(**shared, base_url="http://b:1"),
+    ):
+        assert sample_budget(other, clock, 1000) is not one
+    one.back_off(5)
+    assert sample_budget(config(**shared), clock, 1000).backing_off > 0

@@ -338,13 +338,24 @@ def test_heartbeats_go_on_after_errors_and_warn_after_two_minutes(
 ):
     server.on(HEARTBEAT, Answer({"detail": "what?"}, status))
     new_sampler(service())
-    wait_until_beating(server, clock, 12)
+    wait_until_beating(server, clock, 11)
     assert "No heartbeat" not in caplog.text
     wait_until_beating(server, clock, 15)
     warnings = [record.message for record in caplog.records if "No heartbeat" in record.message]
-    assert warnings[0].startswith("No heartbeat of session s-1 has succeeded for 130 s")
+    assert warnings[0].startswith("No heartbeat of session s-1 has succeeded for 120 s")
     assert "what?" in warnings[0]
     assert len(warnings) >= 2
+
+
+def test_heartbeat_interval_and_warning_can_be_set(server, service, clock, caplog):
+    server.on(HEARTBEAT, Answer({}, 500))
+    new_sampler(service(heartbeat_interval=20, heartbeat_warning_after=40))
+    for beat in (1, 2):
+        until(lambda: clock.sleeping == 2)
+        clock.advance(20)
+        server.wait_for(HEARTBEAT, beat)
+    until(lambda: "has succeeded for 40 s" in caplog.text)
+    assert "for 20 s" not in caplog.text
 
 
 def test_a_heartbeat_that_succeeds_starts_the_two_minutes_anew(server, service, clock, caplog):

@@ -878,6 +878,24 @@ def test_a_flood_of_samples_takes_its_own_connections_only(server, use):
     use(work, pool_size=3)
 
 
+def test_samples_that_wait_long_open_more_connections_up_to_pool_count(server, use, monkeypatch):
+    monkeypatch.setattr("tinkex._client.transport._PATIENCE", 0.0)
+    server.on("POST /api/v1/asample", Hang())
+    on_health(server, WELL)
+    asample = operation("asample")
+
+    async def work(transport: Transport) -> None:
+        flood = [asyncio.create_task(transport.call(asample, {})) for _ in range(10)]
+        await asyncio.to_thread(server.wait_for, "POST /api/v1/asample", 6)
+        await health(transport)
+        assert len(server.asked("POST /api/v1/asample")) == 6
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    use(work, pool_size=2, pool_count=3)
+
+
 def test_a_flood_of_requests_by_hand_does_not_stop_the_heartbeat(server, service, clock):
     server.on(f"GET {X}", Hang())
     client = service()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+from weakref import WeakValueDictionary
 
 from tinkex._retry import Clock
+from tinkex.config import Config
 
-__all__ = ["Budget", "Lease", "SampleBudget", "backoff_after_429", "slots"]
+__all__ = ["Budget", "Lease", "SampleBudget", "backoff_after_429", "sample_budget", "slots"]
 
 
 class Budget:
@@ -156,3 +159,26 @@ class SampleBudget:
             lease.__exit__(None, None, None)
             raise
         return lease
+
+
+#: Budgets that clients share, by process, address and key. The process is part of it because a forked child has an
+#: event loop of its own.
+_shared: Final[WeakValueDictionary[tuple[int, str, str | None], SampleBudget]] = (
+    WeakValueDictionary()
+)
+
+
+def sample_budget(config: Config, clock: Clock, size: int) -> SampleBudget:
+    """The limits of one client's samples, or, with `shared_limits`, those of all who share them.
+
+    `size` is the service's limit on bytes; the first client that shares decides the sizes.
+    """
+    made = SampleBudget(
+        clock,
+        count=config.dispatch_concurrency,
+        throttled=config.throttled_dispatch_concurrency,
+        size=config.dispatch_byte_budget or size,
+    )
+    if not config.shared_limits:
+        return made
+    return _shared.setdefault((os.getpid(), config.normalized_base_url, config.api_key), made)

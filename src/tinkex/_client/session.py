@@ -63,7 +63,7 @@ from tinkex.types import (
     UntypedAPIFuture,
 )
 
-from .budget import Budget, SampleBudget
+from .budget import Budget, SampleBudget, sample_budget
 from .labels import Labels
 from .notices import logger
 from .polling import Poll
@@ -76,8 +76,6 @@ __all__ = ["FinishReason", "Session", "refusing_bad_values"]
 T = TypeVar("T")
 FinishReason = Literal["success", "errored", "interrupted"]
 
-HEARTBEAT_INTERVAL: Final = 10.0
-HEARTBEAT_WARNING_AFTER: Final = 120.0
 #: So often in a row a session has to be called finished before its heartbeat stops for good.
 _FINISHED_AFTER: Final = 3
 _LEAST_REFRESH: Final = 10.0
@@ -320,8 +318,8 @@ class Session:
             flags = ClientConfigResponse()
         self.flags = flags
         self.transport.billing_window = flags.billing_exception_max_pause_duration_sec
-        self.sample_budget = SampleBudget(
-            self.clock, size=flags.sample_dispatch_bytes_semaphore_size
+        self.sample_budget = sample_budget(
+            self.config, self.clock, flags.sample_dispatch_bytes_semaphore_size
         )
         self.response_room = Budget(flags.inflight_response_bytes_semaphore_size)
         self.training_room = Budget(flags.fwdbwd_dispatch_bytes_semaphore_size)
@@ -359,7 +357,7 @@ class Session:
         self._tell_opened(self.session_id)
         self._carrier.transport = self.transport
         held = _Held(self.transport, self.reporter, self._local, self._background)
-        pulse = _Pulse(self.session_id, self.clock.monotonic())
+        pulse = _Pulse(self.session_id, self.config.heartbeat_interval, self.clock.monotonic())
         self.in_background(_keep_beating(ref(self), self.clock, held, pulse))
         self.in_background(_keep_refreshing(ref(self), self.clock))
         if self.flags.pjwt_auth_enabled:
@@ -391,7 +389,7 @@ class Session:
             silent = self.clock.monotonic() - pulse.last_success
             if wants(HeartbeatFailed):
                 emit(HeartbeatFailed(pulse.session_id, silent, error, metadata=self.metadata))
-            if silent > HEARTBEAT_WARNING_AFTER:
+            if silent >= self.config.heartbeat_warning_after:
                 logger.warning(
                     "No heartbeat of session %s has succeeded for %.0f s: %s",
                     pulse.session_id,
@@ -585,6 +583,7 @@ class _Pulse:
     """How the heartbeat of a session has gone so far."""
 
     session_id: str
+    interval: float
     last_success: float
     finished: int = 0
     failures: int = 0
@@ -609,10 +608,10 @@ class _Held:
 
 
 async def _keep_beating(session: ref[Session], clock: Clock, held: _Held, pulse: _Pulse) -> None:
-    """A heartbeat every ten seconds, until the session is closed, finished, given up or dropped."""
+    """A heartbeat now and then, until the session is closed, finished, given up or dropped."""
     beating = True
     while True:
-        await clock.sleep(HEARTBEAT_INTERVAL)
+        await clock.sleep(pulse.interval)
         living = session()
         if living is None:
             await held.let_go()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import platform
@@ -58,9 +59,10 @@ __all__ = ["RawResponse", "Transport", "clean_headers"]
 
 R = TypeVar("R")
 
-#: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling takes the
-#: configured pool size; more than some fifty busy sockets cost more than they bring. Polls of samples
-#: take what the process may open: a sample that is finished must not wait for the place of one that is not.
+#: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling begins with the
+#: configured pool size, because more than some fifty busy sockets cost more than they bring, and adds connections
+#: when a service is slow to accept. Polls of samples take as many as the process may open: a sample that is finished
+#: must not wait for the connection of one that is not.
 _CONNECTIONS: Final = {
     Pool.SESSION: 16,
     Pool.REST: 50,
@@ -68,6 +70,8 @@ _CONNECTIONS: Final = {
     Pool.FUTURES: 400,
     Pool.TELEMETRY: 4,
 }
+#: Seconds a sample waits for a connection before more are opened.
+_PATIENCE: Final = 1.0
 #: Exchanges under way per purpose over HTTP/2, where they share a connection.
 _STREAMS: Final = 1000
 #: More than are ever under way; samples have a limit of their own.
@@ -107,6 +111,7 @@ class Transport:
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # a client that was given to us, for its owner to close
         self._limits: dict[Pool, Budget] = {}
+        self._sampling_pools = 1  # how many times `pool_size` connections
         #: The circuits of `_CIRCUITS`, where the settings want any.
         self.circuits = (
             None if config.circuit_breaker is None else Circuits(config.circuit_breaker, self.clock)
@@ -274,7 +279,7 @@ class Transport:
         pool = operation.pool
         limit = self._limits.get(pool) or self._open_pool(pool)
         if not limit.try_take(1):
-            await limit.take(1)
+            await self._wait_for_place(pool, limit)
         flight = None
         if operation.pool in _CIRCUITS:  # a poll that is held is no silence
             flight = self.notices.begin(operation.name, timeout)
@@ -491,8 +496,24 @@ class Transport:
         self._clients[pool] = self._new_client(pool)
         return self._limits[pool]
 
+    async def _wait_for_place(self, pool: Pool, limit: Budget) -> None:
+        """Wait until another exchange may begin; a sample that waits long opens more connections for all."""
+        if pool is not Pool.SAMPLING or self._multiplexed:
+            await limit.take(1)
+            return
+        timer = asyncio.get_running_loop().call_later(_PATIENCE, self._add_connections, limit)
+        try:
+            await limit.take(1)
+        finally:
+            timer.cancel()
+
+    def _add_connections(self, limit: Budget) -> None:
+        if self._sampling_pools < self.config.pool_count:
+            self._sampling_pools += 1
+            limit.give_back(self.config.pool_size)
+
     def _places(self, pool: Pool) -> int:
-        """How many exchanges of one purpose may be under way."""
+        """How many exchanges of one purpose may be under way at first."""
         if pool is Pool.SAMPLE_FUTURES:
             return _UNLIMITED if self._multiplexed else _spare_sockets(_file_limit())
         if self._multiplexed:
