@@ -498,7 +498,8 @@ class Transport:
 
     async def _wait_for_place(self, pool: Pool, limit: Budget) -> None:
         """Wait until another exchange may begin; a sample that waits long opens more connections for all."""
-        if pool is not Pool.SAMPLING or self._multiplexed:
+        may_grow = self._sampling_pools < self.config.pool_count
+        if pool is not Pool.SAMPLING or self._multiplexed or not may_grow:
             await limit.take(1)
             return
         timer = asyncio.get_running_loop().call_later(_PATIENCE, self._add_connections, limit)
