@@ -337,6 +337,14 @@ def test_the_defaults_of_sampling_are_the_documented_ones():
         ("max_connections", True),
         ("max_retries", -1),
         ("max_retries", True),
+        ("enable_retry_logic", "yes"),
+        ("enable_stuck_detection", 1),
+        ("jitter_factor", "0.1"),
+        ("max_retries", "3"),
+        ("max_retries", 1.5),
+        ("max_connections", 1.5),
+        ("progress_timeout", "5"),
+        ("retry_delay_base", True),
     ],
 )
 def test_a_setting_of_sampling_that_cannot_work_is_refused(field, value):

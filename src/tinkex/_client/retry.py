@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tinkex._retry import Tried, asked_wait, exponential, may_pass
 from tinkex._statuses import facts_of
@@ -146,22 +147,49 @@ class RetryConfig:
     max_retries: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("progress_timeout", "retry_delay_base"):
-            if not getattr(self, name) > 0:
-                raise InvalidInputError(f"must be positive, not {getattr(self, name)}", field=name)
-        if not self.retry_delay_max >= self.retry_delay_base:
+        for name, (fits, wanted) in _FITS.items():
+            value = getattr(self, name)
+            if not fits(value):
+                raise InvalidInputError(f"must be {wanted}, not {value!r:.80}", field=name)
+        if self.retry_delay_max < self.retry_delay_base:
             raise InvalidInputError(
                 "must not be smaller than retry_delay_base", field="retry_delay_max"
             )
-        if not 0 <= self.jitter_factor <= 1:
-            raise InvalidInputError(
-                f"must lie in [0, 1], not {self.jitter_factor}", field="jitter_factor"
-            )
-        for name in ("max_connections", "max_retries"):
-            value = getattr(self, name)
-            least = 1 if name == "max_connections" else 0
-            if value is not None and (isinstance(value, bool) or value < least):
-                raise InvalidInputError(f"must be {least} or more, not {value}", field=name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count_or_none(value: Any, least: int) -> bool:
+    return value is None or (_is_number(value) and isinstance(value, int) and value >= least)
+
+
+#: What each field of a `RetryConfig` may be, and how to say so.
+_FITS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "progress_timeout": (_is_positive, "a positive number of seconds"),
+    "retry_delay_base": (_is_positive, "a positive number of seconds"),
+    "retry_delay_max": (_is_positive, "a positive number of seconds"),
+    "jitter_factor": (lambda value: _is_number(value) and 0 <= value <= 1, "a number in [0, 1]"),
+    "enable_retry_logic": (_is_flag, "True or False"),
+    "enable_stuck_detection": (_is_flag, "True or False"),
+    "max_connections": (
+        lambda value: _is_count_or_none(value, 1),
+        "a whole number of 1 or more, or None",
+    ),
+    "max_retries": (
+        lambda value: _is_count_or_none(value, 0),
+        "a whole number of 0 or more, or None",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
