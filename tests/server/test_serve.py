@@ -58,12 +58,13 @@ def is_healthy(url: str) -> bool:
 class Running:
     """A service in a process of its own, started as the command line does."""
 
-    def __init__(self, data_dir: Path, cache_home: Path, *arguments: str) -> None:
+    def __init__(self, data_dir: Path, cache_home: Path, *arguments: str, shell: str = "") -> None:
         self.data_dir = data_dir
         command = [sys.executable, "-c", "from tinkex.cli.main import main; main()", "serve"]
         options = ["--engine=fake", "--port=0", f"--data-dir={data_dir}", *arguments]
+        prefix = ["sh", "-c", f'{shell}; exec "$@"', "sh"] if shell else []
         self.process = subprocess.Popen(
-            [*command, *options],
+            [*prefix, *command, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,8 +119,8 @@ class Running:
 def start(cache_home, tmp_path) -> Iterator[Any]:
     made: list[Running] = []
 
-    def start(*arguments: str, data_dir: Path = tmp_path / "data") -> Running:
-        made.append(Running(data_dir, cache_home, *arguments))
+    def start(*arguments: str, data_dir: Path = tmp_path / "data", shell: str = "") -> Running:
+        made.append(Running(data_dir, cache_home, *arguments, shell=shell))
         return made[-1]
 
     yield start
@@ -170,6 +171,19 @@ def test_a_service_can_be_ended_while_it_is_starting(start, tmp_path):
     with endless.open("w"):  # opens once the engine is reading it
         assert running.end(signal.SIGINT) == (0, "", "")
     assert not (running.data_dir / ADDRESS_FILE).exists()
+
+
+def test_more_connections_than_descriptors_do_not_stop_a_service(start):
+    running = start(f"--base-model={TINY}", shell="ulimit -Sn 64; ulimit -Hn 256")
+    running.ready()
+    with contextlib.ExitStack() as stack:
+        for number in range(400):
+            peer = stack.enter_context(socket.create_connection(running.address, timeout=PATIENCE))
+            if number % 2:
+                peer.sendall(b"GET / HTTP/1.1\r\n")
+        assert running.get("/api/v1/healthz")[0] == 200
+        assert running.get("/")[0] == 200
+    assert running.end(signal.SIGTERM) == (0, "", "")
 
 
 # -- leases ------------------------------------------------------------------------------------------

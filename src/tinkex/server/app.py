@@ -82,10 +82,10 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         )
 
     async def docs_page(_: Request) -> Response:
-        return HTMLResponse(pages.docs_page(_document()))
+        return HTMLResponse(_docs_page())
 
     async def openapi_document(_: Request) -> Response:
-        return Response(orjson.dumps(_document()), media_type="application/json")
+        return Response(_openapi_document(), media_type="application/json")
 
     metrics, tracing = Metrics(service), Tracing()
     service.promises.on_accept.append(tracing.accepted)
@@ -163,9 +163,15 @@ def _lease(service: Service, leases: Leases) -> Any:
     return endpoint
 
 
+# Kept: anybody can ask for them without a key, and making them takes tens of milliseconds.
 @cache
-def _document() -> dict[str, Any]:
-    return openapi.document(__version__)
+def _docs_page() -> bytes:
+    return pages.docs_page(openapi.document(__version__)).encode()
+
+
+@cache
+def _openapi_document() -> bytes:
+    return orjson.dumps(openapi.document(__version__))
 
 
 def _ordered() -> list[Operation[Any]]:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +22,13 @@ from tinkex.errors import ConfigError
 
 from .app import build_app
 from .auth import require_keys
+from .connections import (
+    BoundedProtocol,
+    ConnectionLimits,
+    affordable_connections,
+    close_overdue,
+    raise_descriptor_limit,
+)
 from .leases import Leases
 from .service import Service, Settings
 
@@ -39,6 +48,7 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, or, if `leased`, until the last holder has gone."""
     require_keys(host, settings.keys)
+    raise_descriptor_limit()
 
     async def serve() -> None:
         stop = asyncio.Event()
@@ -110,7 +120,7 @@ async def _serve(
             return
         # Whoever holds on to a service that was not made for him does not end it by leaving.
         leases = Leases(stop.set if leased else lambda: None)
-        server = _Server(build_app(service, leases))
+        server = _Server(build_app(service, leases), _connection_limits(settings))
         told.add_done_callback(server.leave)
         url = _url(listening)
         _write_address(address, url)
@@ -138,22 +148,39 @@ async def _started(service: Service, told: asyncio.Future[Any]) -> bool:
     return False
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, and with a word when it listens."""
+def _connection_limits(settings: Settings) -> ConnectionLimits:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConnectionLimits(
+        max_connections=affordable_connections(settings.max_connections, soft),
+        max_head_bytes=settings.max_head_bytes,
+        head_timeout=settings.head_timeout,
+        body_timeout=settings.body_timeout,
+        send_timeout=settings.send_timeout,
+    )
 
-    def __init__(self, app: object) -> None:
+
+class _Server(uvicorn.Server):
+    """uvicorn with bounded connections, without its signal handling, and with a call when it listens."""
+
+    def __init__(self, app: object, limits: ConnectionLimits) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http="httptools",
+                http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+                ws="none",
                 lifespan="off",
-                log_level="warning",
+                log_level="error",  # below that anybody fills the log with requests that are no HTTP
                 access_log=False,
                 # Longer than clients keep theirs, so that no request meets a connection that is closing.
                 timeout_keep_alive=300,
                 timeout_graceful_shutdown=1,
             )
         )
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # ten ticks are a second
+            close_overdue(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def leave(self, _: object) -> None:
         self.should_exit = True

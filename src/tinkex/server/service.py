@@ -112,6 +112,13 @@ class Settings:
     #: Bytes of bodies, received and decompressed, of requests that are being read or checked.
     max_inflight_bytes_per_key: int = 512 << 20
     max_inflight_bytes: int = 2 << 30
+    #: Connections, and the head of a request. The number is lowered where fewer files can be open.
+    max_connections: int = 10_000
+    max_head_bytes: int = 64 << 10
+    #: How long a peer may take: for the head of a request, for each 16 KiB of its body, to take any of an answer.
+    head_timeout: float = 20.0
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
     #: Limits of one request to sample; what each is for stands at `SampleLimits`.
     max_samples: int = SampleLimits.max_samples
     max_stop_strings: int = SampleLimits.max_stop_strings

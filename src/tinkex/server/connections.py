@@ -1,0 +1,249 @@
+"""Connections of the service: what a peer may send and how long it may take before anybody knows who it is.
+
+uvicorn bounds neither the size of a request's head nor the time it takes. `BoundedProtocol` counts both, and
+`close_overdue` closes connections whose time is up. The deadlines are checked once a second for all connections together;
+a timer for each would cost every request more.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = [
+    "BoundedProtocol",
+    "ConnectionLimits",
+    "affordable_connections",
+    "close_overdue",
+    "raise_descriptor_limit",
+]
+
+#: Header lines of one request. Every look at a header reads all of them.
+MAX_HEADERS: Final = 256
+#: Bytes of a request's path and query.
+MAX_TARGET_BYTES: Final = 16 << 10
+#: Requests that are sent on a connection before the first of them is answered.
+MAX_PIPELINED: Final = 32
+#: A body must bring this many bytes in each period of `body_timeout`, or its end.
+MIN_BODY_BYTES: Final = 16 << 10
+#: Bytes of a body that are read and dropped after its request was refused. A connection that is closed while the peer
+#: still sends is reset, and then the peer may not see the answer.
+MAX_DROPPED_BYTES: Final = 64 << 20
+#: File descriptors for everything but connections: database, journal, checkpoints, the engine's pipes.
+_OTHER_DESCRIPTORS: Final = 128
+#: More would only let a flood of connections take more memory.
+_MAX_DESCRIPTORS: Final = 65_536
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of all connections; times are seconds."""
+
+    max_connections: int = 10_000
+    max_head_bytes: int = 64 << 10
+    head_timeout: float = 20.0
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
+
+
+class Phase(Enum):
+    """What a connection is waiting for."""
+
+    HEAD = "the head of a request"
+    BODY = "the body of a request"
+    ANSWER = "the service"
+    IDLE = "the next request"
+
+
+class _RefusedError(Exception):
+    """Stops the parser: the answer is written and the connection is closing."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 as uvicorn speaks it, within limits."""
+
+    def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self.phase = Phase.HEAD
+        self.since = self.loop.time()
+        self._unparsed = (
+            0  # bytes since the parser last came to the end of a head or of a piece of body
+        )
+        self._has_begun = False
+        self._received = 0  # bytes of the body in this period
+        self._dropped = 0
+        self._unsent = (0, self.since)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.since = self.loop.time()
+
+    # -- the transport -----------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
+            self.refuse(503, "All connections of the service are in use; try again later.")
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest for its peer, if there is one."""
+        waiting = [
+            other
+            for other in self.connections
+            if isinstance(other, BoundedProtocol)
+            and other is not self
+            and other.phase in {Phase.HEAD, Phase.IDLE}
+        ]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda other: other.since)
+        self.connections.discard(oldest)  # at once: it counts until its transport has closed
+        oldest.transport.close()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self.phase is Phase.IDLE:  # also for bytes that begin no request
+            self._enter(Phase.HEAD)
+        self._unparsed += len(data)
+        super().data_received(data)
+        # Counted after parsing: the data may end one request and begin another.
+        if self._unparsed > self._limits.max_head_bytes and not self.transport.is_closing():
+            self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        self.refuse(
+            431,
+            f"The head of a request may have {self._limits.max_head_bytes} bytes and {MAX_HEADERS} headers. "
+            "The operator of the service raises the limit with --set max_head_bytes=BYTES.",
+        )
+
+    def refuse(self, status: int, reason: str) -> None:
+        """Answer the request that is being received, and close the connection."""
+        if self.transport.is_closing():
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering or not self.cycle.response_started:
+            category = "user" if status < 500 else "server"
+            body = json.dumps({"detail": reason, "category": category}).encode()
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(400, msg)
+
+    # -- the parser --------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._enter(Phase.HEAD)
+        self._has_begun = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.phase is not Phase.HEAD:  # a trailer, of which nobody here knows anything
+            return
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_head_bytes or len(self.headers) > MAX_HEADERS:
+            self._refuse_head()
+        elif len(self.url) > MAX_TARGET_BYTES:
+            self.refuse(414, f"A path and query may have {MAX_TARGET_BYTES} bytes.")
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self.refuse(400, f"At most {MAX_PIPELINED} requests may wait on one connection.")
+        if self.transport.is_closing():
+            raise _RefusedError
+        self._enter(Phase.BODY)
+        self._unparsed = self._received = self._dropped = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        self._received += len(body)
+        if self.cycle.response_complete:
+            self._dropped += len(body)
+            if self._dropped > MAX_DROPPED_BYTES:
+                self.transport.close()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = 0
+        self._has_begun = False
+        self._enter(Phase.IDLE if self.cycle.response_complete else Phase.ANSWER)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.phase is Phase.ANSWER:
+            self._enter(Phase.ANSWER if self.pipeline else Phase.IDLE)
+        super().on_response_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Not logged: anybody could fill the log with it. The request is answered as if it had asked for nothing."""
+
+    # -- deadlines ---------------------------------------------------------------------------
+
+    def close_if_overdue(self, now: float) -> None:
+        """Close the connection if its peer took too long to send or to receive."""
+        if self._is_stuck_sending(now):
+            self.transport.abort()
+        elif self.phase is Phase.HEAD and now - self.since > self._limits.head_timeout:
+            if self._has_begun:
+                self.refuse(408, "The head of the request took too long.")
+            else:
+                self.transport.close()
+        elif self.phase is Phase.BODY and self._is_slow(now):
+            if self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self.refuse(408, "The body of the request came too slowly.")
+
+    def _is_slow(self, now: float) -> bool:
+        if self.flow.read_paused:  # the service is not ready for more
+            self.since, self._received = now, 0
+        if now - self.since <= self._limits.body_timeout:
+            return False
+        slow = self._received < MIN_BODY_BYTES
+        self.since, self._received = now, 0
+        return slow
+
+    def _is_stuck_sending(self, now: float) -> bool:
+        size = self.transport.get_write_buffer_size()
+        if size != self._unsent[0] or not size:
+            self._unsent = (size, now)
+        return now - self._unsent[1] > self._limits.send_timeout
+
+
+def close_overdue(connections: Iterable[object], now: float) -> None:
+    """Close those connections whose peers took too long."""
+    for connection in list(connections):
+        if isinstance(connection, BoundedProtocol):
+            connection.close_if_overdue(now)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and connections as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def affordable_connections(wanted: int, soft: int) -> int:
+    """The number of connections that leaves enough of `soft` file descriptors for everything else."""
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, soft - _OTHER_DESCRIPTORS, soft * 3 // 4))
