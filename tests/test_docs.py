@@ -149,6 +149,16 @@ def test_examples_that_pages_name_are_there(page):
         assert (ROOT / named).exists(), named
 
 
+def test_names_that_stand_for_elixir_ones_exist():
+    page = (DOCS / "guides" / "migrating-from-elixir.md").read_text()
+    named = set(re.findall(r"`(tinkex(?:\.\w+)+)", page))
+    assert len(named) > 15
+    for dotted in named:
+        _resolve(dotted)
+    methods = set(re.findall(r"`service\.(\w+)", page))
+    assert methods - {"http", "api"} <= set(dir(tinkex.ServiceClient))
+
+
 def rows(page: Path) -> dict[str, list[str]]:
     """The tables of a page: the first cell of a row to the others."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
