@@ -139,7 +139,8 @@ def test_a_stream_falls_back_to_a_sample(client):
 def test_a_result_that_cannot_be_written_fails_after_waits_and_says_why(skyrl, client, clock):
     """A NaN in a result makes the server fail on every poll."""
     sampler = client.create_sampling_client(base_model="some/model")
-    skyrl.on_future("1", Answer(b"Internal Server Error", 500, content_type="text/plain"))
+    for number in "123":
+        skyrl.on_future(number, Answer(b"Internal Server Error", 500, content_type="text/plain"))
     with pytest.raises(tinkex.TinkerError, match="Internal Server Error"):
         sampler.sample(PROMPT, 1, TWO, timeout=10).result(30)
     assert len(skyrl.asked("POST /api/v1/retrieve_future")) < 10
