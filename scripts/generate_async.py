@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from .lora_options import RANK, TRAINED
+
 if TYPE_CHECKING:
     from tinkex.types import *
 

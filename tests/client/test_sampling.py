@@ -42,9 +42,11 @@ from .helpers import (
     SAMPLE,
     STREAM,
     answer_samples,
+    answer_training,
     failed,
     flags,
     new_sampler,
+    new_trainer,
     promise_by_seq,
     sample,
     sampled,
@@ -740,6 +742,85 @@ def test_a_cancelled_sample_makes_room_for_another(server, service):
     assert second.result(10).sequences[0].tokens == [8]
 
 
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", ["zzz", 5, [1]])
+def test_what_are_no_sampling_parameters_is_refused_before_anything_is_sent(
+    server, sampler, params
+):
+    with pytest.raises(InvalidInputError, match="sampling_params: expected SamplingParams"):
+        sampler.sample(PROMPT, 1, params)
+    assert server.asked(SAMPLE) == []
+
+
+def test_sampling_parameters_may_be_a_mapping(server, sampler):
+    answer_samples(server)
+    sampler.sample(PROMPT, 1, {"max_tokens": 3}).result(10)
+    assert server.asked(SAMPLE)[0].json["sampling_params"]["max_tokens"] == 3
+    with pytest.raises(InvalidInputError, match="did you mean max_tokens"):
+        sampler.sample(PROMPT, 1, {"max_token": 3})
+
+
+def test_a_retry_config_may_be_a_mapping(server, service):
+    server.on(SAMPLE, Answer({}, 500))
+    sampler = new_sampler(service(), retry_config={"max_retries": 2})
+    with pytest.raises(InternalServerError):
+        sample(sampler).result(10)
+    assert len(server.asked(SAMPLE)) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"retries": 2}, "'retries' is not one of max_connections"),
+        ({"retry_delay_base": -1}, "retry_delay_base: must be positive"),
+        (3, "expected RetryConfig, got int"),
+    ],
+)
+def test_a_bad_retry_config_is_refused_before_anything_is_sent(server, service, config, words):
+    with pytest.raises(InvalidInputError, match=words):
+        new_sampler(service(), retry_config=config)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("timeout", [-1, 0, "5", float("nan"), True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(server, service, timeout):
+    client = service()
+    sampler = new_sampler(client)
+    sent = len(server.requests)
+    for call in (
+        lambda: sample(sampler, timeout=timeout),
+        lambda: sampler.compute_logprobs(PROMPT, timeout=timeout),
+        lambda: client.get_server_capabilities(timeout=timeout),
+        lambda: client.create_lora_training_client("m", timeout=timeout),
+        lambda: client.create_rest_client().delete_checkpoint(
+            "tinker://r/weights/a", timeout=timeout
+        ),
+        lambda: client.poll("r-1", timeout=timeout),
+    ):
+        with pytest.raises(
+            InvalidInputError, match="timeout: must be a positive number of seconds"
+        ):
+            call()
+    assert len(server.requests) == sent
+
+
+def test_a_refused_timeout_does_not_hold_up_the_calls_after_it(server, service):
+    answer_training(server)
+    trainer = new_trainer(service())
+    with pytest.raises(InvalidInputError):
+        trainer.optim_step(timeout=-1)
+    trainer.optim_step().result(10)
+
+
+def test_milliseconds_are_warned_of(server, service):
+    answer_samples(server)
+    sampler = new_sampler(service())
+    with pytest.warns(UserWarning, match="timeout=120000 is 33 hours"):
+        sample(sampler, timeout=120_000).result(10)
+
+
 # -- streams -------------------------------------------------------------------------------------
 
 
@@ -761,6 +842,7 @@ def test_a_stream_yields_its_tokens_and_its_end(server, sampler):
             'data: {"token": "a", "token_id": 7, "logprob": -0.5}',
             'event: token\ndata: {"token_id": 8, "index": 1}',
             'data: {"finish_reason": "stop", "total_tokens": 2}',
+            'data: {"finish_reason": "length", "index": 1}',
         ),
     )
     chunks = asyncio.run(drawn(sampler, num_samples=2))
@@ -768,8 +850,10 @@ def test_a_stream_yields_its_tokens_and_its_end(server, sampler):
         types.SampleStreamChunk(token="a", token_id=7, logprob=-0.5),
         types.SampleStreamChunk(token_id=8, index=1),
         types.SampleStreamChunk(finish_reason="stop", total_tokens=2),
+        types.SampleStreamChunk(finish_reason="length", index=1),
     ]
-    assert [chunk.event_type for chunk in chunks] == ["token", "token", "done"]
+    assert [chunk.event_type for chunk in chunks] == ["token", "token", "done", "done"]
+    assert "None" not in "".join(f"{chunk.token}" for chunk in chunks)
     (request,) = server.asked(STREAM)
     assert request.headers["accept"] == "text/event-stream"
     assert request.json["num_samples"] == 2
@@ -826,8 +910,14 @@ def test_tokens_arrive_while_the_rest_is_still_being_drawn(service):
             tokens = []
             slow.send('{"token_id": 0}')
             async for chunk in sampler.sample_stream(PROMPT, ONE_TOKEN):
+                if chunk.done:
+                    slow.send("")
+                    continue
                 tokens.append(chunk.token_id)
-                slow.send(f'{{"token_id": {len(tokens)}}}' if len(tokens) < 3 else "")
+                more = (
+                    f'"token_id": {len(tokens)}' if len(tokens) < 3 else '"finish_reason": "stop"'
+                )
+                slow.send(f"{{{more}}}")
             await client.close()
             return tokens
 
@@ -864,10 +954,34 @@ def test_a_service_without_streams_is_asked_for_a_sample_instead(server, sampler
     )
 
 
-def test_an_error_in_a_stream_is_a_chunk_of_its_own(server, sampler):
-    server.on(STREAM, events('data: {"error": "out of memory"}'))
-    (chunk,) = asyncio.run(drawn(sampler))
-    assert (chunk.event_type, chunk.error) == ("error", "out of memory")
+def test_an_error_in_a_stream_is_raised_after_the_tokens_before_it(server, sampler):
+    told = '{"error": "out of memory", "category": "server"}'
+    server.on(STREAM, events('data: {"token_id": 7}', f"event: error\ndata: {told}"))
+    seen = []
+
+    async def read() -> None:
+        async for chunk in sampler.sample_stream(PROMPT, ONE_TOKEN):
+            seen.append(chunk)  # noqa: PERF401 - a comprehension would lose them
+
+    with pytest.raises(RequestFailedError, match="out of memory") as failed:
+        asyncio.run(read())
+    assert ([chunk.token_id for chunk in seen], failed.value.category) == ([7], "server")
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "lines"),
+    [
+        (1, []),
+        (1, ['data: {"token_id": 7}']),
+        (2, ['data: {"token_id": 7}', 'data: {"finish_reason": "stop"}']),
+    ],
+)
+def test_a_stream_that_breaks_off_does_not_pass_for_a_whole_sample(
+    server, sampler, num_samples, lines
+):
+    server.on(STREAM, events(*lines))
+    with pytest.raises(APIConnectionError, match="before the sample was finished"):
+        asyncio.run(drawn(sampler, num_samples=num_samples))
 
 
 @pytest.mark.parametrize(
@@ -877,6 +991,7 @@ def test_an_error_in_a_stream_is_a_chunk_of_its_own(server, sampler):
         (Answer({"detail": "bad"}, 400), BadRequestError),
         (Raw(b"not HTTP\r\n\r\n"), APIConnectionError),
         (events("data: hello"), APIResponseValidationError),
+        (events('data: {"token_id": 1}'), APIConnectionError),
     ],
 )
 def test_a_stream_that_fails_raises_and_is_not_tried_again(server, sampler, reply, error):

@@ -104,10 +104,18 @@ def test_options_go_before_the_config_of_an_adapter(server, service):
     client, config = service(), types.LoraConfig(rank=16, seed=7, train_attn=False)
     client.create_lora_training_client("m", lora_config=config)
     client.create_lora_training_client("m", 8, train_mlp=False, lora_config=config)
-    kept, changed = (each.json["lora_config"] for each in server.asked(CREATE_MODEL))
+    client.create_lora_training_client("m", rank=32, train_attn=True, lora_config=config)
+    asyncio.run(client.create_lora_training_client_async("m", rank=32, lora_config=config))
+    asyncio.run(client.create_lora_training_client_async("m", lora_config=config))
+    kept, changed, defaults, later, plain = (
+        each.json["lora_config"] for each in server.asked(CREATE_MODEL)
+    )
     parts = {"seed": 7, "train_attn": False, "train_unembed": True}
-    assert kept == {"rank": 16, "train_mlp": True, **parts}
+    assert kept == plain == {"rank": 16, "train_mlp": True, **parts}
     assert changed == {"rank": 8, "train_mlp": False, **parts}
+    # An option that is given counts, even if it says what would be the default.
+    assert defaults == {"rank": 32, "train_mlp": True, **parts, "train_attn": True}
+    assert later == {"rank": 32, "train_mlp": True, **parts}
 
 
 def test_a_model_without_metadata_gets_the_configs(server, service):

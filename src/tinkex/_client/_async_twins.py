@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from .lora_options import RANK, TRAINED
+
 if TYPE_CHECKING:
     from tinkex.types import *
 
@@ -24,11 +26,11 @@ class ServiceClientAsync:
     async def create_lora_training_client_async(
         self: Any,
         base_model: str,
-        rank: int = 32,
+        rank: int = RANK,
         seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
+        train_mlp: bool = TRAINED,
+        train_attn: bool = TRAINED,
+        train_unembed: bool = TRAINED,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
         *,

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import inf, isfinite
 from typing import Any, Final, get_args
 
 from tinkex.errors import InvalidInputError
-from tinkex.types import Datum, EncodedTextChunk, LossFnType
+from tinkex.types import Datum, EncodedTextChunk, LossFnType, SamplingParams
+
+from .retry import RetryConfig
 
 __all__ = [
     "check_count",
     "check_data",
     "check_loss",
     "check_name",
+    "check_retry_config",
+    "check_sampling_params",
     "check_seconds",
+    "check_timeout",
     "is_seconds",
 ]
 
@@ -124,3 +131,53 @@ def check_seconds(name: str, value: Any) -> float:
             f"must be a positive number of seconds, not {value!r:.80}", field=name
         )
     return float(value)
+
+
+#: Longer than any call takes. The Elixir SDK counts milliseconds: 120_000, two minutes there, are 33 hours here.
+_LONG: Final = 86_400.0
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """Refuse what is not a number of seconds, and warn of one that was probably meant in milliseconds."""
+    if timeout is None:
+        return None
+    seconds = check_seconds("timeout", timeout)
+    if seconds > _LONG:
+        hours = seconds / 3600
+        warnings.warn(
+            f"timeout={seconds:.0f} is {hours:.0f} hours: times are in seconds here", stacklevel=4
+        )
+    return seconds
+
+
+def check_sampling_params(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, Mapping):
+        return SamplingParams(**params)
+    if not isinstance(params, SamplingParams):
+        raise InvalidInputError(
+            f"expected SamplingParams, got {type(params).__name__}", field="sampling_params"
+        )
+    return params
+
+
+def check_retry_config(config: Any) -> RetryConfig | None:
+    """A configuration as it is or as a mapping of its fields; refused here, not when the first sample fails."""
+    if config is None or isinstance(config, RetryConfig):
+        return config
+    names = [each.name for each in fields(RetryConfig)]
+    if isinstance(config, Mapping):
+        for name in config:
+            if name not in names:
+                raise InvalidInputError(
+                    f"{name!r:.80} is not one of {', '.join(names)}", field="retry_config"
+                )
+        return RetryConfig(**config)
+    if all(hasattr(config, name) for name in names if name != "max_retries"):  # the official one
+        return RetryConfig(
+            **{name: getattr(config, name) for name in names if hasattr(config, name)}
+        )
+    raise InvalidInputError(
+        f"expected RetryConfig, got {type(config).__name__}", field="retry_config"
+    )

@@ -18,7 +18,7 @@ import orjson
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Pool, operation
-from tinkex._wire.sse import ServerSentEvent, SSEDecoder
+from tinkex._wire.sse import SSEDecoder
 from tinkex.config import Config
 from tinkex.errors import (
     APIConnectionError,
@@ -62,7 +62,7 @@ from ._async_twins import SamplingClientAsync
 from .auth import config_for_handle
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
-from .checks import check_count
+from .checks import check_count, check_retry_config, check_sampling_params
 from .chunking import input_bytes, known_tokens
 from .notices import logger
 from .polling import Poll
@@ -77,6 +77,7 @@ from .runtime import (
     leave_behind,
 )
 from .sample_answers import check_answered, lacks_alternatives, with_first_logprob
+from .sample_stream import SampleEvents
 from .session import Session
 from .tokenizers import load_tokenizer, tokenizer_id
 from .transport import RawResponse
@@ -115,7 +116,7 @@ class SamplingClient(SamplingClientAsync):
         self._session = holder
         self._sampling_session_id = sampling_session_id
         self._shadow = shadow
-        self._retry_config = retry_config
+        self._retry_config = check_retry_config(retry_config)
         self._record_stability_info = record_stability_info
         self._queue_logger = QueueLogger("Sampling", sampling_session_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._report_queue_state,)
@@ -160,6 +161,7 @@ class SamplingClient(SamplingClientAsync):
         session = holder if isinstance(holder, Session) else holder.holder
         if sampling_session_id is None and model_path is None and base_model is None:
             raise InvalidInputError("give model_path or base_model", field="model_path")
+        retry_config = check_retry_config(retry_config)
         run = None if model_path is None else _run_of(model_path)
         deadline = session.deadline(timeout)
 
@@ -208,7 +210,7 @@ class SamplingClient(SamplingClientAsync):
             raise InvalidInputError(
                 f"expected ModelInput, got {type(prompt).__name__}", field="prompt"
             )
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = check_sampling_params(sampling_params)
         if target_prompt_logprobs is not None:
             _check_targets(target_prompt_logprobs)
         if prompt_logprobs_last_n is not None:
@@ -277,10 +279,14 @@ class SamplingClient(SamplingClientAsync):
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
     ) -> AsyncIterator[SampleStreamChunk]:
-        """Tokens as they are drawn, where the service can; else all at once when they are there."""
+        """Tokens as they are drawn, where the service can; else all at once when they are there.
+
+        The last chunk of each sequence has a `finish_reason` and no token. A stream that breaks off, or in which the
+        service sends an error, raises.
+        """
         request = SampleRequest(
             prompt=prompt,
-            sampling_params=sampling_params or SamplingParams(),
+            sampling_params=check_sampling_params(sampling_params),
             num_samples=num_samples,
             sampling_session_id=self._sampling_session_id,
         )
@@ -572,7 +578,7 @@ class SamplingClient(SamplingClientAsync):
                 async with session.transport.stream(
                     _STREAM, numbered, {"accept": "text/event-stream"}
                 ) as response:
-                    tokens = await self._read_stream(response, put)
+                    tokens = await self._read_stream(response, request.num_samples, put)
             except NotFoundError:
                 tokens = await self._sample_instead(request, put)
         except asyncio.CancelledError:  # by the reader, who is gone, or by closing the client
@@ -584,18 +590,21 @@ class SamplingClient(SamplingClientAsync):
         put(None)
         return tokens
 
-    async def _read_stream(self, response: Any, put: Any) -> int:
+    async def _read_stream(self, response: Any, num_samples: int, put: Any) -> int:
         if response.status >= 300:
             transport = self._session.transport
             refused = await transport.read_stream(response)
             raise transport.error(_STREAM, _STREAM.path, refused)
-        decoder, tokens = SSEDecoder(), 0
+        decoder, events = SSEDecoder(), SampleEvents(num_samples)
         async for part in response.content:
             for event in decoder.feed(bytes(part)):
-                tokens += _put_event(event, put)
+                if (chunk := events.read(event)) is not None:
+                    put(chunk)
         for event in decoder.flush():
-            tokens += _put_event(event, put)
-        return tokens
+            if (chunk := events.read(event)) is not None:
+                put(chunk)
+        events.check_complete()
+        return events.tokens
 
     async def _sample_instead(self, request: SampleRequest, put: Any) -> int:
         fields = {name: value for name, value in request.__dict__.items() if value is not None}
@@ -757,33 +766,6 @@ def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: flo
     if wants(SampleStop):
         counts = (known_tokens(request.prompt), 0, tokens, request.num_samples)
         emit(SampleStop(call.id, call.operation, seconds, *counts, metadata=call.metadata))
-
-
-def _put_event(event: ServerSentEvent, put: Any) -> int:
-    """Hand on what an event brings; the number of tokens in it."""
-    if not event.data:  # it only keeps the connection awake
-        return 0
-    chunk = _stream_chunk(event)
-    put(chunk)
-    return 0 if chunk.done else 1
-
-
-def _stream_chunk(event: ServerSentEvent) -> SampleStreamChunk:
-    body = event.json()
-    if not isinstance(body, dict):
-        raise APIResponseValidationError(
-            body=event.data[:2000], message=f"The stream sent {event.data[:80]!r}, not an object."
-        )
-    error = body.get("error")
-    return SampleStreamChunk(
-        token=body.get("token"),
-        token_id=body.get("token_id"),
-        index=body.get("index") or 0,
-        finish_reason=body.get("finish_reason"),
-        total_tokens=body.get("total_tokens"),
-        logprob=body.get("logprob"),
-        error=None if error is None else str(error),
-    )
 
 
 def _run_of(model_path: str) -> str | None:

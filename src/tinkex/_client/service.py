@@ -39,8 +39,9 @@ from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 from ._async_twins import ServiceClientAsync
 from .auth import config_with_login
 from .breaker import Circuits
-from .checks import check_count
 from .http import HTTPClient
+from .lora_options import RANK, TRAINED
+from .lora_options import lora_config as chosen_lora_config
 from .notices import logger
 from .operations import OperationsClient
 from .queue_state import Observer, QueueLogger
@@ -144,11 +145,11 @@ class ServiceClient(ServiceClientAsync):
     def create_lora_training_client(
         self,
         base_model: str,
-        rank: int = 32,
+        rank: int = RANK,
         seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
+        train_mlp: bool = TRAINED,
+        train_attn: bool = TRAINED,
+        train_unembed: bool = TRAINED,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
         *,
@@ -157,8 +158,7 @@ class ServiceClient(ServiceClientAsync):
     ) -> TrainingClient:
         """A new LoRA adapter on `base_model`, ready to train.
 
-        `lora_config` says the same as the five options before `user_metadata`; what those say differently
-        from their defaults goes before it.
+        `lora_config` says the same as the five options before `user_metadata`; an option that is given overrides it.
         """
         return self._create_lora_training_client(
             base_model,
@@ -176,11 +176,11 @@ class ServiceClient(ServiceClientAsync):
     def _create_lora_training_client(
         self,
         base_model: str,
-        rank: int = 32,
+        rank: int = RANK,
         seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
+        train_mlp: bool = TRAINED,
+        train_attn: bool = TRAINED,
+        train_unembed: bool = TRAINED,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
         *,
@@ -191,7 +191,7 @@ class ServiceClient(ServiceClientAsync):
             raise InvalidInputError(
                 f"must be a non-empty string, got {base_model!r:.80}", field="base_model"
             )
-        config = _lora_config(
+        config = chosen_lora_config(
             lora_config,
             rank=rank,
             seed=seed,
@@ -395,6 +395,7 @@ class ServiceClient(ServiceClientAsync):
         dimensions each input has. Where the service offers it, the loss runs there in a single pass.
         """
         handle = traced(fn, input_ranks, "")
+        self._session.deadline(timeout)
         return self._session.submit(self._create_custom_loss(handle, timeout), timeout=timeout)
 
     async def _create_custom_loss(self, handle: LossHandle, timeout: float | None) -> LossHandle:
@@ -562,12 +563,3 @@ class ServiceClient(ServiceClientAsync):
 def _is_setting(name: str, value: Any) -> bool:
     """Whether a keyword is one of the settings; an HTTP library's timeout, which has phases, is not."""
     return name in _CONFIG_FIELDS and not (name == "timeout" and hasattr(value, "connect"))
-
-
-def _lora_config(base: LoraConfig | None, **options: Any) -> LoraConfig:
-    """What is asked for: `base`, with the options that differ from their defaults."""
-    check_count("rank", options["rank"], 1)
-    usual = LoraConfig()
-    changed = {name: value for name, value in options.items() if value != getattr(usual, name)}
-    with refusing_bad_values():
-        return LoraConfig(**{**(base or usual).model_dump(), **changed})

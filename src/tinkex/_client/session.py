@@ -64,6 +64,7 @@ from tinkex.types import (
 )
 
 from .budget import Budget, SampleBudget, sample_budget
+from .checks import check_timeout
 from .labels import Labels
 from .notices import logger
 from .polling import Poll
@@ -228,6 +229,7 @@ class Session:
         timeout: float | None = None,
     ) -> APIFuture[T]:
         """Run one of the client's operations."""
+        self.deadline(timeout)  # refuses a bad one before any work begins
         return self.submit(self.observed(name, work, facts), timeout=timeout)
 
     def observed(
@@ -254,7 +256,9 @@ class Session:
         task.add_done_callback(self._background.discard)
 
     def deadline(self, timeout: float | None) -> float | None:
-        return None if timeout is None else self.clock.monotonic() + timeout
+        """The moment a call's time is up; refuses a timeout that is not one."""
+        seconds = check_timeout(timeout)
+        return None if seconds is None else self.clock.monotonic() + seconds
 
     @property
     def transport(self) -> Transport:

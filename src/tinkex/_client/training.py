@@ -51,7 +51,7 @@ from tinkex.types.paths import CONSOLE, CheckpointType, ParsedCheckpointTinkerPa
 from . import chunking, custom_loss, traced_loss
 from ._async_twins import TrainingClientAsync
 from .budget import Lease
-from .checks import check_data, check_loss, check_name
+from .checks import check_data, check_loss, check_name, check_retry_config
 from .custom_loss import CustomLossFn
 from .loss_sums import with_loss_sum
 from .notices import logger
@@ -390,6 +390,7 @@ class TrainingClient(TrainingClientAsync):
 
         if name is not None:
             check_name(name)
+        retry_config = check_retry_config(retry_config)
         session = self._session
         if name is not None and name in self._sampler_names:
             logger.warning(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.errors import InvalidInputError, RequestFailedError, TinkerError
+from tinkex.errors import InvalidInputError, TinkerError
 
 from .connection import Connection, connected, formatted
 from .drawing import drawn
@@ -101,8 +101,6 @@ class Partner:
         stream = self.sampler.sample_stream(ModelInput.from_ints(prompt), params)
         async with aclosing(stream) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                if chunk.error is not None:
-                    raise RequestFailedError(chunk.error)
                 if chunk.token_id is not None:
                     tokens += 1
                     hear(text.add(chunk.token_id))

@@ -21,6 +21,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation
 from tinkex.engine.base_models import built_in
 from tinkex.errors import (
@@ -425,7 +426,7 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
             fields = {
                 name: value
                 for name in types.SampleStreamChunk.__slots__
-                if (value := getattr(chunk, name)) is not None
+                if (value := getattr(chunk, name)) not in (None, "")
             }
             yield (
                 b"event: "
@@ -435,7 +436,7 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
                 + b"\n\n"
             )
     except Exception as error:  # the status is long sent
-        yield b"event: error\ndata: " + json_codec.encode({"error": str(error)}) + b"\n\n"
+        yield b"event: error\ndata: " + json_codec.encode(failure_body(error)) + b"\n\n"
 
 
 # -- futures -----------------------------------------------------------------------------------------

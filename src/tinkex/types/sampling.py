@@ -211,9 +211,12 @@ class SampleResponse:
 
 @dataclass(frozen=True, slots=True)
 class SampleStreamChunk:
-    """One token of a streamed sample, or its end, or an error."""
+    """One token of a streamed sample, or its end, or an error.
 
-    token: str | None = None
+    `token` is the token's text where the service sends it, else empty: decode `token_id` then.
+    """
+
+    token: str = ""
     token_id: int | None = None
     index: int = 0
     finish_reason: str | None = None
