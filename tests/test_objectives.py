@@ -179,3 +179,10 @@ def test_a_reference_that_does_not_fit_is_the_services_fault(server, service):
     server.on(SAMPLE, sampled(7, prompt_logprobs=[None, -1.0]))
     with pytest.raises(APIResponseValidationError, match="1 logprobs for a sequence of 3"):
         with_reference([completion([1, 2], [3])], new_sampler(service()))
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
+def test_a_negative_pull_to_the_reference_is_refused(wrong):
+    with pytest.raises(InvalidInputError) as refused:
+        objectives.reinforce(kl_coef=wrong)
+    assert refused.value.field == "kl_coef"

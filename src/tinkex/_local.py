@@ -27,7 +27,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from tinkex._client.service import ServiceClient
-from tinkex.config import read_env
+from tinkex.config import KEYLESS, read_env
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
 
 __all__ = ["Holding", "LocalServiceClient", "data_directory", "hold", "local", "running"]
@@ -56,7 +56,7 @@ class LocalServiceClient(ServiceClient):
     """A `ServiceClient` with a service of its own behind it."""
 
     def __init__(self, service: Holding, **options: Any) -> None:
-        options.setdefault("api_key", "tml-local")
+        options.setdefault("api_key", KEYLESS)
         super().__init__(base_url=service.url, **options)
         self.service = service
 

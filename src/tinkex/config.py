@@ -35,6 +35,7 @@ __all__ = [
     "DEFAULT_POOL_COUNT",
     "DEFAULT_POOL_SIZE",
     "DEFAULT_TIMEOUT",
+    "KEYLESS",
     "LOCAL",
     "PYTHON_MAX_RETRIES",
     "PYTHON_TIMEOUT",
@@ -46,6 +47,7 @@ __all__ = [
     "SettingInfo",
     "configured_base_url",
     "defaults",
+    "is_loopback",
     "mask_key",
     "normalize_base_url",
     "poll_delay",
@@ -58,7 +60,8 @@ __all__ = [
 ]
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-LOCAL = "local"  # the base_url of a service embedded in this process
+LOCAL = "local"  # the base_url of a private service, started in a process of its own when needed
+KEYLESS = "tml-local"  # sent where no key is needed, because every request carries one
 REDACTED = "[REDACTED]"
 
 # The two profiles of `parity_mode`: the patience of the official Python SDK, or that of tinkex on
@@ -179,10 +182,14 @@ def _read_pairs(text: str) -> list[Any]:
 class _SettingError(ValueError):
     """A value that a setting cannot take; `_checked` adds the name and makes it a `ConfigError`."""
 
+    def __init__(self, problem: str, advice: str | None = None) -> None:
+        super().__init__(problem)
+        self.advice = advice
 
-def _require(condition: bool, message: str) -> None:
+
+def _require(condition: bool, problem: str, advice: str | None = None) -> None:
     if not condition:
-        raise _SettingError(message)
+        raise _SettingError(problem, advice)
 
 
 def _text(value: Any) -> str:
@@ -282,7 +289,7 @@ _KEY_ADVICE = f'set TINKER_API_KEY, pass api_key=..., or use base_url="{LOCAL}",
 def _api_key(value: Any) -> str:
     key = value.strip() if isinstance(value, str) else ""
     prefixed = key.startswith(("tml-", "eyJ"))
-    _require(prefixed, f'must start with "tml-" (a key) or "eyJ" (a token); {_KEY_ADVICE}')
+    _require(prefixed, 'must start with "tml-" (a key) or "eyJ" (a token)', _KEY_ADVICE)
     return key
 
 
@@ -308,6 +315,18 @@ def normalize_base_url(url: str) -> str:
         raise ValueError("not a plain http or https URL")
     port = "" if parts.port in {None, _PORTS[parts.scheme]} else f":{parts.port}"
     return f"{parts.scheme}://{_bracketed(parts.hostname)}{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    from ipaddress import ip_address
+
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:  # another name; what it resolves to may change
+        return False
 
 
 def _bracketed(host: str) -> str:
@@ -512,7 +531,7 @@ class Config:
 
     # fmt: off
     base_url: Option[str, str] = setting(
-        f'Root of the API, or "{LOCAL}" for a service inside this process.',
+        f'Root of the API, or "{LOCAL}" for a private service on this machine.',
         _base_url, DEFAULT_BASE_URL, env="TINKER_BASE_URL", redact=_without_userinfo)
     api_key: Option[str, str | None] = setting(
         "Key (tml-...) or token (eyJ...). Required, unless credential_cmd or base_url make up for it.",
@@ -640,8 +659,15 @@ class Config:
         return normalize_base_url(self.base_url)
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether the service runs on this machine."""
+        from urllib.parse import urlsplit
+
+        return self.base_url == LOCAL or is_loopback(urlsplit(self.base_url).hostname or "")
+
+    @property
     def shown_base_url(self) -> str:
-        """The address fit for a log or an event: whoever it names does not stand in it, nor their password."""
+        """The address without user name and password, for logs and events."""
         return _without_userinfo(self.base_url)
 
     def _values(self) -> dict[str, Any]:
@@ -684,6 +710,7 @@ _OTHER_VARIABLES = (
     Setting("Directory of the Hub's cache and token.", env="HF_HOME"),
     Setting("Parent directory of caches.", env="XDG_CACHE_HOME"),
     Setting("Directory of the local service's data.", env="TINKEX_DATA_DIR"),
+    Setting("If set, the command line prints no colours and no bold.", env="NO_COLOR"),
     Setting("Import path of Python, extended for children of tinkex.as_tinker.", env="PYTHONPATH"),
 )
 
@@ -714,7 +741,7 @@ def _checked(name: str, value: Any, variable: str | None = None) -> Any:
     except _SettingError as error:
         shown = "" if row.redact else f", not {value!r:.60}"
         origin = f" (from {variable})" if variable else ""
-        raise ConfigError(f"{error}{shown}{origin}", field=name) from None
+        raise ConfigError(f"{error}{shown}{origin}", field=name, advice=error.advice) from None
 
 
 def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -725,9 +752,9 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
     if complete["proxy"] and complete["proxy_headers"]:
         complete["proxy"] = replace(complete["proxy"], headers=complete["proxy_headers"])
     if complete["api_key"] is None and complete["base_url"] == LOCAL:
-        complete["api_key"] = "tml-local"
+        complete["api_key"] = KEYLESS
     if complete["api_key"] is None and complete["credential_cmd"] is None:
-        raise ConfigError(f"missing; {_KEY_ADVICE}", field="api_key")
+        raise ConfigError("missing", field="api_key", advice=_KEY_ADVICE)
     return complete
 
 

@@ -396,15 +396,23 @@ class RequestFailedError(TinkerError):
 
 
 class InvalidInputError(TinkerError, ValueError):
-    """A value was refused before anything was sent; `field` says which."""
+    """A value was refused before anything was sent; `field` says which.
+
+    `problem` is what is wrong with it. `advice` is what to do about it in Python; the command line gives its own.
+    """
 
     type: ClassVar[ErrorType] = "validation"
 
     category = RequestErrorCategory.User
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
-        super().__init__(f"{field}: {message}" if field else message)
+    def __init__(
+        self, message: str, *, field: str | None = None, advice: str | None = None
+    ) -> None:
+        whole = f"{message}; {advice}" if advice else message
+        super().__init__(f"{field}: {whole}" if field else whole)
         self.field = field
+        self.problem = message
+        self.advice = advice
 
 
 class ConfigError(InvalidInputError):

@@ -11,6 +11,7 @@ field `reference_logprobs`, where `with_reference` puts them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -122,6 +123,8 @@ def reinforce(kl_coef: float = 0.0) -> Objective:
     policy its gradient is, on average, that of KL(policy‖reference), which the gradient of the plain difference is
     not. Prompts must have a weight of 0, or the pull acts on them too.
     """
+    if not 0 <= kl_coef < math.inf:  # a negative pull would push away without limit
+        raise InvalidInputError(f"must be 0 or more, not {kl_coef}", field="kl_coef")
 
     def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
         value, away, tokens = [], 0.0, 0.0

@@ -14,6 +14,7 @@ import jsonschema  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from tinkex.cli.main import cli
+from tinkex.cli.wording import worded
 from tinkex.errors import TinkerError
 
 KEY = "tml-local"
@@ -31,10 +32,14 @@ class Outcome:
 def run(*arguments: Any, input: str | None = None) -> Outcome:
     """A command with its errors told as `main` tells them; any other error is the test's."""
     environment = {"TINKER_API_KEY": KEY}
-    result = CliRunner(env=environment).invoke(cli, [str(a) for a in arguments], input=input)
+    told_of: dict[str, Any] = {}
+    result = CliRunner(env=environment).invoke(
+        cli, [str(a) for a in arguments], input=input, obj=told_of
+    )
     error = result.exception
     if isinstance(error, TinkerError | OSError):
-        return Outcome(1, result.stdout, f"{result.stderr}Error: {error}\n")
+        told = worded(error, told_of.get("command"))
+        return Outcome(1, result.stdout, f"{result.stderr}Error: {told}\n")
     if error is not None and not isinstance(error, SystemExit):
         raise error
     return Outcome(result.exit_code, result.stdout, result.stderr)

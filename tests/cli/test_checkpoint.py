@@ -60,8 +60,13 @@ def test_saving_writes_down_where_the_weights_are(here, tmp_path):
     assert json.loads(again.read_text())["weights_path"].endswith("/twin")
 
 
-def test_the_list_says_what_it_costs(here, training, path):
-    shown = here.type("checkpoint", "list", "--run-id", training.model_id)
+def test_list_fits_100_columns_and_wide_shows_the_rest(here, training, path):
+    narrow = here.quick("checkpoint", "list", "--run-id", training.model_id).out
+    head, *rows = narrow.splitlines()
+    assert head.split() == ["Path", "Size", "Created"]
+    assert any(row.startswith(path) for row in rows)
+    assert max(map(len, [head, *rows])) <= 100
+    shown = here.type("checkpoint", "list", "--run-id", training.model_id, "--wide")
     assert shown.code == 0
     head, *rows = shown.out.splitlines()
     assert head.split() == ["Path", "Type", "Size", "Public", "Created", "Expires"]
@@ -162,13 +167,13 @@ def test_a_checkpoint_gets_an_end_and_loses_it(here, path):
 
 def test_a_download_is_a_directory_that_is_not_overwritten(here, path, tmp_path):
     printed = here.ask("checkpoint download", path, "-o", tmp_path)
-    directory = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+    directory = tmp_path / path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
     assert printed == {"checkpoint_path": path, "destination": str(directory)}
     assert (directory / "adapter_model.safetensors").stat().st_size > 0
     (directory / "note").write_text("mine")
     again = here.quick("checkpoint", "download", path, "-o", tmp_path)
     assert again.code == 1
-    assert "exists" in again.err
+    assert f"{directory} exists; --force replaces it" in again.err
     assert (directory / "note").exists()
     forced = here.quick("checkpoint", "download", path, "-o", tmp_path, "--force")
     assert forced.code == 0, forced.err
@@ -205,8 +210,11 @@ def test_by_path_after_a_question(here, run):
         assert (printed["cancelled"], printed["deleted"]) == (True, 0)
         assert "[y/N]" in declined.err
     assert {"step-1", "step-2"} <= left(here, run)
-    printed = here.ask("checkpoint delete", *paths, input="YES\n")
+    done = here.quick("checkpoint", "delete", *paths, "--json", input="YES\n")
+    printed = payload("checkpoint delete", done)
     assert (printed["deleted"], printed["cancelled"]) == (2, False)
+    assert [done.err.count(f"{path}\n") for path in paths] == [1, 1]  # each is listed once
+    assert "Deleting" not in done.err  # progress is for terminals
     assert left(here, run) == {"step-3", "other", "drawn"}
 
 

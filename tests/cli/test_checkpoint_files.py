@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.cli.hub import destination
+from tinkex.cli.hub import Hub, destination
 from tinkex.engine import base_models
-from tinkex.errors import InvalidInputError, PayloadTooLargeError
+from tinkex.errors import APIConnectionError, InvalidInputError, PayloadTooLargeError
 from tinkex.server.imports import unpack
 from tinkex.testing import service
 from tinkex.types import Datum, ModelInput
@@ -440,9 +440,50 @@ def test_a_push_goes_where_and_brings_what_it_is_told(standing_in, tinkex_tiny, 
     assert standing_in.private == {"ada/mine": False}
     assert sorted(standing_in.files["ada/mine", "main"]) == ["tinkex.json"]
     assert standing_in.commits[0]["summary"] == "here"
-    none = push(standing_in, tinkex_tiny, paths[1], *options, "--allow-pattern", "*.gguf")
-    assert none.code == 1
-    assert "no file of the checkpoint fits" in none.err
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "named"),
+    [
+        ("nonsense", [], "CHECKPOINT_PATH: must start with tinker://"),
+        ("tinker://run/weights/x", ["--allow-pattern", "*.gguf"], "--allow-pattern"),
+        ("tinker://run/weights/x", ["--ignore-pattern", "*"], "leave nothing to upload"),
+        ("tinker://run/weights/x", ["--repo", "a//b"], "--repo"),
+    ],
+)
+def test_push_checks_its_arguments_before_it_calls_anybody(path, options, named):
+    nobody = "http://127.0.0.1:1"
+    where = ["--base-url", nobody, *options]
+    outcome = process("checkpoint", "push-hf", path, *where, HF_ENDPOINT=nobody, HF_TOKEN=TOKEN)
+    assert outcome.code == 1
+    assert named in outcome.err
+    assert nobody not in outcome.err
+
+
+def test_push_names_a_hub_that_cannot_be_reached(paths):
+    nobody = "http://127.0.0.1:1"
+    outcome = process("checkpoint", "push-hf", paths[0], HF_ENDPOINT=nobody, HF_TOKEN=TOKEN)
+    assert outcome.code == 1
+    assert f"the hub at {nobody} cannot be reached" in outcome.err
+    assert "HF_ENDPOINT" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_push_needs_no_http_library_besides_that_of_the_hub(
+    standing_in, tinkex_tiny, paths, tmp_path
+):
+    (tmp_path / "httpx.py").write_text("raise ModuleNotFoundError(name='httpx')")
+    outcome = push(standing_in, tinkex_tiny, paths[0], PYTHONPATH=str(tmp_path))
+    assert outcome.code == 0, outcome.err
+
+
+def test_push_overwrites_nothing_when_the_card_cannot_be_read(standing_in, tmp_path):
+    """A hub that stops answering is not one without a card."""
+    where = destination("tinker://run/weights/x", "base", "ada", "mine", None)
+    hub_client = Hub(TOKEN)
+    hub_client._api.endpoint = "http://127.0.0.1:1"
+    with pytest.raises(APIConnectionError, match="cannot be reached"):
+        hub_client.check_is_of(where, "tinker://run/weights/x", tmp_path)
 
 
 def test_a_push_may_be_a_proposal_to_main(standing_in, tinkex_tiny, paths):

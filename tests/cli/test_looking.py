@@ -65,8 +65,10 @@ def test_a_run(here, training):
     assert "of=looking" in by_path.out
     unknown = here.type("run", "info", "nobody:train:0")
     assert (unknown.code, unknown.out) == (1, "")
-    assert unknown.err.startswith("Error: ")
-    assert unknown.err.count("\n") == 1
+    assert unknown.err == "Error: There is no training run nobody:train:0. (status 404)\n"
+    for command in (["checkpoint", "list"], ["checkpoint", "delete", "--yes"]):
+        unknown = here.quick(*command, "--run-id", "nobody:train:0")
+        assert "There is no training run nobody:train:0." in unknown.err
 
 
 def test_sessions(here, training, tmp_path):
@@ -109,11 +111,15 @@ def test_status_tells_what_runs_where_and_starts_nothing(here, training, tmp_pat
     assert TINY in printed["models"]
     assert printed["runs"] >= 1
     assert training.model_id in [one["training_run_id"] for one in printed["last_runs"]]
-    assert f"Service:          {here.url}" in here.quick("status").out
+    told = here.quick("status").out
+    assert re.search(rf"^Service: +{here.url} \(answers\)$", told, re.MULTILINE)
+    assert "not running" not in told
     nowhere = tmp_path / "nowhere"
     local = process("status", "--base-url", "local", "--json", TINKEX_DATA_DIR=str(nowhere))
     printed = payload("status", local)
     assert (printed["running"], printed["local_url"]) == (False, None)
+    local = process("status", "--base-url", "local", TINKEX_DATA_DIR=str(nowhere))
+    assert "local (not running" in local.out
     assert not nowhere.exists()
 
 
@@ -136,7 +142,9 @@ def test_doctor_says_what_to_do(tmp_path):
     assert "TINKER_API_KEY" in keyless.out
     wrong = process("doctor", "--base-url", "ftp://x")
     assert wrong.code == 1
-    assert "base_url" in wrong.out
+    assert "--base-url" in wrong.out
+    # What does not depend on the settings is looked at all the same.
+    assert {"packages", "disk"} <= {line.split()[1] for line in wrong.out.splitlines()[1:]}
 
 
 def test_version():

@@ -13,6 +13,7 @@ import pytest
 from tinkex.cli.main import cli, run
 from tinkex.cli.payloads import PAYLOADS
 
+from ..scripted import Answer
 from .commands import PROGRAM, SCHEMAS, environment, process
 
 NOWHERE = "http://127.0.0.1:1"
@@ -61,8 +62,9 @@ def test_a_failure_is_1_without_a_traceback_unless_that_is_wanted():
         assert "Traceback" in traced.err
 
 
-def test_what_may_pass_is_said(capsys):
-    assert run(["run", "list", "--base-url", NOWHERE, "--api-key", "tml-x"]) == 1
+def test_what_may_pass_is_said(server, capsys):
+    server.on("GET /api/v1/sessions", Answer({"detail": "busy"}, 503))
+    assert run(["session", "list", "--base-url", server.url, "--api-key", "tml-x"]) == 1
     assert "consider trying again" in capsys.readouterr().err
 
 
@@ -73,10 +75,38 @@ def test_a_missing_package_is_named(tmp_path):
     assert outcome.err == "Error: uvicorn is not installed: pip install 'tinkex[local]'\n"
 
 
-def test_no_key_anywhere(tmp_path):
+def test_a_missing_key_is_explained_in_words_of_the_command_line(tmp_path):
     outcome = process("run", "list", TINKER_API_KEY="", HOME=str(tmp_path))
     assert outcome.code == 1
-    assert "TINKER_API_KEY" in outcome.err
+    for way in ("TINKER_API_KEY", "--api-key", "tinkex auth login", "--base-url local"):
+        assert way in outcome.err
+    assert "api_key=" not in outcome.err
+
+
+def test_a_service_on_this_machine_needs_no_key(server, tmp_path):
+    server.on("GET /api/v1/sessions", Answer({"sessions": ["s-1"]}))
+    outcome = process(
+        "session", "list", "--base-url", server.url, TINKER_API_KEY="", HOME=str(tmp_path)
+    )
+    assert (outcome.code, outcome.out.split()[-1]) == (0, "s-1"), outcome.err
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "list"], ["run", "--prompt", "x", "--base-model", "m"]]
+)
+def test_a_service_that_is_down_is_named_by_its_url(command, capsys):
+    assert run([*command, "--base-url", NOWHERE, "--api-key", "tml-x"]) == 1
+    told = capsys.readouterr().err
+    assert f"Error: {NOWHERE} cannot be reached: " in told
+    assert "tinkex serve" in told
+
+
+def test_a_refused_key_is_named_with_its_service(server, capsys):
+    server.on("GET /api/v1/sessions", Answer({"detail": "Invalid key."}, 401))
+    assert run(["session", "list", "--base-url", server.url, "--api-key", "tml-x"]) == 1
+    told = capsys.readouterr().err
+    assert f"{server.url} refuses the key" in told
+    assert "tinkex auth login" in told
 
 
 def test_a_reader_that_leaves_early_is_no_traceback():
@@ -114,6 +144,23 @@ def test_every_command_that_prints_json_says_how_it_looks():
     }
     assert can == set(PAYLOADS)
     assert set(PAYLOADS) <= set(json.loads(SCHEMAS.read_text())["$defs"])
+
+
+def groups(command: click.Command, *path: str):
+    if isinstance(command, click.Group):
+        yield path
+        ctx = click.Context(command)
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            yield from groups(below, *path, name)
+
+
+def test_help_of_groups_cuts_no_summary(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for path in groups(cli):
+        assert run([*path, "--help"]) == 0
+        assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
 
 
 def test_every_command_has_a_word_of_help():

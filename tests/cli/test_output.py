@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinkex.cli.human import ago, size
-from tinkex.cli.output import Output
+from tinkex.cli.output import Output, laid_out
 from tinkex.cli.paging import fetch_all
 
 NOW = datetime(2025, 6, 1, 12, tzinfo=UTC)
@@ -111,3 +111,14 @@ def test_an_end_before_the_total_is_an_end():
 
     assert fetch_all(page, "runs", limit=0, offset=0, page_size=100) == ([1], 10)
     assert asked == [0, 1]
+
+
+def test_a_table_wider_than_the_terminal_is_stacked():
+    columns, rows = ("Path", "Size", "Created"), [["x" * 30, "1 KB", "just now"], ["y", "2 KB", ""]]
+    head, lines = laid_out(columns, rows, None)
+    assert head == [f"{'Path':30}  Size  Created"]
+    assert laid_out(columns, rows, len(lines[0])) == (head, lines)
+    head, lines = laid_out(columns, rows, 40)
+    assert head == []
+    assert lines == ["x" * 30, "    Size: 1 KB, Created: just now", "y", "    Size: 2 KB"]
+    assert laid_out(columns, rows, 30)[1][1:3] == ["    Size: 1 KB", "    Created: just now"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 import pytest
 
 import tinkex
+from tinkex.cli.billing import _windows
 from tinkex.testing import service
 
 from ..client.helpers import datum
@@ -49,6 +52,38 @@ def test_tokens_are_told_by_kind_and_without_prices_no_cost(used):
     assert counts.items() >= {"training": 30, "prefill": 3, "sampled": drawn}.items()
     assert found["cost"] is None
     assert "Cost" not in told(running)
+
+
+def test_amounts_have_units(used):
+    running, _, drawn = used
+    lines = {line.rsplit("  ", 1)[0].strip(): line.split() for line in told(running).splitlines()}
+    assert lines["training"][-2:] == ["30", "tokens"]
+    assert lines["sampled"][-2:] == [str(drawn), "tokens"]
+    assert lines["stored now"][-1] == "KB" or "checkpoints," in lines["stored now"]
+    units = {row["kind"]: row["unit"] for row in usage(running)["usage"]}
+    assert units["training"] == "tokens"
+
+
+def test_a_month_is_put_together_from_answers_for_14_days(used):
+    running, _, _ = used
+    assert usage(running, "--days", 30)["usage"] == usage(running)["usage"]
+
+
+@pytest.mark.parametrize("days", [1, 14, 15, 30, 366])
+def test_windows_cover_a_span_without_gap_or_overlap(days):
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    end = start + timedelta(days=days)
+    windows = list(_windows(start, end))
+    assert (windows[0][0], windows[-1][1]) == (start, end)
+    assert all(one[1] == other[0] for one, other in pairwise(windows))
+    assert all(timedelta(0) < until - since <= timedelta(days=14) for since, until in windows)
+
+
+def test_a_span_of_more_than_a_year_is_refused(used):
+    running, _, _ = used
+    refused = run("billing", "usage", "2020-01-01", "2026-01-01", "--base-url", running.url)
+    assert refused.code == 1
+    assert "ENDING_BEFORE: must lie after STARTING_ON, by at most 366 days" in refused.err
 
 
 def test_prices_of_a_file_give_each_row_its_cost(used, tmp_path):

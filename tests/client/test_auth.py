@@ -19,11 +19,13 @@ import tinkex
 from tinkex._client.auth import (
     _from_command,
     claims,
+    config_with_login,
     get_tinker_token,
     raise_if_tinker_not_accessible,
     stored_key,
     tinker_has_credentials,
 )
+from tinkex.config import KEYLESS
 from tinkex.errors import (
     APIResponseValidationError,
     AuthenticationError,
@@ -358,6 +360,23 @@ def test_a_credential_is_taken_from_the_environment_a_command_or_a_login(home, m
     assert get_tinker_token() == "tml-given"
     assert tinker_has_credentials()
     raise_if_tinker_not_accessible()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
+def test_a_service_on_this_machine_is_called_without_a_key(home, host):
+    assert config_with_login(base_url=f"http://{host}:8787").api_key == KEYLESS
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "localhost.example.com", "127.0.0.1.example.com"])
+def test_a_service_elsewhere_is_not(home, host):
+    with pytest.raises(ConfigError, match="TINKER_API_KEY"):
+        config_with_login(base_url=f"http://{host}:8787")
+
+
+def test_a_stored_login_goes_before_no_key(home):
+    (home / ".tinker").mkdir()
+    (home / ".tinker" / "credentials.json").write_text(json.dumps(LOGIN))
+    assert config_with_login(base_url="http://127.0.0.1:1").api_key == "tml-two"
 
 
 def test_a_stored_login_is_the_last_resort_for_a_key(tmp_path, server):

@@ -57,9 +57,19 @@ def test_in_a_setting_it_is_replaced_by_the_default_and_said(name, value, caplog
 def test_a_setting_may_be_a_policy_a_mapping_or_nothing(caplog):
     policy = RecoveryPolicy(enabled=True, max_attempts=7)
     assert RecoveryPolicy.of(policy) is policy
-    assert RecoveryPolicy.of({"enabled": True, "max_attempts": 7, "colour": "red"}) == policy
+    assert RecoveryPolicy.of({"enabled": True, "max_attempts": 7}) == policy
     assert RecoveryPolicy.of(None) == RecoveryPolicy()
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("max_atempts", "max_attempts"), ("backoff_ms", "backoff is the same in seconds")],
+)
+def test_an_option_that_does_not_exist_is_refused(name, told):
+    with pytest.raises(InvalidInputError, match=told) as refused:
+        RecoveryPolicy.of({"enabled": True, name: 5})
+    assert refused.value.field == f"recovery.{name}"
 
 
 @pytest.mark.parametrize("strategy", ["latest", "best", PATH])

@@ -57,6 +57,16 @@ X = torch.tensor([1.0, 2.0, 3.0])
 # -- magnitudes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("penalty", [L1, L2, ElasticNet])
+@pytest.mark.parametrize("wrong", [-1.0, -1e-9, float("nan"), float("inf")])
+def test_a_negative_lambda_is_refused(penalty, wrong):
+    with pytest.raises(InvalidInputError) as refused:
+        penalty(lambda_=wrong)
+    assert refused.value.field == "lambda"
+    with pytest.raises(InvalidInputError):
+        penalty().compute([], X, {"lambda": wrong})
+
+
 def test_l1():
     x = torch.tensor([-1.0, 2.0, -3.0])
     assert value(L1(), x) == 6

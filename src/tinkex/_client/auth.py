@@ -13,6 +13,7 @@ from typing import Any
 
 from tinkex._retry import Clock
 from tinkex.config import (
+    KEYLESS,
     LOCAL,
     Config,
     configured_base_url,
@@ -121,7 +122,7 @@ def claims(token: str) -> dict[str, Any]:
 
 def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str:
     if not command:
-        raise ConfigError("set TINKER_API_KEY or pass api_key=…", field="api_key")
+        raise ConfigError("missing", field="api_key", advice="set TINKER_API_KEY or pass api_key=…")
     # No error repeats the command or what it printed: either may hold the key.
     try:
         done = subprocess.run(  # noqa: S602  # the user's own shell command is the point of the setting
@@ -149,15 +150,21 @@ def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str
 
 
 def config_with_login(**options: Any) -> Config:
-    """A configuration whose last resort for a key is the stored login."""
+    """A configuration that, without a key of its own, uses the stored login.
+
+    A service on this machine can be called without a key: most of them need none, and one that does answers 401.
+    """
     try:
         return Config(**options)
     except ConfigError as error:
         given = options.get("api_key") or defaults().get("api_key") or read_env("TINKER_API_KEY")
-        stored = stored_key() if error.field == "api_key" and not given else None
-        if stored is None:
+        if error.field != "api_key" or given:
             raise  # also for a key that was given and is malformed
-        return Config(**options | {"api_key": stored})
+        stored = stored_key()
+        config = Config(**options | {"api_key": stored or KEYLESS})
+        if stored is None and not config.is_loopback:
+            raise
+        return config
 
 
 def config_for_handle(base_url: str, api_key: str | None) -> Config:

@@ -46,7 +46,7 @@ from tinkex.types import ParsedCheckpointTinkerPath
 
 from .notices import logger
 
-__all__ = ["Progress", "download_checkpoint", "fetch", "target_name", "unpack", "verify"]
+__all__ = ["Progress", "download_checkpoint", "fetch", "target", "target_name", "unpack", "verify"]
 
 #: Called with the bytes that have arrived and those there are, after each part of a file whose length is known.
 Progress = Callable[[int, int], object]
@@ -67,9 +67,20 @@ _DAMAGED: Final = (
 
 
 def target_name(tinker_path: str) -> str:
-    """The directory a checkpoint is put into: its path with `_` for `/`."""
+    """The directory a checkpoint is put into: its path with `_` for `/`, and for `:`, which Windows does not allow."""
+    return _older_name(tinker_path).replace(":", "_")
+
+
+def _older_name(tinker_path: str) -> str:
+    """The same as earlier versions wrote it."""
     ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     return tinker_path.removeprefix("tinker://").replace("/", "_")
+
+
+def target(output: Path | str, tinker_path: str) -> Path:
+    """The directory of a checkpoint below `output`; one that an earlier version made keeps its name."""
+    older = Path(output) / _older_name(tinker_path)
+    return older if older.is_dir() else older.with_name(target_name(tinker_path))
 
 
 def download_checkpoint(
@@ -87,9 +98,11 @@ def download_checkpoint(
     `progress(done, total)` is told of the bytes of each file, where the service says how many there are.
     """
     output = Path(output)
-    destination = output / target_name(tinker_path)
+    destination = target(output, tinker_path)
     if destination.exists() and not force:
-        raise InvalidInputError(f"{destination} exists; force replaces it", field="output")
+        raise InvalidInputError(
+            f"{destination} exists", field="output", advice="force=True replaces it"
+        )
     get = partial(fetch, progress=progress, proxy=rest.holder.config.proxy, sleep=sleep)
     with _scratch(output) as scratch:
         unpacked = scratch / "files"

@@ -56,6 +56,7 @@ from tinkex.types import (
     WhoamiResponse,
 )
 from tinkex.types.paths import ParsedCheckpointTinkerPath
+from tinkex.types.training import check_ttl
 
 from ._async_twins import AdminClientAsync, RestClientAsync
 from .auth import config_with_login
@@ -348,8 +349,14 @@ class RestClient(RestClientAsync, AdminClient):
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
     ) -> APIFuture[None]:
         """Expire a checkpoint so many seconds from now; None keeps it for good."""
-        if ttl_seconds is not None and check_count("ttl_seconds", ttl_seconds) == 0:
-            raise InvalidInputError("must be positive, or None to keep it", field="ttl_seconds")
+        if ttl_seconds is not None:
+            check_count("ttl_seconds", ttl_seconds)
+        try:
+            check_ttl(ttl_seconds)
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{error}, not {ttl_seconds}", field="ttl_seconds", advice="None keeps it for good"
+            ) from None
         request = SetCheckpointTtlRequest(ttl_seconds=ttl_seconds)
         method = "set_checkpoint_ttl_from_tinker_path"
         return self._done("set_checkpoint_ttl", request, _where(tinker_path), timeout, method)

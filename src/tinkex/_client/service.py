@@ -15,7 +15,7 @@ from pydantic import RootModel
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import CircuitBreaker, Config, PollBackoffOption
-from tinkex.errors import InvalidInputError
+from tinkex.errors import APIConnectionError, InvalidInputError
 from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
 from tinkex.telemetry.events import Event
@@ -551,7 +551,12 @@ class ServiceClient(ServiceClientAsync):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and concerns_tinkex(error):
+        # Not that the service cannot be reached: the report would wait for that same service.
+        if (
+            isinstance(error, Exception)
+            and not isinstance(error, APIConnectionError)
+            and concerns_tinkex(error)
+        ):
             self._session.reporter.log_exception(error)
         if kind is None:
             status: FinishReason = "success"

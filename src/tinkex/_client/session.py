@@ -81,6 +81,8 @@ FinishReason = Literal["success", "errored", "interrupted"]
 _FINISHED_AFTER: Final = 3
 _LEAST_REFRESH: Final = 10.0
 _CLOSE_LIMIT: Final = 5.0
+#: Seconds to ship telemetry on closing a client whose session never opened.
+_UNOPENED_CLOSE_LIMIT: Final = 1.0
 #: Work that keeps the time itself is given so long to say more than that it is up.
 _GRACE: Final = 0.1
 
@@ -542,7 +544,9 @@ class Session:
         if self.session_id is not None and wants(SessionClosed):
             emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
         try:
-            endings: list[Awaitable[object]] = [self.reporter.close()]
+            # Without a session the service has not answered yet; it probably will not now.
+            limit = None if self.session_id is not None else _UNOPENED_CLOSE_LIMIT
+            endings: list[Awaitable[object]] = [self.reporter.close(limit)]
             if self._owner and self.session_id is not None:
                 endings.append(self._finish(self.session_id, reason, detail))
             await asyncio.gather(*endings)

@@ -17,7 +17,9 @@ from tinkex.config import read_env
 from tinkex.errors import InvalidInputError, TinkerError
 
 from .connection import Connection, connected, formatted
+from .groups import Group
 from .output import Output, plain
+from .wording import told
 
 if TYPE_CHECKING:
     from tinkex.types import ApiKeyInfoResponse
@@ -30,7 +32,7 @@ _KEY: Final = "/api/v1/auth/apikey/me"
 _EMPTY: Final[dict[str, Any]] = {"version": 1, "default": None, "keys": {}}
 
 
-@click.group("auth")
+@click.group("auth", cls=Group)
 def command() -> None:
     """The key a service is called with."""
 
@@ -93,7 +95,7 @@ def status(connection: Connection, output: Output) -> None:
         _described(connection)
         payload["accepted"] = True
     except TinkerError as error:
-        payload["error"] = str(error)
+        payload["error"] = told(error)[0]
     accepted = "yes" if payload["accepted"] else f"no: {payload['error']}"
     facts = {"Service": payload["base_url"] or "?", "Key": payload["source"], "Accepted": accepted}
     output.record(facts, payload)

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tinkex.errors import InvalidInputError
+
 from .connection import Connection, connected, formatted
-from .human import size
+from .groups import Group
+from .human import moment, size
 from .output import Output, plain, say
 
-__all__ = ["amount", "command"]
+if TYPE_CHECKING:
+    from tinkex.types import BillingUsageResponse
 
-#: How much, as kinds of events call it.
-_AMOUNTS = ("token_count", "count", "gigabyte_hours")
+__all__ = ["LONGEST_SPAN", "amount", "command", "unit", "used_between"]
+
+#: The field of an event that says how much was used, and its unit.
+_AMOUNTS: Final = {
+    "token_count": "tokens",
+    "count": "checkpoints",
+    "gigabyte_hours": "GB hours",
+}
+#: A service answers for 14 days at once; longer spans are put together from several answers.
+_WINDOW: Final = timedelta(days=14)
+LONGEST_SPAN: Final = timedelta(days=366)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group("billing")
+@click.group("billing", cls=Group)
 def command() -> None:
     """What was used, in full."""
 
@@ -40,13 +54,14 @@ def usage(
     connection: Connection,
     output: Output,
 ) -> None:
-    """Usage by the hour between two dates or full UTC hours, at most 14 days apart."""
+    """Usage by the hour between two dates or full UTC hours, at most a year apart."""
+    start, end = _when("starting_on", starting_on), _when("ending_before", ending_before)
     with connection.rest() as rest:
-        answer = plain(rest.get_billing_usage(starting_on, ending_before).result())
+        answer = plain(used_between(rest, start, end))
     events = [_flat(event) for event in answer["data"]]
-    columns = ["bucket_start", "base_model", "session_id", "type", "amount"]
+    columns = ["bucket_start", "base_model", "session_id", "type", "amount", "unit"]
     rows = [[_shown(event.get(column)) for column in columns] for event in events]
-    output.table(["Hour", "Model", "Session", "What", "How much"], rows, answer)
+    output.table(["Hour", "Model", "Session", "What", "How much", "Unit"], rows, answer)
     if file is not None:
         _write(file, events)
     if sessions is not None:
@@ -84,12 +99,52 @@ def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event with the facts of its kind beside those all have."""
     facts = {name: value for name, value in event.items() if name != "event_info"}
     own: dict[str, Any] = event["event_info"]
-    return {**facts, **own, "amount": amount(own)}
+    return {**facts, **own, "amount": amount(own), "unit": unit(own)}
 
 
 def amount(event_info: Mapping[str, Any]) -> Any:
-    """How much an event is about, of whatever its kind counts."""
+    """How much was used, in the unit of the event's kind."""
     return next(event_info[name] for name in _AMOUNTS if name in event_info)
+
+
+def unit(event_info: Mapping[str, Any]) -> str:
+    return next(unit for name, unit in _AMOUNTS.items() if name in event_info)
+
+
+def used_between(rest: Any, start: datetime, end: datetime) -> BillingUsageResponse:
+    """The usage of a span of any length up to `LONGEST_SPAN`, as one answer."""
+    from tinkex.types import BillingUsageResponse
+
+    if not timedelta(0) < end - start <= LONGEST_SPAN:
+        raise InvalidInputError(
+            f"must lie after STARTING_ON, by at most {LONGEST_SPAN.days} days",
+            field="ending_before",
+        )
+    asked = [rest.get_billing_usage(*window) for window in _windows(start, end)]
+    answers = [answer.result() for answer in asked]
+    known = [one.cost_data_through for one in answers if one.cost_data_through is not None]
+    return BillingUsageResponse(
+        data=[event for answer in answers for event in answer.data],
+        sessions={name: one for answer in answers for name, one in answer.sessions.items()},
+        cost_data_through=max(known, default=None),
+    )
+
+
+def _windows(start: datetime, end: datetime) -> Iterator[tuple[datetime, datetime]]:
+    while start < end:
+        until = min(start + _WINDOW, end)
+        yield start, until
+        start = until
+
+
+def _when(field: str, text: str) -> datetime:
+    when = moment(text)
+    if when is None:
+        raise InvalidInputError(
+            f"{text!r:.80} is not a date such as 2026-01-31 or an hour such as 2026-01-31T08:00",
+            field=field,
+        )
+    return when
 
 
 def _metadata(facts: Mapping[str, Any]) -> dict[str, Any]:

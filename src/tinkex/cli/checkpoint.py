@@ -6,17 +6,17 @@ import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
 
-from .checkpoint_files import export, import_adapter, push_hf
+from .checkpoint_files import export, import_adapter, push_hf, refuse_existing
 from .connection import Connection, connected, formatted
 from .groups import DefaultGroup
 from .housekeeping import delete
 from .human import ago, size
-from .listing import find, made_at, of_user
+from .listing import find, of_run, of_user
 from .output import Output, plain, say
 from .paging import paged
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_COLUMNS: Final = ("Path", "Type", "Size", "Public", "Created", "Expires")
+#: A path alone takes some 75 columns and says the type; with all six a line is 140 wide.
+_NARROW: Final = ("Path", "Size", "Created")
+
 
 @click.group("checkpoint", cls=DefaultGroup, default="save")
 def command() -> None:
@@ -42,21 +46,20 @@ def command() -> None:
 
 @command.command("list")
 @click.option("--run-id", help="Only those of one run: all of them, unless --limit is given too.")
+@click.option("--wide", is_flag=True, help="Show all columns: also type, public and expiry.")
 @paged
 @connected
 @formatted
 def list_checkpoints(
-    run_id: str | None, limit: int, offset: int, connection: Connection, output: Output
+    run_id: str | None, wide: bool, limit: int, offset: int, connection: Connection, output: Output
 ) -> None:
-    """Checkpoints, newest first, and what they take in bytes."""
+    """Checkpoints, newest first, and their sizes."""
     total: int | None
     with connection.rest() as rest:
         if run_id is None:
             checkpoints, total = of_user(rest, limit, offset)
         else:
-            found = sorted(
-                rest.list_checkpoints(run_id).result().checkpoints, key=made_at, reverse=True
-            )
+            found = of_run(rest, run_id)
             most = limit if _was_given("limit") else 0  # they all came in one answer
             checkpoints, total = found[offset : offset + most if most else None], len(found)
     taken = sum(checkpoint.size_bytes or 0 for checkpoint in checkpoints)
@@ -68,8 +71,9 @@ def list_checkpoints(
     }
     if run_id is not None:
         payload["run_id"] = run_id
-    rows = [list(_facts(checkpoint).values()) for checkpoint in checkpoints]
-    output.table(["Path", "Type", "Size", "Public", "Created", "Expires"], rows, payload)
+    columns = _COLUMNS if wide else _NARROW
+    rows = [[_facts(checkpoint)[column] for column in columns] for checkpoint in checkpoints]
+    output.table(columns, rows, payload)
     if checkpoints:
         count = f"{len(checkpoints)} of {total}" if total is not None else str(len(checkpoints))
         say(f"{count} shown, {size(taken)}.")
@@ -97,14 +101,15 @@ def info(checkpoint_path: str, connection: Connection, output: Output) -> None:
 
 
 def _facts(checkpoint: Any) -> dict[str, Any]:
-    return {
-        "Path": checkpoint.tinker_path,
-        "Type": checkpoint.checkpoint_type,
-        "Size": size(checkpoint.size_bytes),
-        "Public": "yes" if checkpoint.public else "no",
-        "Created": ago(checkpoint.time),
-        "Expires": ago(checkpoint.expires_at),
-    }
+    values = (
+        checkpoint.tinker_path,
+        checkpoint.checkpoint_type,
+        size(checkpoint.size_bytes),
+        "yes" if checkpoint.public else "no",
+        ago(checkpoint.time),
+        ago(checkpoint.expires_at),
+    )
+    return dict(zip(_COLUMNS, values, strict=True))
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -192,7 +197,11 @@ def unpublish(checkpoint_path: str, connection: Connection, output: Output) -> N
 
 @command.command("set-ttl")
 @click.argument("checkpoint_path")
-@click.option("--ttl", type=click.IntRange(min=1), help="Seconds from now until it is deleted.")
+@click.option(
+    "--ttl",
+    type=click.IntRange(min=1),
+    help="Seconds from now until it is deleted; at most ten years.",
+)
 @click.option("--remove", is_flag=True, help="Keep it for good.")
 @connected
 @formatted
@@ -229,10 +238,11 @@ def download(
     checkpoint_path: str, directory: Path, force: bool, connection: Connection, output: Output
 ) -> None:
     """Fetch a checkpoint: streamed, resumed when the connection breaks, checked, all or nothing."""
-    from tinkex._client.downloads import download_checkpoint
+    from tinkex._client.downloads import download_checkpoint, target
 
     from .progress import download_bar
 
+    refuse_existing(target(directory, checkpoint_path), force=force)
     with connection.rest() as rest, download_bar(checkpoint_path) as progress:
         place = download_checkpoint(
             rest, checkpoint_path, directory, force=force, progress=progress

@@ -11,20 +11,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import click
 
+from tinkex.config import is_loopback
 from tinkex.errors import APIConnectionError, ConfigError, InvalidInputError, NotFoundError
 
 from .connection import Connection, connected, formatted
 from .human import size
 from .output import Output, say
 
-__all__ = ["export", "import_adapter", "push_hf"]
+__all__ = ["export", "import_adapter", "push_hf", "refuse_existing"]
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -141,11 +141,15 @@ def _downloaded(connection: Connection, path: str, scratch: Path) -> tuple[Path,
     return files, weights
 
 
-@contextmanager
-def _new_directory(target: Path, *, force: bool) -> Iterator[Path]:
-    """A directory to fill, which takes its place when all has gone well and is gone otherwise."""
+def refuse_existing(target: Path, *, force: bool) -> None:
     if target.exists() and not force:
         raise InvalidInputError(f"{target} exists; --force replaces it", field="output")
+
+
+@contextmanager
+def _new_directory(target: Path, *, force: bool) -> Iterator[Path]:
+    """A directory to fill: it becomes `target` on success and is removed otherwise."""
+    refuse_existing(target, force=force)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".tinkex-", dir=target.parent))
     try:
@@ -274,11 +278,7 @@ def _post(where: Any, content: Any, headers: dict[str, str]) -> tuple[int, dict[
 
 
 def _check_is_local(host: str) -> None:
-    try:
-        near = ip_address(host).is_loopback
-    except ValueError:
-        near = host == "localhost"
-    if not near:
+    if not is_loopback(host):
         raise InvalidInputError(
             f"{host} is another machine; adapters can be taken in by a service on this one only "
             "(`tinkex serve`, or --base-url local)",
@@ -325,10 +325,11 @@ def push_hf(
 
     Without --repo it goes to tinker-MODEL-RUN, on a branch named like the checkpoint.
     """
-    from .hub import Hub, destination, prepare
+    from .hub import Hub, check, destination, prepare
 
     if create_pr and revision not in {None, "main"}:
         raise click.UsageError(f"the hub takes proposals to main only, not to {revision}")
+    check(checkpoint_path, repo, allow_pattern, ignore_pattern)
     hub = Hub(hf_token)
     user = hub.user()
     with tempfile.TemporaryDirectory(prefix="tinkex-") as scratch:

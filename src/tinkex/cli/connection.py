@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "connected", "formatted"]
 
-#: Somebody sits before the screen: some seconds of trying again, not minutes.
-_FEW: Final = 3
+#: Retries of a request while a person waits: about a second in all, not minutes.
+_FEW: Final = 2
 
 
 @dataclass(frozen=True)

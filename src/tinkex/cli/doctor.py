@@ -6,18 +6,21 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from tinkex.config import LOCAL
-from tinkex.errors import APIConnectionError, AuthenticationError, TinkerError
+from tinkex.errors import AuthenticationError, InvalidInputError, TinkerError
 
 from .connection import Connection, connected, formatted
 from .human import size
 from .output import Output
+from .wording import told
 
 if TYPE_CHECKING:
+    from tinkex.config import Config
+
     from .payloads import Doctor, DoctorFinding
 
 __all__ = ["command"]
@@ -53,15 +56,18 @@ def command(connection: Connection, output: Output) -> None:
 
 
 def _examine(connection: Connection) -> Iterator[Finding]:
+    """Everything that can be looked at, also when the settings are wrong."""
+    config: Config | None = None
     try:
-        config: Any = connection.config()
-    except TinkerError as error:
-        yield Finding("settings", False, str(error), "see docs/configuration.md")
-        return
-    yield Finding("settings", True, f"{config.base_url}")
-    yield from _packages(needed=config.base_url == LOCAL)
+        config = connection.config()
+    except InvalidInputError as error:
+        yield Finding("settings", False, *told(error, click.get_current_context().command))
+    else:
+        yield Finding("settings", True, config.shown_base_url)
+    yield from _packages(needed=config is not None and config.base_url == LOCAL)
     yield _disk()
-    yield from _service(connection)
+    if config is not None:
+        yield from _service(connection)
 
 
 def _packages(*, needed: bool) -> Iterator[Finding]:
@@ -87,12 +93,9 @@ def _service(connection: Connection) -> Iterator[Finding]:
     try:
         with connection.service(patient=False) as service:
             models = service.get_server_capabilities().model_names()
-    except AuthenticationError as error:
-        yield Finding("key", False, str(error), "set TINKER_API_KEY to a key of this service")
-    except APIConnectionError as error:
-        yield Finding("service", False, str(error), "start `tinkex serve`, or check the URL")
     except TinkerError as error:
-        yield Finding("service", False, str(error), "")
+        name = "key" if isinstance(error, AuthenticationError) else "service"
+        yield Finding(name, False, *told(error))
     else:
         yield Finding("service", True, "answers")
         yield Finding("key", True, "accepted")

@@ -1,16 +1,33 @@
-"""A group with a command of its own."""
+"""Groups of commands."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
-__all__ = ["DefaultGroup"]
+__all__ = ["DefaultGroup", "Group"]
+
+#: Longer than any summary, so that none is cut.
+_NO_LIMIT: Final = 1000
 
 
-class DefaultGroup(click.Group):
-    """A group that, given options and no command, is one of its commands.
+class Group(click.Group):
+    """A group whose help shows the summary of each command in full, on more than one line if need be."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [
+            (name, command.get_short_help_str(_NO_LIMIT))
+            for name, command in commands.items()
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class DefaultGroup(Group):
+    """A group that runs one of its commands if it is given options and no command.
 
     As the Elixir command line has it: `tinkex run --prompt …` samples, `tinkex checkpoint --output …` saves.
     """

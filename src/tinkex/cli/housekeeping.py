@@ -1,4 +1,4 @@
-"""`tinkex checkpoint delete`: many at once, shown before they go."""
+"""`tinkex checkpoint delete`: many at once, listed before they are deleted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkex.errors import InvalidInputError, TinkerError
 
 from .connection import Connection, connected, formatted
 from .human import ago, moment, size
-from .listing import made_at, of_user
+from .listing import made_at, of_run, of_user
 from .output import Output, say
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def _by_filter(
     earliest, latest = _time("after", after), _time("before", before)
 
     def choose(rest: Any) -> tuple[dict[str, str], int]:
-        if run_id is not None:
-            found = rest.list_checkpoints(run_id).result().checkpoints
-        else:
-            found = of_user(rest, 0, 0)[0]
+        found = of_user(rest, 0, 0)[0] if run_id is None else of_run(rest, run_id)
         found = [
             checkpoint
             for checkpoint in sorted(found, key=made_at, reverse=True)
@@ -188,11 +185,13 @@ def _time(option: str, text: str | None) -> datetime | None:
 def _delete(rest: Any, paths: list[str]) -> dict[str, str]:
     """Delete some at a time and go on after failures; what failed, and why.
 
-    Ctrl-C starts no more, and says how far it came.
+    Ctrl-C starts no more, and says how many are deleted. The paths were listed before: progress is one line that is
+    written over, and only on a terminal.
     """
     failures: dict[str, str] = {}
     under_way: deque[tuple[str, Any]] = deque()
     deleted = 0
+    shown = sys.stderr.isatty()
 
     def settle() -> None:
         nonlocal deleted
@@ -208,12 +207,15 @@ def _delete(rest: Any, paths: list[str]) -> dict[str, str]:
         for number, path in enumerate(paths, 1):
             if len(under_way) == _PARALLEL:
                 settle()
-            say(f"Deleting {number}/{len(paths)}")
+            if shown:
+                click.echo(f"\rDeleting {number}/{len(paths)}", nl=False, err=True)
             under_way.append((path, rest.delete_checkpoint_from_tinker_path(path)))
         while under_way:
             settle()
+        if shown and paths:
+            say("")
     except KeyboardInterrupt:
-        unsure = f"; {len(under_way)} more may have gone" if under_way else ""
+        unsure = f"; {len(under_way)} more may be deleted too" if under_way else ""
         say(f"\nDeleted {deleted} of {len(paths)}{unsure}.")
         raise
     return failures

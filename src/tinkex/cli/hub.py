@@ -21,11 +21,13 @@ from tinkex.errors import (
 )
 from tinkex.types import ParsedCheckpointTinkerPath
 
-__all__ = ["Destination", "Hub", "destination", "model_card", "prepare"]
+__all__ = ["Destination", "Hub", "check", "destination", "model_card", "prepare"]
 
 #: What means something to the service alone; sent only if asked for by a pattern.
 _OURS: Final = ("checkpoint_complete", "tinkex.json", "optimizer.safetensors")
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+#: Every file a checkpoint may have, and the card that is added.
+_FILES: Final = ("adapter_config.json", "README.md", *_WEIGHTS, *_OURS)
 #: Any one of them says that the checkpoint is whole.
 _COMPLETE: Final = ("checkpoint_complete", "tinkex.json")
 _NAMES_PATH: Final = re.compile(r"^tinker_path:\s*[\"']?(tinker://[^\s\"']+)", re.MULTILINE)
@@ -121,41 +123,46 @@ model = PeftModel.from_pretrained(model, {json.dumps(where.repo)}{revision})
 
 
 class Hub:
-    """The hub, as a user of it; its errors are told as ours."""
+    """The Hugging Face hub; its errors become ours."""
 
     def __init__(self, token: str | None) -> None:
-        try:
-            import huggingface_hub
-        except ImportError as error:
-            raise ConfigError("this needs huggingface-hub: pip install 'tinkex[hf]'") from error
+        huggingface_hub = _library()
         token = token or huggingface_hub.get_token()
         if not token:
             raise ConfigError(
-                "the hub wants to know who you are: --hf-token, HF_TOKEN, or `hf auth login`",
+                "missing",
                 field="hf_token",
+                advice="give --hf-token, set HF_TOKEN, or run `hf auth login`",
             )
         self._api = huggingface_hub.HfApi(token=token, library_name="tinkex")
+        self._url: str = self._api.endpoint
 
     def user(self) -> str:
-        with _told("asking the hub who you are"):
+        with self._told("asking who you are"):
             return str(self._api.whoami()["name"])
 
     def make(self, where: Destination, *, public: bool) -> None:
         """Have the repository and the branch; both may be there already."""
-        with _told(f"making {where.repo}"):
+        with self._told(f"making {where.repo}"):
             self._api.create_repo(where.repo, private=not public, exist_ok=True)
             if where.revision != "main" and not where.revision.startswith("refs/"):
                 self._api.create_branch(where.repo, branch=where.revision, exist_ok=True)
 
     def check_is_of(self, where: Destination, tinker_path: str, scratch: Path) -> None:
         """Refuse to overwrite what says that it is another checkpoint."""
-        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            LocalEntryNotFoundError,
+            RevisionNotFoundError,
+        )
 
-        with _told(f"looking at {where.repo}"):
+        with self._told(f"looking at {where.repo}"):
             try:
                 card = self._api.hf_hub_download(
                     where.repo, "README.md", revision=where.revision, local_dir=scratch
                 )
+            except LocalEntryNotFoundError:  # the hub could not be asked, so nothing is known
+                raise
             except (EntryNotFoundError, RevisionNotFoundError):
                 return
         named = _NAMES_PATH.search(Path(card).read_text(errors="replace"))
@@ -178,12 +185,10 @@ class Hub:
         names = sorted(
             file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
         )
-        chosen = _chosen(names, allow, [*ignore, *(() if allow else _OURS)])
+        chosen = _chosen(names, allow, ignore)
         if not chosen:
-            raise InvalidInputError(
-                "no file of the checkpoint fits the patterns", field="allow_pattern"
-            )
-        with _told(f"uploading to {where.repo}"):
+            raise _nothing_left()
+        with self._told(f"uploading to {where.repo}"):
             commit = self._api.upload_folder(
                 repo_id=where.repo,
                 folder_path=folder,
@@ -194,30 +199,75 @@ class Hub:
             )
         return chosen, str(commit.pr_url or commit.commit_url)
 
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Make our errors of the hub's, whichever HTTP library it uses."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # Its base classes are the root of that library's errors, and OSError.
+        unreachable = tuple(
+            base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)
+        )
+        try:
+            yield
+        except TinkerError:
+            raise
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", 500)
+            why = error.server_message or f"status {status}"
+            if status == 401:
+                why = "the token is not valid"
+            raise status_error_class(status)(f"{doing} failed: {why}") from error
+        except unreachable as error:
+            raise APIConnectionError(message=self._unreachable(doing, error)) from error
+        except ValueError as error:  # a name that the hub does not take
+            raise InvalidInputError(f"{doing} failed: {error}", field="repo") from error
+        except RuntimeError as error:  # of the library that moves large files
+            raise APIConnectionError(message=self._unreachable(doing, error)) from error
+
+    def _unreachable(self, doing: str, error: Exception) -> str:
+        reason = str(error).partition("\n")[0].strip() or type(error).__name__
+        return (
+            f"{doing} failed: the hub at {self._url} cannot be reached ({reason}). Check the network "
+            "and the proxy settings; HF_ENDPOINT names another hub."
+        )
+
+
+def check(tinker_path: str, repo: str | None, allow: Sequence[str], ignore: Sequence[str]) -> None:
+    """Refuse what cannot work, before the service or the hub is asked for anything."""
+    ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    if not _chosen(_FILES, allow, ignore):
+        raise _nothing_left()
+    if repo is not None:
+        _library()
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(repo)
+        except ValueError as error:
+            raise InvalidInputError(str(error), field="repo") from None
+
 
 def _chosen(names: Sequence[str], allow: Sequence[str], ignore: Sequence[str]) -> list[str]:
     def like(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [name for name in names if (not allow or like(name, allow)) and not like(name, ignore)]
+    left_out = [*ignore, *(() if allow else _OURS)]
+    return [name for name in names if (not allow or like(name, allow)) and not like(name, left_out)]
 
 
-@contextmanager
-def _told(doing: str) -> Iterator[None]:
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError
+def _nothing_left() -> InvalidInputError:
+    return InvalidInputError(
+        f"the patterns leave nothing to upload; a checkpoint has {', '.join(_FILES)}",
+        field="allow_pattern",
+    )
 
+
+def _library() -> Any:
     try:
-        yield
-    except TinkerError:
-        raise
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", 500)
-        why = error.server_message or f"status {status}"
-        if status == 401:
-            why = "the token is not valid"
-        raise status_error_class(status)(f"{doing} failed: {why}") from error
-    except (httpx.HTTPError, OSError) as error:
-        raise APIConnectionError(message=f"{doing} failed: {error}") from error
-    except ValueError as error:  # a name that the hub does not take
-        raise InvalidInputError(f"{doing} failed: {error}", field="repo") from error
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigError(
+            "huggingface-hub is not installed", advice="pip install 'tinkex[hf]'"
+        ) from error
+    return huggingface_hub

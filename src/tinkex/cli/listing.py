@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +13,7 @@ from tinkex.errors import NotFoundError
 from .human import moment
 from .paging import fetch_all
 
-__all__ = ["find", "made_at", "of_user"]
+__all__ = ["find", "made_at", "named_run", "of_run", "of_user"]
 
 
 def of_user(rest: Any, limit: int, offset: int) -> tuple[list[Any], int | None]:
@@ -45,17 +47,33 @@ def _of_all_runs(rest: Any) -> list[Any]:
     ]
 
 
+def of_run(rest: Any, run_id: str) -> list[Any]:
+    """Those of one run, newest first."""
+    with named_run(run_id):
+        found = rest.list_checkpoints(run_id).result().checkpoints
+    return sorted(found, key=made_at, reverse=True)
+
+
+@contextmanager
+def named_run(run_id: str) -> Iterator[None]:
+    """Say which run is not there: services word a 404 for a run in terms of their own."""
+    try:
+        yield
+    except NotFoundError as error:
+        raise NotFoundError(f"There is no training run {run_id}.", error.response) from error
+
+
 def find(rest: Any, path: str) -> Any:
     """The one with this path."""
     from tinkex.types import ParsedCheckpointTinkerPath
 
     run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
-    for checkpoint in rest.list_checkpoints(run_id).result().checkpoints:
+    for checkpoint in of_run(rest, run_id):
         if checkpoint.tinker_path == path:
             return checkpoint
     raise NotFoundError(f"There is no checkpoint {path}.")
 
 
 def made_at(checkpoint: Any) -> datetime:
-    """When it was saved; at the beginning of time if the service says it in a way nobody knows."""
+    """When it was saved; the earliest possible time if the service's date cannot be read."""
     return moment(checkpoint.time) or datetime.min.replace(tzinfo=UTC)

@@ -67,21 +67,24 @@ def _loaded(name: str) -> click.Command:
 
 
 def _accept_debug(command: click.Command) -> None:
-    """Whoever sees an error adds `--debug` at the end of what he typed."""
+    """Accept `--debug` after the subcommand too: users append it to the command that just failed."""
     if isinstance(command, click.Group):
         for one in command.commands.values():
             _accept_debug(one)
         return
     option = click.Option(
-        ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_remember_debug
+        ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_remember
     )
     if all(parameter.name != option.name for parameter in command.params):
         command.params.append(option)
 
 
-def _remember_debug(ctx: click.Context, _: click.Parameter, debug: bool) -> None:
+def _remember(ctx: click.Context, _: click.Parameter, debug: bool) -> None:
+    """Keep what the report of an error needs: the command that ran, and whether to show a traceback."""
+    settings = ctx.ensure_object(dict)
+    settings["command"] = ctx.command
     if debug:
-        ctx.ensure_object(dict)["debug"] = True
+        settings["debug"] = True
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -115,7 +118,7 @@ def main() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code, as documented in docs/reference/cli.md.
 
-    What the user can do something about is told in a line or two; only a mistake of ours is a traceback.
+    An error that the user can act on is one or two lines; only a bug of ours is a traceback.
     """
     settings: dict[str, Any] = {}
     try:
@@ -133,22 +136,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else _FAILED
     except (TinkerError, OSError, ModuleNotFoundError) as error:
-        if settings.get("debug") or not (told := _told(error)):
+        from .wording import worded
+
+        if settings.get("debug") or not (told := worded(error, settings.get("command"))):
             raise
         click.echo(f"Error: {told}", err=True)
         return _FAILED
     return code if isinstance(code, int) else 0
-
-
-def _told(error: Exception) -> str:
-    """What went wrong and what to do about it; nothing if only we can."""
-    if isinstance(error, TinkerError):
-        # What is wrong with an input the error says itself.
-        return f"{error}\nThis may pass; consider trying again." if error.retryable else str(error)
-    if isinstance(error, ModuleNotFoundError):
-        if str(error.name).startswith("tinkex"):
-            return ""
-        return f"{error.name} is not installed: pip install 'tinkex[local]'"
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .connection import Connection, connected, formatted
+from .groups import Group
 from .output import Output
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.group("model")
+@click.group("model", cls=Group)
 def command() -> None:
     """Base models."""
 

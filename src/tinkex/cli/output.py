@@ -6,6 +6,8 @@ What the JSON of a command looks like is written down in `payloads`.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ __all__ = ["Output", "say"]
 
 
 def say(text: str) -> None:
-    """A word to the person at the terminal, out of the way of what is piped."""
+    """A note on stderr, so that it is not in what is piped."""
     click.echo(text, err=True)
 
 
@@ -30,7 +32,7 @@ class Output:
     ) -> None:
         """Rows for people; `payload` is the same for programs, complete.
 
-        Cells are never cut or wrapped: what is in them is copied into the next command.
+        Cells are never cut or wrapped: users copy them into the next command.
         """
         if self.json:
             self.payload(payload)
@@ -38,11 +40,15 @@ class Output:
         if not rows:
             say("Nothing to show.")
             return
-        lines = [[str(cell) for cell in row] for row in rows]
-        widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-        click.secho(_line(columns, widths), bold=True)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        from tinkex.config import read_env
+
+        cells = [[str(cell) for cell in row] for row in rows]
+        head, lines = laid_out(columns, cells, width)
+        for line in head:
+            click.echo(line if read_env("NO_COLOR") else click.style(line, bold=True))
         for line in lines:
-            click.echo(_line(line, widths))
+            click.echo(line)
 
     def record(self, facts: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
         """One thing, a fact a line; a fact of more lines stays in its column."""
@@ -62,6 +68,35 @@ class Output:
 
     def payload(self, payload: Any) -> None:
         click.echo(json.dumps(plain(payload), indent=2, ensure_ascii=False))
+
+
+def laid_out(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None
+) -> tuple[list[str], list[str]]:
+    """The title line and the lines of a table.
+
+    A table wider than `width` has no title line: each row is its first cell on a line of its own, and below it, indented,
+    the other cells after their titles.
+    """
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    head, *lines = (_line(cells, widths) for cells in (columns, *rows))
+    if width is None or max(map(len, (head, *lines))) <= width:
+        return [head], lines
+    return [], [line for row in rows for line in (row[0], *_below(columns, row, width))]
+
+
+def _below(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """All cells but the first, as many to a line as fit; a cell is never broken."""
+    lines: list[str] = []
+    for column, cell in list(zip(columns, row, strict=True))[1:]:
+        if not cell:
+            continue
+        titled = f"{column}: {cell}"
+        if lines and len(lines[-1]) + len(titled) + 2 <= width:
+            lines[-1] += f", {titled}"
+        else:
+            lines.append(f"    {titled}")
+    return lines
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

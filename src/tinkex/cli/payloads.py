@@ -290,6 +290,7 @@ class UsageRow(TypedDict):
     group: str
     kind: str
     count: int | float
+    unit: str
     cost: float | None
 
 

@@ -9,6 +9,7 @@ import click
 from .connection import Connection, connected, formatted
 from .groups import DefaultGroup
 from .human import ago
+from .listing import named_run
 from .output import Output, plain
 from .paging import fetch_all, paged
 from .sample import command as sample
@@ -96,7 +97,7 @@ def _bare(name: str) -> str:
 @formatted
 def info(run_id: str, access_scope: Any, connection: Connection, output: Output) -> None:
     """One training run; RUN_ID may also be the path of one of its checkpoints."""
-    with connection.rest() as rest:
+    with connection.rest() as rest, named_run(run_id):
         if run_id.startswith("tinker://"):
             run = rest.get_training_run_by_tinker_path(run_id, access_scope).result()
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .connection import Connection, connected, formatted
+from .groups import Group
 from .output import Output, plain
 from .paging import fetch_all, paged
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.group("session")
+@click.group("session", cls=Group)
 def command() -> None:
     """Sessions: what belongs to one start of a client."""
 

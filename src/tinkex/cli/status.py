@@ -53,11 +53,11 @@ def _ask(connection: Connection, payload: Status) -> None:
 
 
 def _facts(payload: Status) -> dict[str, object]:
-    here = payload["local_url"]
-    facts: dict[str, object] = {
-        "Service": payload["base_url"],
-        "On this machine": f"{here or 'nothing runs'} (data in {payload['data_dir']})",
-    }
+    facts: dict[str, object] = {"Service": _service(payload)}
+    if payload["base_url"] == LOCAL or payload["local_url"] is not None:
+        facts["Local service"] = (
+            f"{payload['local_url'] or 'not running'} (data in {payload['data_dir']})"
+        )
     if payload["running"]:
         facts |= {
             "Base models": ", ".join(payload["models"]) or "none",
@@ -70,3 +70,10 @@ def _facts(payload: Status) -> dict[str, object]:
             for run in payload["last_runs"]
         )
     return facts
+
+
+def _service(payload: Status) -> str:
+    """The service that was asked, and whether it answered."""
+    if payload["running"]:
+        return f"{payload['base_url']} (answers)"
+    return f"{payload['base_url']} (not running; the first command that needs it starts it)"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .billing import amount
+from .billing import LONGEST_SPAN, amount, unit, used_between
 from .connection import Connection, connected, formatted
+from .human import size
 from .output import Output
 from .prices import priced
 
@@ -22,7 +23,11 @@ __all__ = ["command"]
 
 @click.command("usage")
 @click.option(
-    "--days", type=click.IntRange(1, 14), default=7, show_default=True, help="Days to look back."
+    "--days",
+    type=click.IntRange(1, LONGEST_SPAN.days),
+    default=7,
+    show_default=True,
+    help="Days to look back.",
 )
 @click.option(
     "--by",
@@ -40,7 +45,7 @@ def command(days: int, by: str, prices: Prices, connection: Connection, output: 
 
     end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
     with connection.rest() as rest:
-        usage = rest.get_billing_usage(end - timedelta(days=days), end).result()
+        usage = used_between(rest, end - timedelta(days=days), end)
         storage = rest.get_current_checkpoint_storage_usage().result()
     groups: dict[tuple[str, str], list[BillingUsageEvent]] = defaultdict(list)
     for event in usage.data:
@@ -51,22 +56,34 @@ def command(days: int, by: str, prices: Prices, connection: Connection, output: 
             "group": group,
             "kind": kind,
             "count": sum(amount(event.event_info.model_dump()) for event in events),
+            "unit": unit(events[0].event_info.model_dump()),
             "cost": total_cost(_cost(event, prices) for event in events),
         }
         for (group, kind), events in sorted(groups.items())
     ]
     cost = total_cost(row["cost"] for row in used)
     rows = [
-        [row["group"], row["kind"].replace("_", " "), f"{row['count']:,}", dollars(row["cost"])]
+        [
+            row["group"],
+            row["kind"].replace("_", " "),
+            f"{row['count']:,} {row['unit']}",
+            dollars(row["cost"]),
+        ]
         for row in used
     ]
     rows.append(["", "in all", "", dollars(cost)])
     rows += [
-        ["", "checkpoints kept", f"{item.checkpoint_count} ({item.size_gigabytes:.3f} GB)", ""]
+        [
+            "",
+            "stored now",
+            f"{item.checkpoint_count:,} checkpoints, {size(item.size_bytes)}",
+            "",
+        ]
         for item in storage.data
     ]
     columns = ["" if by == "kind" else by.capitalize(), "What", "How much", "Cost"]
-    shown = slice(None) if prices.rates else slice(3)  # without prices there is nothing to add up
+    # One column less without groups, and without prices: there is nothing to show in it.
+    shown = slice(by == "kind", None if prices.rates else 3)
     output.table(
         columns[shown],
         [row[shown] for row in rows if prices.rates or row[1] != "in all"],

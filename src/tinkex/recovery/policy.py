@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -68,14 +68,17 @@ class RecoveryPolicy:
 
     @classmethod
     def of(cls, given: RecoveryPolicy | Mapping[str, Any] | None) -> RecoveryPolicy:
-        """A policy from whatever a setting holds: what is not known is ignored, what cannot be is the default."""
+        """A policy from the value of a setting; an option that does not exist is refused.
+
+        An option with a value it cannot have is replaced by its default, with a warning.
+        """
         if isinstance(given, RecoveryPolicy):
             return given
         values = {}
-        known = {each.name for each in fields(cls)}
+        known = [each.name for each in fields(cls)]
         for name, value in given.items() if isinstance(given, Mapping) else ():
             if name not in known:
-                continue
+                raise InvalidInputError(_unknown(str(name), known), field=f"recovery.{name}")
             if complaint := _complaint(name, value):
                 logger.warning("recovery.%s %s; the default is used.", name, complaint)
                 continue
@@ -94,6 +97,13 @@ def checkpoint_path(checkpoint: CheckpointLike | None) -> str | None:
     if isinstance(checkpoint, Mapping):
         checkpoint = checkpoint.get("tinker_path") or checkpoint.get("path")
     return checkpoint.tinker_path if isinstance(checkpoint, Checkpoint) else checkpoint
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    seconds = name.removesuffix("_ms")
+    if seconds != name and seconds in known:
+        return f"is not an option; {seconds} is the same in seconds"
+    return f"is not an option; there are {', '.join(known)}"
 
 
 def _complaint(name: str, value: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -40,13 +41,23 @@ class _OfTarget(Penalty):
 
 
 @dataclass(frozen=True)
-class L1(_OfTarget):
-    """λ · Σ|x|, or the mean: draws values to exactly zero."""
-
-    name: ClassVar[str] = "l1_sparsity"
+class _Scaled(_OfTarget):
+    """Multiplied by λ. A negative λ would turn the penalty into a reward that grows without limit."""
 
     reduction: Literal["sum", "mean"] = "sum"
     lambda_: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lambda_ < math.inf:
+            raise InvalidInputError(f"must be 0 or more, not {self.lambda_}", field="lambda")
+
+
+@dataclass(frozen=True)
+class L1(_Scaled):
+    """λ · Σ|x|, or the mean: draws values to exactly zero."""
+
+    name: ClassVar[str] = "l1_sparsity"
 
     def _values(self, data: Sequence[Datum], logprobs: Logprobs) -> Values:
         size = self._target(data, logprobs).abs()
@@ -55,13 +66,11 @@ class L1(_OfTarget):
 
 
 @dataclass(frozen=True)
-class L2(_OfTarget):
+class L2(_Scaled):
     """λ · Σy², or the mean, of y = x − center, cut off at ±clip: draws values towards the centre."""
 
     name: ClassVar[str] = "l2_weight_decay"
 
-    reduction: Literal["sum", "mean"] = "sum"
-    lambda_: float = 1.0
     clip: float | None = None
     center: float | Literal["mean"] | None = None
 
@@ -92,13 +101,11 @@ class L2(_OfTarget):
 
 
 @dataclass(frozen=True)
-class ElasticNet(_OfTarget):
+class ElasticNet(_Scaled):
     """λ · (ρ · L1 + (1 − ρ) · L2) with ρ the `l1_ratio`."""
 
     name: ClassVar[str] = "elastic_net"
 
-    reduction: Literal["sum", "mean"] = "sum"
-    lambda_: float = 1.0
     l1_ratio: float = 0.5
 
     def __post_init__(self) -> None:

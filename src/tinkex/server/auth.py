@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tinkex.config import is_loopback
 from tinkex.errors import AuthenticationError, ConfigError, InvalidInputError
 
 __all__ = ["LOCAL_OWNER", "Keys", "hash_key", "is_loopback", "require_keys"]
@@ -167,13 +167,3 @@ def require_keys(host: str, keys: Keys) -> None:
             "--api-key-file, or listen on 127.0.0.1",
             field="host",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address leads to this machine and nowhere else."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:  # some other name; where it leads may change
-        return False

@@ -31,6 +31,7 @@ from tinkex.types import (
     SampleRequest,
     TensorData,
 )
+from tinkex.types.training import MAX_TTL
 
 __all__ = [
     "SampleLimits",
@@ -42,7 +43,6 @@ __all__ = [
     "training_pass",
 ]
 
-MAX_TTL: Final = 10 * 365 * 86_400
 MIN_TTL: Final = 3600
 #: Elements of one tensor once its sparse form is written out: a hundred full contexts of 20 alternatives.
 MAX_ELEMENTS: Final = 1 << 26

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -373,13 +373,17 @@ class CreateCustomLossResponse(ResponseModel):
 # -- weights -------------------------------------------------------------------------------------
 
 
-def _positive_ttl(ttl: int | None) -> int | None:
-    if ttl is not None and ttl <= 0:
-        raise ValueError("must be a positive number of seconds")
+#: Ten years. More is a mistake, such as milliseconds or a date.
+MAX_TTL: Final = 10 * 365 * 86_400
+
+
+def check_ttl(ttl: int | None) -> int | None:
+    if ttl is not None and not 0 < ttl <= MAX_TTL:
+        raise ValueError(f"must be a positive number of seconds, at most {MAX_TTL} (ten years)")
     return ttl
 
 
-TtlSeconds: TypeAlias = Annotated[int | None, AfterValidator(_positive_ttl)]
+TtlSeconds: TypeAlias = Annotated[int | None, AfterValidator(check_ttl)]
 
 
 class SaveWeightsRequest(RequestModel):

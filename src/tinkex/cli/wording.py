@@ -1,0 +1,88 @@
+"""Errors in the words of the command line: options instead of Python arguments, and what to type next.
+
+Everything is decided from the attributes of an error, never from its text.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+import click
+
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    AuthenticationError,
+    InvalidInputError,
+    TinkerError,
+)
+
+__all__ = ["told", "worded"]
+
+_KEY: Final = "`tinkex auth login` stores a key, --api-key gives one, TINKER_API_KEY sets one"
+#: What to do on the command line about a field that is refused.
+_ADVICE: Final = {
+    "api_key": f"{_KEY}; a local service needs none: --base-url local",
+    "ttl_seconds": "--remove keeps it for good",
+}
+#: Fields whose parameter on the command line has another name.
+_ALIASES: Final = {
+    "tinker_path": ("checkpoint_path", "checkpoint_paths", "model_path"),
+    "ttl_seconds": ("ttl",),
+}
+_UNREACHABLE: Final = (
+    "Is the service running? `tinkex serve` starts one on this machine; "
+    "--base-url or TINKER_BASE_URL name another."
+)
+_TRY_AGAIN: Final = "This may pass; consider trying again."
+
+
+def worded(error: Exception, command: click.Command | None = None) -> str:
+    """What went wrong and what to type; empty if only we can do something about it."""
+    if isinstance(error, TinkerError):
+        problem, advice = told(error, command)
+        apart = "; " if isinstance(error, InvalidInputError) else "\n"
+        return f"{problem}{apart}{advice}" if advice else problem
+    if isinstance(error, ModuleNotFoundError):
+        if str(error.name).startswith("tinkex"):
+            return ""
+        return f"{error.name} is not installed: pip install 'tinkex[local]'"
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def told(error: TinkerError, command: click.Command | None = None) -> tuple[str, str]:
+    """What went wrong, and what to do about it on the command line."""
+    if isinstance(error, InvalidInputError):
+        where = f"{_typed_as(error.field, command)}: " if error.field else ""
+        return where + error.problem, _ADVICE.get(error.field or "", error.advice or "")
+    if isinstance(error, APIConnectionError) and (where := _origin(error)):
+        return f"{where} cannot be reached: {error}", _UNREACHABLE
+    if isinstance(error, AuthenticationError) and (where := _origin(error)):
+        return f"{where} refuses the key: {error}", f"To use another: {_KEY}."
+    return str(error), _TRY_AGAIN if error.retryable else ""
+
+
+def _typed_as(field: str, command: click.Command | None) -> str:
+    """How a user of this command writes a field: its option, or its argument in capitals."""
+    names = (field, *_ALIASES.get(field, ()))
+    flags = {f"--{name.replace('_', '-')}" for name in names}
+    for parameter in command.params if command else ():
+        if isinstance(parameter, click.Argument) and parameter.name in names:
+            return parameter.name.upper()
+        if found := flags.intersection(parameter.opts):
+            return found.pop()
+    return field
+
+
+def _origin(error: APIConnectionError | APIStatusError) -> str:
+    """Scheme, host and port of the service that was asked; empty if the error is not about one."""
+    url = str(getattr(error.request, "url", "") or "")
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return ""
+    # Built from its parts: a URL may carry a password before the host.
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
