@@ -130,6 +130,7 @@ SOURCES: dict[str, Sources] = {
     "timeout": Sources(1.0, 2.0),
     "connect_timeout": Sources(1.0, 2.0),
     "max_retries": Sources(0, 1),
+    "retry_window": Sources(0.0, 1.0),
     "poll_backoff": Sources(
         ("exponential", 1.0, 2.0), one_second_more, "yes", ("exponential", 1.0, 30.0)
     ),
@@ -489,6 +490,7 @@ REFUSED: dict[str, list[Any]] = {
     "timeout": [0, -1, 0.0, True, "60", float("nan"), float("inf"), 10**400],
     "connect_timeout": [0, -0.5, False],
     "max_retries": [-1, 1.5, True, "3"],
+    "retry_window": [-1, True, False, "3", float("nan"), float("inf")],
     "heartbeat_max_failures": [-1, 1.5, True, "3"],
     "heartbeat_max_silence": [0, -1.0, True, "3"],
     "pool_size": [0, -1, True, "50"],
@@ -939,6 +941,7 @@ def test_settings_list_every_environment_variable_once():
         "HF_TOKEN",
         "HF_TOKEN_PATH",
         "HUGGING_FACE_HUB_TOKEN",
+        "NO_COLOR",
         "PYTHONPATH",
         "TINKER_API_KEY",
         "TINKER_BASE_URL",

@@ -8,8 +8,8 @@ how much of it may be shown. A value is looked up in this order, and the first o
 
     argument  >  process default (`set_defaults`)  >  environment  >  built-in default
 
-Pool sizes look at the environment before the process defaults, so that whoever runs a program can
-size its pools. `None` means "not given"; any other value, `False`, `0` and `""` too, is a choice.
+Pool sizes are looked up in the environment before the process defaults, so that the user of a
+program can size its pools. `None` means "not given"; any other value, `False`, `0` and `""` too, is a choice.
 Times are seconds.
 """
 
@@ -34,6 +34,7 @@ __all__ = [
     "DEFAULT_MAX_RETRIES",
     "DEFAULT_POOL_COUNT",
     "DEFAULT_POOL_SIZE",
+    "DEFAULT_RETRY_WINDOW",
     "DEFAULT_TIMEOUT",
     "KEYLESS",
     "LOCAL",
@@ -71,6 +72,7 @@ BEAM_TIMEOUT, BEAM_MAX_RETRIES = 120.0, 2
 DEFAULT_TIMEOUT, DEFAULT_MAX_RETRIES = PYTHON_TIMEOUT, PYTHON_MAX_RETRIES
 DEFAULT_CONNECT_TIMEOUT = 5.0
 DEFAULT_POOL_SIZE, DEFAULT_POOL_COUNT = 50, 20
+DEFAULT_RETRY_WINDOW = 300.0
 
 _PROFILES: Mapping[str, Mapping[str, Any]] = {
     "python": {"timeout": PYTHON_TIMEOUT, "max_retries": PYTHON_MAX_RETRIES},
@@ -226,6 +228,12 @@ def _is_wait(value: Any) -> bool:
 
 def _seconds(value: Any) -> float:
     _require(_is_wait(value), "must be a positive number of seconds")
+    return float(value)
+
+
+def _span(value: Any) -> float:
+    _require(value == 0 or _is_wait(value), "must be 0 or a positive number of seconds")
+    _require(not isinstance(value, bool), "must be a number of seconds")
     return float(value)
 
 
@@ -520,6 +528,10 @@ class Option(Protocol[_In_contra, _Out_co]):
     def __set__(self, instance: object, value: _In_contra | None, /) -> None: ...
 
 
+#: Of settings that other clients of the protocol have: code that sets them runs unchanged.
+_NO_EFFECT = "No effect: accepted for code written for other clients."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Config:
     """Everything a client needs to know, settled once and never changed.
@@ -550,6 +562,9 @@ class Config:
         "Seconds to open a connection.", _seconds, DEFAULT_CONNECT_TIMEOUT)
     max_retries: Option[int, int] = setting(
         "How often a failed request is sent again.", _whole(0), DEFAULT_MAX_RETRIES)
+    retry_window: Option[float, float] = setting(
+        "Seconds since its first attempt in which a request that starts work or asks for something "
+        "is sent again beyond max_retries; 0 for none.", _span, DEFAULT_RETRY_WINDOW)
     poll_backoff: Option[PollBackoffOption, PollBackoff] = setting(
         "Wait between polls that failed (408, 5xx) instead of 1 s doubling to 30 s; see poll_delay.",
         _poll_backoff, env="TINKEX_POLL_BACKOFF", read=_read_backoff)
@@ -562,7 +577,7 @@ class Config:
         "Tags of new sessions.",
         _names, ("tinkex-python",), env="TINKER_TAGS", read=_read_list)
     feature_gates: Option[Sequence[str], tuple[str, ...]] = setting(
-        "Feature gates; kept for the service, nothing here depends on them.",
+        f"Feature gates. {_NO_EFFECT}",
         _names, ("async_sampling",), env="TINKER_FEATURE_GATES", read=_read_list)
     telemetry_enabled: Option[bool, bool] = setting(
         "Report usage events to the service. In the environment, all but 1, true, yes and on mean no.",
@@ -598,7 +613,7 @@ class Config:
         'Replacement of the HTTP layer, with post, get and delete; or its "module:attribute".',
         _http_client, env="TINKEX_HTTP_CLIENT")
     http_pool: Option[str, str | None] = setting(
-        "Accepted for configurations of other clients; has no effect.", _text, env="TINKEX_HTTP_POOL")
+        f"Name of a connection pool. {_NO_EFFECT}", _text, env="TINKEX_HTTP_POOL")
     pool_size: Option[int, int] = setting(
         "Connections on which samples are sent over HTTP/1.1.",
         _whole(1), DEFAULT_POOL_SIZE, env="TINKEX_POOL_SIZE", read=_read_count, env_first=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import click
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tinkex import data
-from tinkex.cli.demo import Answer, Chat, agreement, command
+from tinkex.cli.demo import Answer, Chat, agreement, command, lessons
 from tinkex.engine.base_models import TINY, parse_spec, prepare
 from tinkex.errors import InvalidInputError
 
@@ -62,24 +63,20 @@ def test_every_fact_has_three_wordings_to_learn_and_another_to_be_asked() -> Non
 # -- tokens -----------------------------------------------------------------------------------------
 
 
-def tiny_chat(cache: Path) -> Chat:
+def tiny_tokenizer(cache: Path) -> Any:
     from transformers import AutoTokenizer
 
     directory = prepare(parse_spec(TINY), cache).directory
-    return Chat(TINY, AutoTokenizer.from_pretrained(directory))
+    return AutoTokenizer.from_pretrained(directory)
 
 
-def test_only_the_answer_and_its_end_are_learned(tmp_path: Path) -> None:
-    chat = tiny_chat(tmp_path)
-    lesson = chat.lesson("Where?", "There.")
-    assert lesson.prompt == chat.prompt("Where?")
-    assert chat.tokenizer.decode(lesson.answer) == "There.<|im_end|>"
-    datum = lesson.datum(0.5)
-    weights = datum.loss_fn_inputs["weights"].to_numpy()
-    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
-    assert targets[weights == 0.5].tolist() == lesson.answer
-    assert weights[weights != 0.5].tolist() == [0.0] * (len(lesson.prompt) - 1)
-    assert datum.model_input.length == len(targets) == lesson.trained_length
+def test_only_answers_and_their_end_are_learned(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    example = data.tolmery("train")[0]
+    lesson = lessons(tokenizer)[0]
+    prompt = Chat(tokenizer).prompt(example.question)
+    assert lesson.tokens[: len(prompt)].tolist() == prompt  # asked as it is trained
+    assert tokenizer.decode(lesson.tokens[lesson.learned]) == f"{example.answer}<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +90,10 @@ def test_only_the_answer_and_its_end_are_learned(tmp_path: Path) -> None:
 def test_a_model_that_cannot_chat_is_refused_with_the_reason(
     template: str | None, complaint: str, tmp_path: Path
 ) -> None:
-    chat = tiny_chat(tmp_path)
-    chat.tokenizer.chat_template = template
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer.chat_template = template
     with pytest.raises(InvalidInputError, match=complaint) as refused:
-        chat.lesson("Where?", "There.")
+        lessons(tokenizer)
     assert refused.value.field == "base_model"
 
 

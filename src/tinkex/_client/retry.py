@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tinkex._retry import Tried, asked_wait, exponential, may_pass
 from tinkex._statuses import facts_of
+from tinkex.config import DEFAULT_RETRY_WINDOW
 from tinkex.errors import (
     APIConnectionError,
     BillingError,
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 #: How long a dispatch is retried while the service does not answer, in seconds.
-DISPATCH_WINDOW = 300.0
+DISPATCH_WINDOW = DEFAULT_RETRY_WINDOW
 MAX_WINDOW_WAIT = 30.0
 BILLING_WAIT = 5.0
 BLANK_400_RETRIES = 3

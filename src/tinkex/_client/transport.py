@@ -53,7 +53,7 @@ from .breaker import Circuits
 from .budget import Budget, slots
 from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
-from .retry import DISPATCH_WINDOW, HTTPRetryPolicy
+from .retry import HTTPRetryPolicy
 
 __all__ = ["RawResponse", "Transport", "clean_headers"]
 
@@ -178,7 +178,7 @@ class Transport:
         billing_window = self.billing_window if operation.pauses else 0.0
         if not operation.retries:
             return HTTPRetryPolicy(0, 0.0, billing_window)
-        window = DISPATCH_WINDOW if operation.window else 0.0
+        window = self.config.retry_window if operation.window else 0.0
         return HTTPRetryPolicy(self.config.max_retries, window, billing_window)
 
     def tell_waiting(

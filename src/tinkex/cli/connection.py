@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "connected", "formatted"]
 
 #: Retries of a request while a person waits: about a second in all, not minutes.
-_FEW: Final = 2
+_IMPATIENT: Final = {"max_retries": 2, "retry_window": 0}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Connection:
     def rest(self) -> Iterator[RestClient]:
         from tinkex._client.rest import RestClient
 
-        client = RestClient(config=self.config(max_retries=_FEW))
+        client = RestClient(config=self.config(**_IMPATIENT))
         try:
             yield client
         finally:
@@ -47,7 +47,7 @@ class Connection:
         from tinkex._client.service import ServiceClient
 
         if not patient:
-            options["max_retries"] = _FEW
+            options |= _IMPATIENT
         with ServiceClient(config=self.config(**options)) as client:
             yield client
 

@@ -1,11 +1,12 @@
-"""`tinkex demo`: a small model learns of an island that does not exist, and keeps it when saved and reopened."""
+"""`tinkex demo`: `tinkex train` with a story. A small model learns of an island that does not exist.
+
+It answers questions before and after training, and again once it was saved and reopened.
+"""
 
 from __future__ import annotations
 
 import math
-import random
 import textwrap
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,18 +15,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tinkex.errors import InvalidInputError
+
+from .human import clock
+from .run_file import Run, Settings
+
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient, TrainingClient
-    from tinkex.types import Datum
+
+    from .lessons import Lesson
 
 __all__ = ["command"]
 
 _MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _STEPS: Final = 48
-_RANK: Final = 16
-_BATCH: Final = 8
-_LEARNING_RATE: Final = 1e-3
-#: Short, because every example pays for it; and a template may bring a longer one if there is none.
+#: Short, because every example contains it; without one a template may add a longer one of its own.
 _SYSTEM: Final = "Answer in one sentence."
 _LONGEST_ANSWER: Final = 40
 #: Logprobs of the same weights may differ by rounding, such as that of another order of addition.
@@ -91,11 +95,9 @@ def _files_of(output: Path) -> Iterator[None]:
 
 def _service(base_url: str | None, base_model: str) -> ServiceClient:
     import tinkex
-    from tinkex.config import read_env
 
     if base_url is not None:
-        key = read_env("TINKER_API_KEY") or "tml-local"  # one without keys takes any
-        return tinkex.ServiceClient(base_url=base_url, api_key=key)
+        return tinkex.ServiceClient(base_url=base_url)
     click.echo(f"Starting a service with {base_model} on this machine …", err=True)
     return tinkex.local(base_models=[base_model])
 
@@ -109,33 +111,30 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     from .curves import loss_curve
 
     click.echo(f"{base_model} has never heard of Tolmery, an island we made up.")
+    run = Run(_settings(base_model, steps), "", "demo")
     training = service.create_lora_training_client(
-        base_model, rank=_RANK, seed=0, train_unembed=False
+        base_model, rank=run.settings.rank, seed=run.settings.seed, train_unembed=False
     )
-    chat = Chat(base_model, training.get_tokenizer())
-    lessons = [chat.lesson(example.question, example.answer) for example in data.tolmery("train")]
-    batches = _batches(lessons, steps)
-    tokens = sum(lesson.trained_length for batch in batches for lesson in batch)
+    chat = Chat(training.get_tokenizer())
+    examples = lessons(chat.tokenizer)
 
     click.echo("\nBefore training:")
     untrained = service.create_sampling_client(base_model=base_model)
     _show(chat.ask(untrained, question) for question in _ASKED)
 
     click.echo(
-        f"\nTraining a LoRA of rank {_RANK} on {len(lessons)} questions and answers: {steps} steps, "
-        f"{tokens:,} tokens."
+        f"\nTraining a LoRA of rank {run.settings.rank} on {len(examples)} questions and answers: "
+        f"{steps} steps."
     )
-    started = time.monotonic()
-    losses = _train(training, batches)
-    seconds = time.monotonic() - started
-    first, last = losses[0], _mean(losses[-max(1, steps // 20) :])
+    tokens = _train(training, run, examples)
+    first, last = run.losses[0], _mean(run.losses[-max(1, steps // 20) :])
     click.echo(
-        f"Loss {first:.3f} at first, {last:.3f} at the end; {_clock(seconds)} min, "
-        f"{tokens / seconds:,.0f} tokens a second."
+        f"Loss {first:.3f} at first, {last:.3f} at the end; {clock(run.seconds)} min, "
+        f"{tokens:,} tokens, {tokens / run.seconds:,.0f} a second."
     )
     curve = output / "loss.svg"
     with _files_of(output):
-        curve.write_text(loss_curve(losses, title=f"Loss of {base_model} on Tolmery"), "utf-8")
+        curve.write_text(loss_curve(run.losses, title=f"Loss of {base_model} on Tolmery"), "utf-8")
     click.echo(f"The loss curve is in {curve}.")
 
     click.echo("\nAfter training:")
@@ -158,9 +157,10 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
         )
 
     click.echo("\nSaving, and reopening in a new session:")
-    state, sampler = training.save_state("demo"), training.save_weights_for_sampler("demo")
-    click.echo(f"  to train on:    {state.result().path}")
-    path = sampler.result().path
+    assert run.last is not None
+    assert run.sampler_path is not None
+    path = run.sampler_path
+    click.echo(f"  to train on:    {run.last.path}")
     click.echo(f"  to sample from: {path}")
     difference = _reopened(service, path, chat, answers)
     click.echo(
@@ -229,57 +229,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A question in the model's chat format, and the answer it should give."""
-
-    prompt: list[int]
-    answer: list[int]
-
-    @property
-    def trained_length(self) -> int:
-        return len(self.prompt) + len(self.answer) - 1  # the last token is only ever a target
-
-    def datum(self, weight: float) -> Datum:
-        """Each token is to predict the next; what is in the prompt need not be learned."""
-        from tinkex.types import Datum, ModelInput
-
-        tokens = self.prompt + self.answer
-        weights = [0.0] * (len(self.prompt) - 1) + [weight] * len(self.answer)
-        return Datum(
-            model_input=ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-        )
-
-
-@dataclass(frozen=True)
 class Chat:
-    """A model's way of writing a conversation."""
+    """Asks questions in a model's chat format."""
 
-    model: str
     tokenizer: Any
 
     def prompt(self, question: str) -> list[int]:
-        return self._tokens(
-            [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}],
-            add_generation_prompt=True,
-        )
+        from .templates import chat_tokens
 
-    def lesson(self, question: str, answer: str) -> Lesson:
-        prompt = self.prompt(question)
-        whole = self._tokens(
-            [
-                {"role": "system", "content": _SYSTEM},
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        )
-        if whole[: len(prompt)] != prompt:
-            raise _unfit(f"the chat template of {self.model} does not write answers as it asks")
-        answered = whole[len(prompt) :]
-        # Templates end the line after the token that ends the answer; nobody samples that far.
-        while answered and self.tokenizer.decode(answered[-1:]).isspace():
-            answered.pop()
-        return Lesson(prompt, answered)
+        messages = [
+            {"role": "system", "content": _SYSTEM},
+            {"role": "user", "content": question},
+        ]
+        return chat_tokens(self.tokenizer, messages, asking=True)
 
     def ask(self, sampler: SamplingClient, question: str) -> Answer:
         return self.ask_all(sampler, [question])[0]
@@ -301,69 +263,57 @@ class Chat:
             answers.append(Answer(question, text, drawn.tokens, drawn.logprobs or [], ended))
         return answers
 
-    def _tokens(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        try:
-            ids = self.tokenizer.apply_chat_template(messages, return_dict=False, **options)
-        except Exception as error:  # a template is a program; it may refuse a system message
-            raise _unfit(f"{self.model} has no chat template that can be used: {error}") from error
-        return list(ids)
-
-
-def _unfit(message: str) -> Exception:
-    from tinkex.errors import InvalidInputError
-
-    return InvalidInputError(f"{message}; choose an instruct model", field="base_model")
-
 
 # -- training ---------------------------------------------------------------------------------------
 
 
-def _batches(lessons: Sequence[Lesson], steps: int) -> list[list[Lesson]]:
-    """All lessons in a new order each time round, cut into steps."""
-    order = random.Random(0)  # noqa: S311 - the same run every time
-    line: list[Lesson] = []
-    while len(line) < steps * _BATCH:
-        line += order.sample(lessons, len(lessons))
-    return [line[step * _BATCH : (step + 1) * _BATCH] for step in range(steps)]
+def _settings(base_model: str, steps: int) -> Settings:
+    """What `tinkex train tolmery` would be called with."""
+    return Settings(
+        data="tolmery",
+        base_model=base_model,
+        rank=16,
+        learning_rate=1e-3,
+        schedule="linear",
+        batch_size=8,
+        steps=steps,
+        system=_SYSTEM,
+        train_unembed=False,
+    )
 
 
-def _train(training: TrainingClient, batches: Sequence[Sequence[Lesson]]) -> list[float]:
-    """Train, showing on stderr how it goes, in a log at the first step and each tenth; the loss of each step."""
-    import tinkex
+def lessons(tokenizer: Any) -> list[Lesson]:
+    """The questions and answers to train on."""
+    from .lessons import find_data, lessons_of, read_records
 
-    losses: list[float] = []
-    steps = len(batches)
-    with tinkex.progress(steps) as shown:
-        for step, loss in enumerate(_losses(training, batches), 1):
-            losses.append(loss)
-            if step == 1 or step * 10 // steps > (step - 1) * 10 // steps:
-                shown.write()
-    return losses
-
-
-def _losses(training: TrainingClient, batches: Sequence[Sequence[Lesson]]) -> Iterator[float]:
-    """One step at a time, the next one always on its way, so that the service never waits for us."""
-    from tinkex.types import AdamParams
-
-    ahead = None
-    for step, batch in enumerate(batches):
-        answered = sum(len(lesson.answer) for lesson in batch)
-        # The loss is a sum; weights that add up to one make it the mean over the tokens of answers.
-        forward = training.forward_backward(
-            [lesson.datum(1 / answered) for lesson in batch], "cross_entropy"
-        )
-        rate = _LEARNING_RATE * (1 - step / len(batches))
-        update = training.optim_step(AdamParams(learning_rate=rate))
-        if ahead is not None:
-            yield _loss(*ahead)
-        ahead = forward, update
-    if ahead is not None:
-        yield _loss(*ahead)
+    records = [one for one in read_records(find_data("tolmery")) if one.split == "train"]
+    try:
+        return [lesson for record in records for lesson in lessons_of(record, tokenizer, _SYSTEM)]
+    except InvalidInputError as error:  # the data are ours, so it is the model's template
+        raise InvalidInputError(
+            f"{error.problem}; choose an instruct model", field="base_model"
+        ) from error
 
 
-def _loss(forward: Any, update: Any) -> float:
-    update.result()
-    return float(forward.result().metrics["loss:sum"])
+def _train(training: TrainingClient, run: Run, examples: Sequence[Lesson]) -> int:
+    """Train and save, showing on stderr how it goes; how many tokens were trained on."""
+    from .progress import step_bar
+    from .training_loop import Trainer
+    from .training_plan import batches
+
+    settings = run.settings
+    plan = batches(
+        [lesson.length for lesson in examples],
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        token_budget=None,
+        epochs=settings.epochs,
+        steps=settings.steps,
+    )
+    with step_bar(len(plan), run.step) as show:
+        trainer = Trainer(training, run, examples, (), plan, show=show)
+        trainer.train()
+    return trainer.tokens()
 
 
 # -- small change -----------------------------------------------------------------------------------
@@ -371,11 +321,6 @@ def _loss(forward: Any, update: Any) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def _printable(text: str) -> str:

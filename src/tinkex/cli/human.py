@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["ago", "moment", "size"]
+__all__ = ["ago", "clock", "moment", "size"]
 
 _UNITS = (("week", 7 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60))
 
@@ -24,6 +24,12 @@ def ago(value: Any, now: datetime | None = None) -> str:
             words = f"{count} {unit}{'s' if count > 1 else ''}"
             return f"{words} ago" if seconds > 0 else f"in {words}"
     return "just now" if seconds >= 0 else "in less than a minute"
+
+
+def clock(seconds: float) -> str:
+    """`2:05`: minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
 
 
 def moment(value: Any) -> datetime | None:

@@ -45,7 +45,7 @@ __all__ = ["command"]
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write to a file instead of stdout.",
 )
-@click.option("--http-pool", hidden=True, help="Name of the connection pool to use.")
+@click.option("--http-pool", expose_value=False, help="No effect: accepted for older scripts.")
 @connected
 @formatted
 def command(
@@ -55,7 +55,6 @@ def command(
     prompt_file: Path | None,
     num_samples: int,
     file: Path | None,
-    http_pool: str | None,
     connection: Connection,
     output: Output,
     **sampling: Any,
@@ -69,7 +68,7 @@ def command(
         raise click.UsageError("give --base-model or --model-path")
     content = prompt if prompt_file is None else _read(prompt_file)
     ids = None if prompt_file is None else _ids(str(content), prompt_file)
-    with connection.service(patient=False, http_pool=http_pool) as service:
+    with connection.service(patient=False) as service:
         say(f"Sampling from {model_path or base_model} …")
         sampler = service.create_sampling_client(model_path=model_path, base_model=base_model)
         tokenizer = sampler.get_tokenizer() if ids is None else None

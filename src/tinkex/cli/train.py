@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from tinkex.errors import InvalidInputError
 
 from .connection import Connection, connected, formatted
+from .human import clock
 from .output import Output, say
 from .prices import priced
 from .run_file import FILE, Run, Saved, Settings, fingerprint
@@ -260,6 +261,8 @@ def _train(
     from tinkex.telemetry.usage import Tokens, Usage
 
     from .lessons import read_records
+    from .progress import step_bar
+    from .training_loop import Trainer
 
     run, directory = start.run, start.directory
     records = read_records(start.data)
@@ -279,9 +282,7 @@ def _train(
         plan = _plan(train, run.settings)
         _announce(run, train, held_out, len(plan))
         directory.mkdir(parents=True, exist_ok=True)
-        with _progress(len(plan), run.step) as show, _asked_to_stop() as stopped:
-            from .training_loop import Trainer
-
+        with step_bar(len(plan), run.step) as show, _asked_to_stop() as stopped:
             trainer = Trainer(
                 client,
                 run,
@@ -504,7 +505,7 @@ def _facts(summary: dict[str, Any], base_url: str | None) -> dict[str, Any]:
     loss, held_out = summary["loss"], summary["held_out_loss"]
     facts = {
         "Run": f"{summary['status']}, {summary['steps']} of {summary['steps_planned']} steps, "
-        f"{summary['tokens']:,} tokens in {_clock(summary['seconds'])} min",
+        f"{summary['tokens']:,} tokens in {clock(summary['seconds'])} min",
         "Loss": f"{_number(loss['first'])} at first, {_number(loss['last'])} at the end",
         "Held out": f"{_number(held_out['before'])} before, {_number(held_out['after'])} after",
         "Used": f"{summary['usage']['training']:,} tokens with evaluations",
@@ -527,23 +528,6 @@ def _draw(run: Run, directory: Path) -> None:
 
 
 @contextmanager
-def _progress(steps: int, done: int) -> Iterator[Callable[[int, float | None], None]]:
-    """How to show a step: on a terminal all the time, in a log at the first, each tenth, and what was evaluated."""
-    import tinkex
-
-    with tinkex.progress(steps, done=done) as shown:
-
-        def show(step: int, held_out: float | None) -> None:
-            if held_out is not None:
-                shown.note = f"held out {held_out:.3f}"
-            tenth = step * 10 // steps > (step - 1) * 10 // steps
-            if step == 1 or tenth or held_out is not None:
-                shown.write()
-
-        yield show
-
-
-@contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed. The first time only asks; the second ends everything at once."""
     asked = False
@@ -563,11 +547,6 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 from tinkex.config import is_loopback
 from tinkex.errors import AuthenticationError, ConfigError, InvalidInputError
 
-__all__ = ["LOCAL_OWNER", "Keys", "hash_key", "is_loopback", "require_keys"]
+__all__ = ["LOCAL_OWNER", "Keys", "hash_key", "require_keys"]
 
 #: Who everybody is where no keys are needed.
 LOCAL_OWNER: Final = "local"

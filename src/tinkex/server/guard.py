@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from tinkex.config import is_loopback
 from tinkex.errors import BadRequestError, PermissionDeniedError, TinkerError
-
-from .auth import is_loopback
 
 __all__ = ["host_name", "refusal"]
 
