@@ -60,6 +60,8 @@ def named_run(run_id: str) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
+        if lacks_route(error):  # the service lacks the call, and its error says so
+            raise
         raise NotFoundError(f"There is no training run {run_id}.", error.response) from error
 
 
