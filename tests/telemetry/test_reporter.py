@@ -7,6 +7,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -56,10 +57,12 @@ class Service:
         self.failures: list[Exception] = []
         self.down: Exception | None = None
         self.attempts: list[str] = []
+        self.deadlines: list[float | None] = []
         self.batches: list[Any] = []
 
     async def ship(self, batch: Any, key: str, deadline: float | None) -> None:
         self.attempts.append(key)
+        self.deadlines.append(deadline)
         if self.down is not None or self.failures:
             raise self.down or self.failures.pop(0)
         self.batches.append(batch)
@@ -232,6 +235,15 @@ def test_a_round_gives_up_after_a_few_attempts_and_the_next_goes_on(reporter, ta
     clock.advance(10)
     until(lambda: made.pending == 0)
     assert taker.names == ["one", "two"]
+
+
+def test_an_attempt_to_ship_has_a_limit_and_retries_have_a_delay(reporter, taker, clock):
+    made = reporter(request=3.0, retry_delay=2.0)
+    taker.failures = [APIConnectionError()]
+    made.log("one")
+    assert made.wait_until_drained(4.0)
+    assert taker.deadlines == [1003.0, 1004.0]  # the second is that of draining
+    assert clock.slept == [2.0]
 
 
 def test_draining_gives_up_at_its_limit(reporter, taker, clock):
@@ -496,6 +508,31 @@ def test_what_a_user_logs_without_a_session_is_shipped_all_the_same(server, repo
     (request,) = server.asked(TELEMETRY)
     assert request.json["session_id"].startswith("sessionless-")
     assert [event["event_name"] for event in request.json["events"]] == ["hello"]
+
+
+def test_a_script_that_opens_no_session_reports_at_its_end(server):
+    server.on(TELEMETRY, ACCEPTED)
+    run_script(
+        "import tinkex\n"
+        f"client = tinkex.ServiceClient(base_url={server.url!r}, api_key='tml-test')\n"
+        "assert client.get_telemetry().log('hello')\n"
+    )
+    (request,) = server.asked(TELEMETRY)
+    assert [event["event_name"] for event in request.json["events"]] == ["hello"]
+
+
+def test_the_first_calls_of_many_threads_are_reported_once(server, reporting):
+    server.on(CREATE_SAMPLER, Answer({"detail": "no such model"}, 404))
+
+    def refused(_: int) -> None:
+        with pytest.raises(tinkex.NotFoundError):
+            new_sampler(reporting)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(refused, range(8)))
+    reporting.close().result()
+    named = [event for event in logged(server) if event["event"] == "GENERIC_EVENT"]
+    assert len(named) == 8
 
 
 def test_trouble_of_the_session_is_reported_and_no_other(server, reporting, service):

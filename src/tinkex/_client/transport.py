@@ -509,9 +509,11 @@ class Transport:
             timer.cancel()
 
     def _add_connections(self, limit: Budget) -> None:
-        if self._sampling_pools < self.config.pool_count:
+        size, most = self.config.pool_size, _spare_sockets(_file_limit()) // 2
+        fits = (self._sampling_pools + 1) * size <= most  # the polls of samples need sockets too
+        if fits and self._sampling_pools < self.config.pool_count:
             self._sampling_pools += 1
-            limit.give_back(self.config.pool_size)
+            limit.give_back(size)
 
     def _places(self, pool: Pool) -> int:
         """How many exchanges of one purpose may be under way at first."""

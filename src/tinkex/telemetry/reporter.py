@@ -40,7 +40,7 @@ from tinkex.types.telemetry import (
 
 from . import bus
 from .events import Event, FutureFailure, HttpEvent, OperationException, QueueStateChange
-from .exceptions import user_error_in, without_keys
+from .exceptions import report_endings_to, user_error_in, without_keys
 
 __all__ = ["CAPTURED", "Limits", "Reporter"]
 
@@ -186,7 +186,9 @@ class Reporter:
 
     def listen(self) -> None:
         """Forward the events of `CAPTURED`, unless `capture` has chosen others."""
-        if not self._kinds_chosen:
+        with self._lock:  # the first calls of a client may come from several threads
+            chosen, self._kinds_chosen = self._kinds_chosen, True
+        if not chosen:
             self.capture(*CAPTURED)
 
     def capture(self, *kinds: type[Event]) -> None:
@@ -318,25 +320,33 @@ class Reporter:
                 self._queue.append(event)
             self._index += 1
             many = len(self._queue) == self.limits.threshold
-        if self.session_id is None:  # it waits for the session it belongs to
-            return True
-        if not self._begin_rounds():
+        held = self.session_id is None
+        if not (self._hold() if held else self._begin_rounds()):
             with self._lock:
                 self._queue.remove(event)
             return False
-        if many:
+        if many and not held:
             self._wake(self._due)
         return True
+
+    def _hold(self) -> bool:
+        """Keep events for a session that may open; without one they are shipped when the client or the program ends."""
+        report_endings_to(self)
+        return self._start(
+            _nothing()
+        )  # at the end of the program the loop could not be started any more
 
     def _begin_rounds(self) -> bool:
         """Ship in rounds from now on; False if the client was closed just now."""
         with self._lock:
             idle, self._running = not self._running, True
-        if idle:
-            try:
-                self._spawn(self._run())
-            except ClientClosedError:
-                return False
+        return self._start(self._run()) if idle else True
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> bool:
+        try:
+            self._spawn(work)
+        except ClientClosedError:
+            return False
         return True
 
     def _is_full(self) -> bool:
@@ -438,6 +448,9 @@ class Reporter:
         finally:
             for each in waiting:
                 each.cancel()
+
+
+async def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
