@@ -6,8 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +20,7 @@ import pytest
 from tinkex.engine.process import Ready, Setup, Token
 from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
 from tinkex.errors import (
+    APIStatusError,
     InvalidInputError,
     NotFoundError,
     RequestErrorCategory,
@@ -61,8 +65,8 @@ async def working(cache_dir: Path, *, in_process: bool = False) -> AsyncIterator
 
 
 @asynccontextmanager
-async def supervised(cache_dir: Path) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(Worker(setup(cache_dir)))
+async def supervised(cache_dir: Path, deadline: float = inf) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(Worker(setup(cache_dir), deadline=deadline))
     await supervisor.start()
     try:
         yield supervisor
@@ -598,3 +602,113 @@ def test_a_base_model_that_came_on_demand_is_there_after_a_death(cache_dir):
             await engine.stop()
 
     run(work())
+
+
+# -- an engine that is stuck -------------------------------------------------------------------------
+
+
+def endless_name() -> Any:
+    """Looking it up takes 2 ** 60 steps in C, with the interpreter's lock held."""
+    name: tuple[Any, ...] = ()
+    for _ in range(60):
+        name = (name, name)
+    return name
+
+
+def test_call_that_wedges_the_engine_fails_alone_and_once(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir, deadline=1.0) as engine:
+            tried, sampled = 0, 0
+
+            async def wedge() -> None:
+                nonlocal tried
+                tried += 1
+                await engine.worker.call("create_model", "m", endless_name(), LoraSpec(4))
+
+            async def sample() -> Any:
+                nonlocal sampled
+                sampled += 1
+                await engine.worker.call_now("open_sampler", "s", TINY)
+                return await engine.worker.sample(job())
+
+            wedging = asyncio.create_task(engine.persist(wedge))
+            await asyncio.sleep(0)
+            others = [asyncio.create_task(engine.persist(sample)) for _ in range(10)]
+            with pytest.raises(RequestFailedError, match="engine_deadline") as caught:
+                await wedging
+            assert caught.value.category is RequestErrorCategory.User  # not to be sent again
+            results = await asyncio.gather(*others)
+            assert [result.stop_reasons for result in results] == [["length"]] * 10
+            assert (tried, engine.life) == (1, 1)
+            assert sampled == 20  # all together once more: none of them is suspected
+
+    run(work())
+
+
+def test_engine_that_takes_no_calls_is_killed_and_they_are_done_again(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir, deadline=1.0) as engine:
+            assert engine.worker.pid is not None
+            os.kill(engine.worker.pid, signal.SIGSTOP)
+            await engine.persist(lambda: make(engine.worker))
+            assert engine.life == 1
+
+    run(work())
+
+
+def test_health_tells_of_an_engine_that_does_not_answer(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir, deadline=2.0) as engine:
+            assert engine.check_health() == "idle"
+            wedged = asyncio.create_task(
+                engine.worker.call("create_model", "m", endless_name(), LoraSpec(4))
+            )
+            await asyncio.sleep(0)
+            assert engine.check_health() == "working"
+            while engine.worker.watch.silent <= 1.0:  # noqa: ASYNC110 - half of the deadline
+                await asyncio.sleep(0.05)
+            with pytest.raises(APIStatusError, match="no progress for") as caught:
+                engine.check_health()
+            assert caught.value.status_code == 503
+            await asyncio.gather(wedged, return_exceptions=True)
+            await engine.persist(lambda: make(engine.worker))
+            assert engine.check_health() == "idle"
+
+    run(work())
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from tinkex.engine.process import Setup
+from tinkex.engine.values import LoraSpec
+from tinkex.server.worker import Worker
+from tests.server.test_worker import endless_name
+
+async def main():
+    worker = Worker(Setup(("tinkex/tiny",), Path(sys.argv[1]), "fake"))
+    await worker.start()
+    asyncio.create_task(worker.call("create_model", "m", endless_name(), LoraSpec(4)))
+    while worker._progress.read()[1] != 1:  # until it is stuck in the call
+        await asyncio.sleep(0.01)
+    print("stuck", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other kernels have no such call")
+def test_stuck_engine_ends_when_its_service_is_killed(cache_dir):
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(cache_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"stuck\n"
+        parent.kill()
+        # The engine has inherited its end of this pipe, which closes when both have ended.
+        _, said = parent.communicate(timeout=PATIENCE)
+        assert said == b""

@@ -1,10 +1,11 @@
 """The engine's side of the pipe: calls come in, values go out, and training and sampling share the processor.
 
-    python -m tinkex.engine FD
+    python -m tinkex.engine SOCKET [PROGRESS PARENT]
 
-is what the service starts. The other end of the socket speaks first: a `Setup`, answered by `Ready` once the base
-models are in memory. Frames are pickles with their length before them; both ends are the same program, started by
-the same user, so nothing untrusted is ever unpickled. When the service goes, so does its engine.
+is what the service starts, with the descriptors of a socket and of the memory for its progress, and the service's own
+process id. The other end of the socket speaks first: a `Setup`, answered by `Ready` once the base models are in
+memory. Frames are pickles with their length before them; both ends are the same program, started by the same user, so
+nothing untrusted is ever unpickled. When the service ends, so does its engine, even if its interpreter is stuck.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from tinkex.errors import TinkerError
 
 from . import base_models
 from .base_models import BaseModel
+from .orphans import die_with
+from .progress import SAMPLING, UNTIMED, Progress
 from .values import (
     AdamStep,
     LoraSpec,
@@ -159,8 +162,10 @@ class Loop:
         send: Send,
         prepare: Callable[[str], BaseModel],
         clock: Callable[[], float] = time.perf_counter,
+        progress: Progress | None = None,
     ) -> None:
         self._engine, self._inbox, self._send, self._clock = engine, inbox, send, clock
+        self._progress = progress or Progress.alone()
         self._prepare = prepare
         self._line: deque[Call] = deque()
         self._pass: tuple[Call, Generator[None, None, PassResult], float] | None = None
@@ -214,6 +219,7 @@ class Loop:
             if call.method != "run_pass":
                 self._run(call)
                 return self._clock() - started
+            self._progress.begin(call.call_id)
             try:
                 self._pass = (call, self._engine.run_pass(*call.args), 0.0)
             except Exception as error:
@@ -221,12 +227,14 @@ class Loop:
                 return self._clock() - started
         call, pieces, worked = self._pass
         reply: Reply | None = None
+        self._progress.begin(call.call_id)
         try:
             next(pieces)
         except StopIteration as finished:
             reply = Reply(call.call_id, finished.value)
         except Exception as error:
             reply = Reply(call.call_id, error=_portable(error))
+        self._progress.end()
         spent = self._clock() - started
         if reply is None:
             self._pass = (call, pieces, worked + spent)
@@ -240,7 +248,10 @@ class Loop:
         until = self._clock() + seconds
         while self._engine.sampling:
             self._flush()  # what is done is told before anything else can go wrong
-            for event in self._engine.sample_step():
+            self._progress.begin(SAMPLING)
+            events = self._engine.sample_step()
+            self._progress.end()
+            for event in events:
                 self._report(event)
             if self._clock() >= until:
                 return
@@ -268,12 +279,16 @@ class Loop:
 
     def _run(self, call: Call) -> None:
         started = self._clock()
-        run = self._add_model if call.method == "add_base_model" else None
+        loads = call.method == "add_base_model"  # it may be fetched from afar
+        self._progress.begin(UNTIMED if loads else call.call_id)
         try:
-            value = (run or getattr(self._engine, call.method))(*call.args, **call.options)
+            run = self._add_model if loads else getattr(self._engine, call.method)
+            value = run(*call.args, **call.options)
         except Exception as error:
             self._out.append(Reply(call.call_id, error=_portable(error)))
             return
+        finally:
+            self._progress.end()
         if call.method == "snapshot":
             threading.Thread(target=self._write, args=(call.call_id, value)).start()
             return
@@ -337,7 +352,9 @@ def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
     return data
 
 
-def serve(connection: socket.socket, *, alone: bool = False) -> None:
+def serve(
+    connection: socket.socket, *, alone: bool = False, progress: Progress | None = None
+) -> None:
     """Be the engine at the end of a pipe, until the other end closes.
 
     `alone` means that this process exists for nothing else, so that it can leave in the middle of its work.
@@ -349,7 +366,7 @@ def serve(connection: socket.socket, *, alone: bool = False) -> None:
         if alone:
             threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
         with _Pipe(connection) as inbox, contextlib.suppress(ConnectionError):
-            _work(setup, inbox, lambda value: connection.sendall(encode_frame(value)))
+            _work(setup, inbox, lambda value: connection.sendall(encode_frame(value)), progress)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -427,14 +444,16 @@ class _Pipe:
             self._closed = True
 
 
-def _work(setup: Setup, inbox: Inbox, send: Callable[[Any], None]) -> None:
+def _work(
+    setup: Setup, inbox: Inbox, send: Callable[[Any], None], progress: Progress | None
+) -> None:
     try:
         engine, ready = _set_up(setup)
     except Exception as error:
         send(Ready(error=_portable(error)))
         return
     send(ready)
-    Loop(engine, inbox, send, partial(_prepare, setup)).run()
+    Loop(engine, inbox, send, partial(_prepare, setup), progress=progress).run()
 
 
 def _set_up(setup: Setup) -> tuple[Engine, Ready]:
@@ -511,4 +530,9 @@ def _tokenizer(directory: Path) -> Any:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends us
-    serve(socket.socket(fileno=int(sys.argv[1])), alone=True)
+    descriptor, *watched = map(int, sys.argv[1:])
+    progress = None
+    if watched:
+        progress = Progress.of_descriptor(watched[0])
+        die_with(watched[1])
+    serve(socket.socket(fileno=descriptor), alone=True, progress=progress)

@@ -3,8 +3,9 @@
 Each start is a new life with an empty memory. Whoever had something in the old one — a model, an open sampler —
 sees that the life has changed and brings it back.
 
-A death says nothing of its cause: everything that was under way is done again, but less of it at a time with each
-death, until the cause is alone and is given up.
+An engine that is stuck is killed, and the call that it was stuck in fails. Otherwise a death says nothing of its cause:
+everything that was under way is done again, but less of it at a time with each death, until the cause is alone and is
+given up.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from tinkex.engine.base_models import BaseModel
 from tinkex.engine.process import Ready
 from tinkex.errors import (
+    APIStatusError,
+    HTTPResponse,
     InvalidInputError,
     NotFoundError,
     RequestErrorCategory,
     RequestFailedError,
 )
 
-from .worker import EngineDiedError, Worker
+from .worker import EngineDiedError, EngineStuckError, Worker
 
 __all__ = ["Supervisor"]
 
 T = TypeVar("T")
+EngineState = Literal["idle", "working"]
 logger = logging.getLogger("tinkex.server")
 
 #: How often a request may see the engine die, the last time alone, before it is taken for the cause.
@@ -139,6 +143,18 @@ class Supervisor:
                     pause = min(pause * 2, 60.0)
             self._alive.set()
 
+    def check_health(self) -> EngineState:
+        """What the engine is doing; an error if it is dead, or has been silent for half of its deadline."""
+        if not self._alive.is_set():
+            raise _unwell("The engine is not running; it is being started.")
+        silent, deadline = self.worker.watch.silent, self.worker.watch.deadline
+        if silent > deadline / 2:
+            raise _unwell(
+                f"The engine has made no progress for {silent:.0f} seconds; "
+                f"it is killed after {deadline:.0f} (the setting engine_deadline)."
+            )
+        return "working" if self.worker.busy else "idle"
+
     # -- models ------------------------------------------------------------------------------
 
     @property
@@ -197,11 +213,15 @@ class Supervisor:
                 except NotFoundError:  # of something that only the engine before this one knew?
                     if self.life == life:
                         raise
-                except EngineDiedError:
+                except EngineDiedError as death:
                     if self.stopping:
                         raise asyncio.CancelledError from None
                     if self.worker.died.is_set():  # the watch may not have seen it yet
                         self._alive.clear()
+                    if isinstance(death, EngineStuckError):
+                        raise self._too_slow() from None
+                    if death.cause_known:
+                        continue  # another request was; this one is not suspected
                     if not deaths:
                         company.suspect()
                     deaths += 1
@@ -217,3 +237,15 @@ class Supervisor:
             "at a time.",
             category=RequestErrorCategory.Server,
         )
+
+    def _too_slow(self) -> RequestFailedError:
+        return RequestFailedError(
+            "The engine made no progress on this request for "
+            f"{self.worker.watch.deadline:.0f} seconds and was killed; the request is not tried again. "
+            "Make it smaller; the limit is the service's setting engine_deadline.",
+            category=RequestErrorCategory.User,
+        )
+
+
+def _unwell(message: str) -> APIStatusError:
+    return APIStatusError(message, HTTPResponse(503))

@@ -101,8 +101,8 @@ def _promised(promise: Promise) -> types.UntypedAPIFuture:
 
 
 @_handles
-async def healthz(_: Call) -> types.HealthResponse:
-    return types.HealthResponse()
+async def healthz(call: Call) -> types.HealthResponse:
+    return types.HealthResponse(engine=call.service.engine.check_health())
 
 
 @_handles

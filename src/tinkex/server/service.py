@@ -82,6 +82,9 @@ class Settings:
     on_demand: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    #: Seconds that one piece of the engine's work may take: a micro-batch, a step of the sampler, a save. After that
+    #: the engine is killed and the request fails that it was working on.
+    engine_deadline: float = 600.0
     database_url: str | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
     keys: Keys = field(default_factory=Keys.open)
@@ -145,6 +148,8 @@ class Settings:
         return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
     def __post_init__(self) -> None:
+        if not self.engine_deadline > 0:
+            raise ConfigError("must be more than 0 seconds", field="engine_deadline")
         if self.on_demand and self.keys.needed:
             # A base model can be a directory: several users must not choose what the service opens.
             raise ConfigError(
@@ -207,6 +212,7 @@ class Service:
                     settings.loss_limits,
                 ),
                 in_process=settings.engine_in_process,
+                deadline=settings.engine_deadline,
             ),
             on_demand=settings.on_demand,
         )

@@ -180,7 +180,10 @@ class CancelFutureRequest(RequestModel):
 
 
 class HealthResponse(ResponseModel):
+    """The service answers, and so does its engine; `engine` is what that is doing, where a service says so."""
+
     status: Literal["ok"] = "ok"
+    engine: str | None = None
 
 
 class SupportedModel(ResponseModel):

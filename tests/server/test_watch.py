@@ -1,0 +1,56 @@
+"""When an engine counts as stuck."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from tinkex.engine.progress import IDLE, SAMPLING, UNTIMED
+from tinkex.server.watch import Watch
+
+
+def looks(watch: Watch, progress, count: int, *, waiting: bool = True, start: float = 0.0) -> bool:
+    """Look so often at the same progress, at the interval of the watch; what the last look says."""
+    overdue = False
+    for number in range(count):
+        overdue = watch.look(progress, waiting=waiting, now=start + number * watch.interval)
+    return overdue
+
+
+@pytest.mark.parametrize("work", [7, SAMPLING])
+def test_work_that_does_not_change_for_the_deadline_is_stuck(work):
+    watch = Watch(10.0)
+    assert not looks(watch, (1, work), 11)
+    assert watch.silent == 10.0
+    assert looks(watch, (1, work), 1, start=11.0)
+
+
+def test_progress_starts_the_deadline_anew():
+    watch = Watch(10.0)
+    assert not any(
+        watch.look((number // 9, 7), waiting=True, now=float(number)) for number in range(100)
+    )
+
+
+def test_idle_engine_that_does_not_take_up_a_call_is_stuck():
+    assert looks(Watch(10.0), (1, IDLE), 12)
+    assert not looks(Watch(10.0), (1, IDLE), 100, waiting=False)
+
+
+def test_waiting_counts_from_the_first_look_at_which_somebody_waits():
+    watch = Watch(10.0)
+    looks(watch, (1, IDLE), 100, waiting=False)
+    assert not looks(watch, (1, IDLE), 10, start=100.0)
+
+
+def test_work_without_a_deadline_is_never_stuck():
+    assert not looks(Watch(10.0), (1, UNTIMED), 1000)
+    assert not looks(Watch(inf), (1, 7), 1000)
+
+
+def test_pause_of_the_whole_machine_is_not_the_engines_fault():
+    watch = Watch(10.0)
+    watch.look((1, 7), waiting=True, now=0.0)
+    assert not watch.look((1, 7), waiting=True, now=3600.0)
+    assert watch.silent == 2.0
