@@ -47,7 +47,7 @@ def today() -> dict[str, str]:
 
 
 def test_what_clients_ask_first(api):
-    assert api.got("healthz") == {"status": "ok"}
+    assert api.got("healthz") == {"status": "ok", "engine": "idle"}
     (model,) = api.got("get_server_capabilities")["supported_models"]
     assert model["model_name"] == TINY
     assert model["max_context_length"] == 2048
