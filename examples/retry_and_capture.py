@@ -1,4 +1,4 @@
-"""Trying again: a service fails twice and then works, seen from outside; what cannot be helped is raised at once.
+"""Trying again: a service, then a function, fails twice and then works; what cannot be helped is raised at once.
 
 python examples/retry_and_capture.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -40,6 +40,24 @@ def main() -> None:
             print(f"attempt {each.attempt} failed: {each.error}; again in {each.delay:.1f} s")
         print(f"In the end: {drawn.sequences[0].tokens}")
 
+        calls = 0
+
+        def flaky() -> str:
+            nonlocal calls
+            calls += 1
+            if calls <= 2:
+                raise ConnectionError(f"call {calls}")
+            return "worked"
+
+        for_functions = tinkex.RetryConfig(
+            max_retries=2,
+            retry_delay_base=0.2,
+            jitter_factor=0,
+            retryable_exceptions=(ConnectionError,),
+        )
+        with capture:
+            print(f"A function: {tinkex.with_retry(flaky, for_functions).result()}")
+
         bad_days = 10
         try:
             with capture:
@@ -54,7 +72,7 @@ def main() -> None:
             assert error.user_error
             print(f"Not tried again, because that would not help: {error}")
     detach(number)
-    assert [each.delay for each in retries] == [0.2, 0.4, 0.2, 0.4]
+    assert [each.delay for each in retries] == [0.2, 0.4] * 3
 
 
 if __name__ == "__main__":
