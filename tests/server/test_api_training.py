@@ -11,6 +11,7 @@ import pytest
 from tinkex._wire import json_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.proto_codec import decode_forward_backward_output
+from tinkex.server.quotas import Limits
 from tinkex.testing import service
 from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
@@ -445,7 +446,7 @@ def test_one_bad_example_spoils_its_whole_pass_and_nothing_else(api):
 
 
 def test_too_many_requests_are_told_to_wait_and_lose_nothing():
-    with service("fake", max_pending=2) as running, Api(running.url) as api:
+    with service("fake", limits=Limits(pending=2)) as running, Api(running.url) as api:
         stuck, model = api.model(), api.model()
         waiting = [stuck.optim_step(seq_id=number) for number in (2, 3)]
         refused = model.ask("optim_step", seq_id=1, adam_params={})

@@ -11,6 +11,7 @@ import pytest
 from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
+from tinkex.server.quotas import Limits, Quota, Quotas
 from tinkex.server.service import Service, Settings
 from tinkex.server.store import Database, RunRow, SessionRow, Store
 
@@ -44,13 +45,17 @@ def database(tmp_path):
     database.close()
 
 
+def quota() -> Quota:
+    return Quotas.of(Limits()).checkpoint_bytes
+
+
 @pytest.fixture
 def checkpoints(tmp_path, database, clock):
-    return Checkpoints(tmp_path / "checkpoints", database, now=clock)
+    return Checkpoints(tmp_path / "checkpoints", database, quota(), now=clock)
 
 
 async def save(checkpoints, name="a", kind="training", ttl_seconds=None):
-    place = await checkpoints.check_free(RUN, kind, name)
+    place = await checkpoints.check_free("me", RUN, kind, name)
     place.mkdir(parents=True)
     (place / "file").write_text(name)
     return await checkpoints.add(RUN, kind, name, "me", 1, ttl_seconds=ttl_seconds)
@@ -109,7 +114,7 @@ def test_what_took_the_place_of_an_expired_one_stays(checkpoints, clock):
 def test_what_is_overwritten_may_expire_or_be_deleted_meanwhile(checkpoints, clock, when):
     async def scenario():
         old = await save(checkpoints, ttl_seconds=3600)
-        place = await checkpoints.check_free(RUN, "training", "a", overwrite=True)
+        place = await checkpoints.check_free("me", RUN, "training", "a", overwrite=True)
         written = place.with_name(".new")
         written.mkdir()
         (written / "file").write_text("new")
@@ -232,7 +237,7 @@ def test_a_copy_is_whole_and_independent(checkpoints, database):
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 256, "", ".", "a b", "a\0"])
 def test_names_that_are_no_names(checkpoints, name):
     with pytest.raises(InvalidInputError, match="path"):
-        asyncio.run(checkpoints.check_free(RUN, "training", name))
+        asyncio.run(checkpoints.check_free("me", RUN, "training", name))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,9 @@ def test_a_service_sweeps_up_what_has_expired(tmp_path):
             )
             run = RunRow(RUN, "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START)
             await service.database(store.add_run, run)
-            past = Checkpoints(tmp_path / "checkpoints", service.database, now=lambda: START)
+            past = Checkpoints(
+                tmp_path / "checkpoints", service.database, quota(), now=lambda: START
+            )
             await save(past, "old", ttl_seconds=3600)
             await save(past, "kept")
             await service.keep_house()

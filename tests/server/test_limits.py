@@ -14,6 +14,7 @@ import pytest
 
 from tinkex._wire.operations import OPERATIONS
 from tinkex.server.auth import Keys
+from tinkex.server.quotas import Limits
 from tinkex.server.scheduling import GAP_LIMIT
 from tinkex.testing import service
 
@@ -27,7 +28,9 @@ CONTEXT = 2048  # of the tiny model
 def running(tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
-    with service("fake", keys=Keys.from_file(file), max_pending=3, max_samples=4) as started:
+    with service(
+        "fake", keys=Keys.from_file(file), limits=Limits(pending=3), max_samples=4
+    ) as started:
         yield started
 
 
@@ -87,7 +90,7 @@ def test_a_key_with_many_requests_waiting_is_told_to_wait_and_others_are_not(run
         for name, body in bodies.items():
             refused = ann.post(name, body)
             assert refused.status_code == 429, (name, refused.text)
-            assert "3 requests of this key are waiting" in refused.json()["detail"]
+            assert "--limit pending=" in refused.json()["detail"]
             assert int(refused.headers["retry-after-ms"]) > 0
         again = ann.post("forward_backward", {**bodies["forward_backward"], "seq_id": 7})
         assert again.status_code == 200  # it has its place

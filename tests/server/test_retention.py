@@ -9,6 +9,8 @@ from pathlib import Path
 
 import httpx
 
+from tinkex.server.quotas import Limits
+
 from .test_storage import full, housed, new_model, told
 
 STEP = {"adam_params": {"learning_rate": 0.1}}
@@ -75,13 +77,25 @@ def test_under_load_results_go_as_they_come(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_of_too_many_results_the_oldest_go_and_those_that_were_told_first(tmp_path: Path) -> None:
+def test_above_its_limit_a_key_loses_fetched_results_first_then_abandoned_ones(
+    tmp_path: Path,
+) -> None:
+    moment = [datetime(2026, 5, 1, tzinfo=UTC)]
+
     async def scenario() -> None:
-        async with housed(tmp_path, max_results=5) as (made, client):
+        async with housed(tmp_path) as (made, client):
             promises = await drawn(client, 12)
             for promise in made.promises:
                 await promise.finished.wait()
+        # A lower limit after a restart: there are more than there may be.
+        limits = Limits(results=5)
+        async with housed(tmp_path, limits=limits, now=lambda: moment[0]) as (made, client):
+            for promise in made.promises:
+                moment[0] = max(moment[0], datetime.fromtimestamp(promise.finished_at, UTC))
             await asked(client, promises[6:9])
+            await made.keep_house()
+            assert len(made.promises) == 9
+            moment[0] += timedelta(minutes=11)
             await made.keep_house()
             assert len(made.promises) == 5
             assert await asked(client, promises) == [410] * 4 + [200] * 2 + [410] * 3 + [200] * 3

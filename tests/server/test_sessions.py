@@ -10,6 +10,7 @@ import pytest
 
 from tinkex._wire.json_codec import from_object
 from tinkex.errors import GoneError
+from tinkex.server.quotas import Limits, Quotas
 from tinkex.server.sessions import Sessions
 from tinkex.server.store import Database, SessionRow, Store
 from tinkex.types import CreateSessionRequest, FinishSessionRequest
@@ -35,7 +36,9 @@ def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
     database = Database(store)
 
     async def scenario() -> None:
-        sessions = Sessions(database, expiry=100, monotonic=lambda: clock[0])
+        sessions = Sessions(
+            database, Quotas.of(Limits()).sessions, expiry=100, monotonic=lambda: clock[0]
+        )
         await sessions.restore()
         assert await expired(sessions) == []  # the time counts from the restart
         clock[0] += 90
@@ -63,7 +66,7 @@ def test_sessions_that_have_ended_are_not_kept_at_hand(tmp_path):
     finish = from_object({"reason": {"type": "success"}}, FinishSessionRequest)
 
     async def scenario() -> None:
-        sessions = Sessions(database, expiry=100)
+        sessions = Sessions(database, Quotas.of(Limits()).sessions, expiry=100)
         kept = await sessions.create("me", begin, None)
         for number in range(5):
             ended = await sessions.create("me", begin, f"{number}")
@@ -103,7 +106,9 @@ def test_a_session_whose_end_cannot_be_written_has_not_ended(tmp_path):
     over = from_object({"reason": {"type": "success"}}, FinishSessionRequest)
 
     async def scenario() -> None:
-        sessions = Sessions(database, expiry=100, monotonic=lambda: clock[0])
+        sessions = Sessions(
+            database, Quotas.of(Limits()).sessions, expiry=100, monotonic=lambda: clock[0]
+        )
         await sessions.restore()
         with pytest.raises(OSError, match="No space"):
             await sessions.finish("second", "me", over)

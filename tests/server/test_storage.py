@@ -244,7 +244,7 @@ def test_a_full_disk_is_no_reason_to_refuse_a_report(tmp_path, caplog):
                 assert await told(client, "telemetry", body) == {"status": "accepted"}
 
     asyncio.run(scenario())
-    assert "1 reported events are not kept" in caplog.text
+    assert "1 reported events of local are not kept" in caplog.text
 
 
 def test_a_service_whose_database_is_lost_ends_all_the_same(tmp_path):

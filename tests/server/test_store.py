@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -306,6 +307,33 @@ def test_an_event_is_kept_once_per_owner_and_session(store):
     assert ([row.event_id for row in page], total) == (["b", "c"], 3)
     assert store.telemetry("me", None, limit=9, offset=0)[1] == 4
     assert store.telemetry("you", None, limit=9, offset=0)[1] == 1
+
+
+def test_bytes_are_summed_by_owner_and_the_oldest_events_are_trimmed(store):
+    store.add_session(session("s"))
+    store.add_run(run())
+    for name, owner in (("a", "me"), ("b", "me"), ("c", "you")):
+        store.put_checkpoint(checkpoint(name, owner=owner))
+    assert store.checkpoint_bytes() == {"me": 2 << 40, "you": 1 << 40}
+    for owner in ("ann", "bob"):
+        rows = [TelemetryRow(NOW, owner, "s", {"text": "é" * 100}, str(n)) for n in range(10)]
+        store.add_telemetry(rows)
+    size = len(json.dumps({"text": "é" * 100}))
+    assert store.telemetry_bytes() == {"ann": 10 * size, "bob": 10 * size}
+    store.trim_telemetry("ann", 3 * size - 1)
+    assert store.telemetry_bytes("ann") == {"ann": 7 * size}
+    kept, _ = store.telemetry("ann", None, limit=99, offset=0)
+    assert [row.event_id for row in kept] == [str(n) for n in range(3, 10)]
+    store.trim_telemetry("ann", 99 * size)
+    assert store.telemetry_bytes() == {"bob": 10 * size}
+
+
+def test_samplers_count_while_their_session_is_active(store):
+    for name in ("live", "over"):
+        store.add_session(session(name))
+        store.add_sampler(SamplerRow(f"{name}:sample:0", name, "ann", "m", None, NOW))
+    store.update_session("over", status={"type": "cancelled"})
+    assert store.active_samplers() == [("live", "ann")]
 
 
 def make_first_release(url):

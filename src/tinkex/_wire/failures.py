@@ -21,6 +21,7 @@ from tinkex.errors import (
     HTTPRequest,
     HTTPResponse,
     InvalidInputError,
+    RateLimitError,
     RequestErrorCategory,
     RequestFailedError,
     TinkerError,
@@ -157,6 +158,9 @@ def response_from_error(error: TinkerError) -> tuple[int, dict[str, str], dict[s
     headers = {}
     if error.retry_after is not None:
         headers["retry-after-ms"] = str(round(error.retry_after * 1000))
+    elif isinstance(error, RateLimitError):
+        # A limit that does not pass by itself. Without this, clients would repeat the request for minutes.
+        headers["x-should-retry"] = "false"
     if error.request_id:
         headers["x-request-id"] = error.request_id
     return status, headers, body

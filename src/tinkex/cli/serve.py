@@ -75,6 +75,15 @@ __all__ = ["command"]
     metavar="OPERATION=BYTES",
     help="Another size for the request bodies of an operation. May be given more than once.",
 )
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What each key may use at a time, such as models=20 or checkpoint_bytes=50GiB. May be given more "
+    "than once. Names: pending, results, journal_bytes, sessions, models, samplers, checkpoint_bytes, "
+    "telemetry_bytes.",
+)
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
 @click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
 def command(
@@ -90,6 +99,7 @@ def command(
     snapshot_every: float,
     chosen: tuple[str, ...],
     body_limits: tuple[str, ...],
+    limits: tuple[str, ...],
     engine: str,
     leased: bool,
 ) -> None:
@@ -100,6 +110,7 @@ def command(
     from tinkex.server import serve
     from tinkex.server.auth import Keys
     from tinkex.server.bodies import read_body_limit
+    from tinkex.server.quotas import Limits
     from tinkex.server.service import DEFAULT_MODEL, Settings, default_data_dir, read_setting
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -113,6 +124,7 @@ def command(
         database_url=database_url,
         allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),
+        limits=Limits.of_options(limits),
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
         **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},
     )

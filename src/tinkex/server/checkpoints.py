@@ -17,6 +17,7 @@ from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
 
 from . import archives
 from .inputs import check_ttl
+from .quotas import Quota
 from .store import AuditRow, CheckpointRow, Database
 
 __all__ = ["Checkpoints", "checkpoint_of", "tinker_path"]
@@ -36,12 +37,22 @@ class Checkpoints:
     """The checkpoints of one data directory."""
 
     def __init__(
-        self, directory: Path, database: Database, now: Callable[[], datetime] = now_utc
+        self,
+        directory: Path,
+        database: Database,
+        quota: Quota,
+        now: Callable[[], datetime] = now_utc,
     ) -> None:
         self._directory = directory
+        self._quota = quota
         self._db = database
         self._store = database.store
         self._now = now
+
+    async def restore(self) -> None:
+        """Count what each owner has."""
+        for owner, size in (await self._db(self._store.checkpoint_bytes)).items():
+            self._quota.add(owner, size)
 
     # -- names -------------------------------------------------------------------------------
 
@@ -87,14 +98,19 @@ class Checkpoints:
 
     async def check_free(
         self,
+        owner: str,
         run_id: str,
         kind: CheckpointType,
         name: str,
         *,
+        size_bytes: int = 1,
         overwrite: bool = False,
         request_id: str | None = None,
     ) -> Path:
-        """The place of a new checkpoint, unless another request has taken its name."""
+        """The place of a new checkpoint, unless another request has taken its name or its owner has too many.
+
+        A size that is not known before counts as one byte, so the last checkpoint may exceed the limit.
+        """
         archives.validate_name(name)
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
@@ -107,7 +123,12 @@ class Checkpoints:
             raise InvalidInputError(
                 f"this run has a {kind} checkpoint called {name!r:.200} already{hint}", field="path"
             )
+        if there is None:
+            self.check_room(owner, size_bytes)
         return self.place(run_id, kind, name)
+
+    def check_room(self, owner: str, size_bytes: int = 1) -> None:
+        self._quota.check(owner, size_bytes)
 
     async def add(
         self,
@@ -135,15 +156,21 @@ class Checkpoints:
             user_metadata=user_metadata,
             request_id=request_id,
         )
-        await self._db(self._put, row, written)
+        replaced = await self._db(self._put, row, written)
+        self._quota.add(owner, size_bytes - replaced)
         await self._note(row, "checkpoint_created", {"size_bytes": size_bytes})
         return row
 
-    def _put(self, row: CheckpointRow, written: Path | None) -> None:
-        """In one piece, or what it replaces could expire in between, and take the new files along."""
+    def _put(self, row: CheckpointRow, written: Path | None) -> int:
+        """Put a checkpoint in its place; the size of the one it replaces.
+
+        In one piece, or the replaced one could expire in between, and take the new files along.
+        """
+        there = self._store.checkpoint(row.run_id, row.kind, row.name)
         if written is not None:
             directories.put(written, self.place(row.run_id, row.kind, row.name))
         self._store.put_checkpoint(row)
+        return 0 if there is None else there.size_bytes
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
         """Take a checkpoint off the disk and off the list, unless another has taken its place.
@@ -154,6 +181,7 @@ class Checkpoints:
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
             if await self._db(self._take_off, row, doomed):
+                self._quota.release(row.owner, row.size_bytes)
                 await self._note(row, event)
         finally:
             await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
@@ -188,7 +216,7 @@ class Checkpoints:
     ) -> CheckpointRow:
         """The same checkpoint in another run."""
         check_ttl(ttl_seconds)
-        target = await self.check_free(run_id, row.kind, row.name)
+        target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
         source = self.place(row.run_id, row.kind, row.name)
         await asyncio.to_thread(directories.copy, source, target)
         return await self.add(

@@ -21,18 +21,25 @@ from typing import Any, Final
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import GoneError, InternalServerError, NotFoundError, RateLimitError
+from tinkex.errors import GoneError, InternalServerError, NotFoundError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
 from .damage import Lost
 from .disk import as_client_error
 from .journal import Journal, Kind, Place, Record
+from .quotas import Limits, Quotas
 from .results import encode_result
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
 
 #: Results that are kept in memory; older ones are read from the journal.
 MEMORY_BYTES: Final = 128 << 20
+#: What the journal writes beside the bodies of a request and its result.
+_HEADS: Final = 512
+#: Operations that let journal records go once they are done; they are accepted when the journal of a key is full.
+_FREEING: Final = frozenset(
+    {"optim_step", "unload_model", "save_weights", "save_weights_for_sampler"}
+)
 #: What most promises have as `extra`: one for each would be a sixth of a promise.
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -140,19 +147,18 @@ class Promises:
         journal: Journal,
         *,
         memory_bytes: int = MEMORY_BYTES,
-        max_pending: int = 20_000,
+        quotas: Quotas | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal = journal
         journal.on_moved = self.moved
-        self._max_pending = max_pending
+        self._quotas = quotas or Quotas.of(Limits())
         self.clock = clock
         self._memory_bytes = memory_bytes
         self._promises: dict[str, Promise] = {}
         self._by_key: dict[Hashable, Promise] = {}
         self._in_memory: OrderedDict[str, Promise] = OrderedDict()
         self._bytes_in_memory = 0
-        self._pending_of: dict[str, int] = {}
         self._unwritten: deque[Promise] = deque()
         #: Changes of models, by scope, whose requests the journal has lost while it has their results.
         self.lost: dict[str, int] = {}
@@ -162,6 +168,8 @@ class Promises:
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
         self.on_told: list[Callable[[Promise], None]] = []
+        #: Called with a key and a size when the key has too many results for one more request of that size.
+        self.make_room: Callable[[str, int], None] = lambda _, __: None
 
     def __iter__(self) -> Iterator[Promise]:
         return iter(list(self._promises.values()))
@@ -184,6 +192,7 @@ class Promises:
     ) -> Promise:
         """Write a request down; it is safe once the journal is flushed."""
         self.check_room(owner)
+        self._check_kept(owner, row.name, _HEADS + len(body))
         request_id = uuid.uuid4().hex
         now = self.clock()
         head = {
@@ -224,16 +233,21 @@ class Promises:
 
     def check_room(self, owner: str) -> None:
         """Refuse one more request of an owner who has many waiting."""
-        if self.pending(owner) >= self._max_pending:
-            raise RateLimitError(
-                f"{self._max_pending} requests of this key are waiting already; send more when some of "
-                "them are done.",
-                retry_after=1.0,
-            )
+        self._quotas.pending.check(owner)
+
+    def _check_kept(self, owner: str, operation: str, size: int) -> None:
+        """Refuse one more request of an owner for whom as much is kept as may be."""
+        results, journal = self._quotas.results, self._quotas.journal_bytes
+        if results.has_room(owner) and journal.has_room(owner, size):
+            return
+        self.make_room(owner, size)
+        results.check(owner)
+        if operation not in _FREEING:
+            journal.check(owner, size)
 
     def pending(self, owner: str) -> int:
         """How many requests of an owner have no result yet."""
-        return self._pending_of.get(owner, 0)
+        return self._quotas.pending.used(owner)
 
     def request_of(self, promise: Promise) -> Any:
         """The request, read again from the journal when it is not at hand."""
@@ -251,7 +265,9 @@ class Promises:
         self._promises[promise.request_id] = promise
         if promise.key is not None:
             self._by_key[promise.key] = promise
-        self._pending_of[promise.owner] = self._pending_of.get(promise.owner, 0) + 1
+        self._quotas.pending.add(promise.owner)
+        self._quotas.results.add(promise.owner)
+        self._quotas.journal_bytes.add(promise.owner, _HEADS + promise.place.length)
         return promise
 
     # -- finishing ---------------------------------------------------------------------------
@@ -315,9 +331,8 @@ class Promises:
         promise.finished.set()
         # Those who wait have the other; one for each would be most of a promise.
         promise.finished = _FINISHED
-        self._pending_of[promise.owner] -= 1
-        if not self._pending_of[promise.owner]:
-            del self._pending_of[promise.owner]
+        self._quotas.pending.release(promise.owner)
+        self._quotas.journal_bytes.add(promise.owner, result.place.length)
 
     def _evict(self) -> None:
         while self._bytes_in_memory > self._memory_bytes:
@@ -401,10 +416,11 @@ class Promises:
 
     def reopen(self, promise: Promise) -> None:
         """Take a result of before a restart back: it is worth nothing without another that was lost."""
-        if promise.done:
+        if promise.result is not None:
+            self._quotas.journal_bytes.release(promise.owner, promise.result.place.length)
+            self._quotas.pending.add(promise.owner)
             promise.result = None
             promise.finished = asyncio.Event()
-            self._pending_of[promise.owner] = self._pending_of.get(promise.owner, 0) + 1
 
     def moved(self, record: Record) -> None:
         """A record was written anew elsewhere."""
@@ -420,12 +436,17 @@ class Promises:
         return request_id in self._promises
 
     def forget(self, promise: Promise) -> None:
+        """Let a request and its result go; whoever asks for them hears that they are gone."""
         if promise in self._unwritten:
-            return  # there is no room for it yet; later
-        self._promises.pop(promise.request_id, None)
+            return  # the disk has no room for it yet; later
+        if self._promises.pop(promise.request_id, None) is None:
+            return
         if promise.key is not None and self._by_key.get(promise.key) is promise:
             del self._by_key[promise.key]
         self._put_away(promise)
+        length = promise.place.length + (promise.result.place.length if promise.result else 0)
+        self._quotas.results.release(promise.owner)
+        self._quotas.journal_bytes.release(promise.owner, _HEADS + length)
 
 
 def _encoded(value: Any) -> tuple[bytes, bool]:

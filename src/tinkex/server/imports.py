@@ -73,6 +73,7 @@ async def receive(
     _check_is_near(request)
     asked = _asked(request)
     service.engine.check_model(asked.base_model, "base_model")
+    service.checkpoints.check_room(owner)  # before gigabytes are sent in vain
     # Where the service clears up after a crash.
     scratch = service.checkpoints.place("imports", "training", f".{secrets.token_hex(8)}")
     try:
@@ -208,6 +209,8 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     """Put the checkpoints into place, as those of a run whose session is over."""
     manifest = await asyncio.to_thread(directories.checked_manifest, scratch / asked.kinds[0])
     assert manifest.spec is not None
+    sizes = {kind: await asyncio.to_thread(_size, scratch / kind) for kind in asked.kinds}
+    service.checkpoints.check_room(owner, sum(sizes.values()))
     session_id = await service.sessions.create(
         owner, CreateSessionRequest(tags=["import"], sdk_version=""), None
     )
@@ -217,10 +220,12 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     await service.database(service.database.store.add_run, run)
     rows = []
     for kind in asked.kinds:
-        place = await service.checkpoints.check_free(run_id, kind, asked.name)
-        size = await asyncio.to_thread(_move, scratch / kind, place)
+        place = await service.checkpoints.check_free(owner, run_id, kind, asked.name)
+        await asyncio.to_thread(_move, scratch / kind, place)
         rows.append(
-            await service.checkpoints.add(run_id, kind, asked.name, owner, size, ttl_seconds=None)
+            await service.checkpoints.add(
+                run_id, kind, asked.name, owner, sizes[kind], ttl_seconds=None
+            )
         )
         service.usage.add(owner, session_id, asked.base_model, "checkpoint", 1)
     over = FinishSessionRequest(reason=ClientSessionFinishSuccess(), detail="imported")
@@ -233,8 +238,10 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     }
 
 
-def _move(source: Path, target: Path) -> int:
-    size = sum(file.stat().st_size for file in source.iterdir())
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+def _move(source: Path, target: Path) -> None:
     make_directory(target.parent)
     directories.put(source, target)
-    return size

@@ -353,6 +353,7 @@ class ModelWork:
         check_ttl(request.ttl_seconds)
         name = request.path or f"{promise.seq_id or 0:06d}"
         place = await self._checkpoints.check_free(
+            model.owner,
             model.model_id,
             "training",
             name,
@@ -385,7 +386,7 @@ class ModelWork:
         if request.path is None:
             return await self._unnamed_sampler(model, request, promise)
         place = await self._checkpoints.check_free(
-            model.model_id, "sampler", request.path, request_id=promise.request_id
+            model.owner, model.model_id, "sampler", request.path, request_id=promise.request_id
         )
         size = await self._call("save_state", model.model_id, place, optimizer=False)
         row = await self._checkpoints.add(
@@ -414,8 +415,10 @@ class ModelWork:
             raise InvalidInputError(
                 f"this session has a sampler {number} already", field="sampling_session_seq_id"
             )
-        # Who trains makes one after another: those whose time is over make room for it.
+        # A training loop makes one after another: those that have expired make room.
         await self._samplers.delete_expired()
+        if known is None:
+            self._samplers.check_room(model.owner)
         place = self._samplers.place(sampler_id)
         await self._call("save_state", model.model_id, place, optimizer=False)
         life = self._engine.life
@@ -434,7 +437,7 @@ class ModelWork:
     ) -> SaveWeightsExternalResponseInternal:
         check_ttl(request.ttl_seconds)
         place = await self._checkpoints.check_free(
-            model.model_id, "external", request.path, request_id=promise.request_id
+            model.owner, model.model_id, "external", request.path, request_id=promise.request_id
         )
         scratch = place.with_name(f".{promise.request_id}")
         try:

@@ -26,6 +26,7 @@ from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
 from .model_work import Model, ModelWork, answer_to, change_of, changes_model, reader_of
+from .quotas import Quota
 from .scheduling import Candidate, Shares
 from .sessions import Sessions
 from .set_aside import SetAside
@@ -50,6 +51,7 @@ class Models:
         promises: Promises,
         engine: Supervisor,
         work: ModelWork,
+        quota: Quota,
         *,
         snapshots: Snapshots,
         set_aside: SetAside,
@@ -62,6 +64,7 @@ class Models:
         self._promises = promises
         self._engine = engine
         self._work = work
+        self._quota = quota
         self._snapshots = snapshots
         self._set_aside = set_aside
         self._snapshot_every = snapshot_every
@@ -98,14 +101,15 @@ class Models:
             if known is None and run is not None:
                 raise _unloaded(model_id, "model_seq_id")
             if known is None:
+                self._quota.take(owner)
                 model = self._models[model_id] = Model(
                     model_id, request.session_id, owner, base_model
                 )
                 extra = {"seed": secrets.randbits(31)} | _read_by(reader)
                 try:
                     known = self._accept(row, model, 0, request, body, "json", extra)
-                except Exception:  # too many are waiting, or the disk is full: there is no model
-                    del self._models[model_id]
+                except Exception:  # a limit is reached, or the disk is full: there is no model
+                    self._drop(model)
                     raise
         await self._promises.flushed()
         return known
@@ -331,8 +335,17 @@ class Models:
                 await self._engine.call_now("unload_model", model.model_id)
                 await self._forget(model, "was unloaded when its session ended")
 
+    def _drop(self, model: Model) -> None:
+        if self._models.pop(model.model_id, None) is not None:
+            self._quota.release(model.owner)
+
+    def _keep(self, model: Model) -> None:
+        """Take up a model of before a restart."""
+        self._models[model.model_id] = model
+        self._quota.add(model.owner)
+
     async def _forget(self, model: Model, why: str) -> None:
-        self._models.pop(model.model_id, None)
+        self._drop(model)
         model.made.set()
         model.failure = f"The model {why}."
         self._fail_waiting(model)
@@ -501,7 +514,7 @@ class Models:
         else:
             model.line.next_seq = model.snapshot.next_seq
             model.changes = model.snapshot.changes
-        self._models[model_id] = model
+        self._keep(model)
 
     async def _revive_from(self, promise: Promise) -> Model | None:
         """The model that a request makes, unless that failed or its session has ended."""
@@ -526,7 +539,7 @@ class Models:
         model = Model(promise.scope, session_id, promise.owner, base_model, lora)
         if run is not None and run.corrupted:
             model.give_up()
-        self._models[promise.scope] = model
+        self._keep(model)
         return model
 
     async def _is_active(self, session_id: str, owner: str) -> bool:

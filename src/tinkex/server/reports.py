@@ -5,7 +5,9 @@ The protocol only takes telemetry in; this is a path of our own to see it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Final
 
@@ -15,11 +17,68 @@ from tinkex._wire import json_codec
 from tinkex.types import Cursor, TelemetryEvent
 from tinkex.types._base import RequestModel, ResponseModel
 
+from .quotas import Quota
 from .store import Database, TelemetryRow
 
-__all__ = ["PATH", "ListTelemetryRequest", "ListTelemetryResponse", "ReportedEvent", "listed"]
+__all__ = [
+    "PATH",
+    "ListTelemetryRequest",
+    "ListTelemetryResponse",
+    "ReportedEvent",
+    "Reports",
+    "listed",
+]
+
+logger = logging.getLogger("tinkex.server")
 
 PATH: Final = "/local/telemetry"
+#: What is left of a key's events when the oldest are deleted, so that this is not done for every event.
+_TRIMMED_TO: Final = 0.9
+
+
+class Reports:
+    """What clients have reported, the newest of each key.
+
+    A report is never refused: clients would send it again and again. At its limit a key loses its own oldest events.
+    """
+
+    def __init__(self, database: Database, quota: Quota) -> None:
+        self._db, self._store = database, database.store
+        self._quota = quota
+
+    async def restore(self) -> None:
+        for owner, size in (await self._db(self._store.telemetry_bytes)).items():
+            self._quota.add(owner, size)
+
+    async def add(self, owner: str, rows: Sequence[TelemetryRow]) -> None:
+        """Keep events of one owner; a full disk is no reason to disturb anybody."""
+        size = sum(len(json.dumps(row.event)) for row in rows)
+        try:
+            if not self._quota.has_room(owner, size):
+                await self._make_room(owner, size)
+            if self._quota.has_room(owner, size):
+                await self._db(self._store.add_telemetry, rows)
+                self._quota.add(owner, size)
+                return
+            why = str(self._quota.exceeded(owner))
+        except OSError as error:
+            why = str(error)
+        logger.warning("%d reported events of %s are not kept: %s", len(rows), owner, why)
+
+    async def _make_room(self, owner: str, size: int) -> None:
+        # Events that came twice were counted twice, and old ones may be gone since.
+        await self._recount(owner)
+        excess = self._quota.used(owner) + size - int(self._quota.limit * _TRIMMED_TO)
+        if excess > 0 and size <= self._quota.limit:
+            await self._db(self._store.trim_telemetry, owner, excess)
+            await self._recount(owner)
+
+    async def _recount(self, owner: str) -> None:
+        kept = (await self._db(self._store.telemetry_bytes, owner)).get(owner, 0)
+        self._quota.add(owner, kept - self._quota.used(owner))
+
+    async def forget(self, before: datetime) -> None:
+        await self._db(self._store.forget_telemetry, before)
 
 
 class ListTelemetryRequest(RequestModel):

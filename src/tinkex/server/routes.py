@@ -743,11 +743,7 @@ async def telemetry(call: Call) -> types.TelemetryResponse:
         for event in request.events
     ]
     if rows:
-        database = call.service.database
-        try:
-            await database(database.store.add_telemetry, rows)
-        except OSError as error:  # a full disk; a report is no reason to disturb anybody
-            logger.warning("%d reported events are not kept: %s", len(rows), error)
+        await call.service.reports.add(call.owner, rows)
     return types.TelemetryResponse(status="accepted")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -46,6 +46,7 @@ from .checkpoints import Checkpoints, tinker_path
 from .engine import Supervisor
 from .futures import Feed, Promise, Promises
 from .inputs import SampleLimits, sample_job
+from .quotas import Quota
 from .sessions import Sessions
 from .store import Database, SamplerRow
 from .usage import Usage
@@ -57,12 +58,13 @@ __all__ = ["Samplers"]
 OPEN_LIMIT: Final = 32
 #: Samplers of one owner that are kept for requests without a session.
 PASSING_LIMIT: Final = 32
-#: Clients of samplers whose finished requests are kept in order for them; of others they are found anew.
+#: Clients of one owner's samplers whose finished requests are kept in order; for others they are found anew.
 FEED_LIMIT: Final = 1000
 #: Clients number their requests from this many times their own number.
 CLONE_STRIDE: Final = 1_000_000_000
 
 _ASAMPLE: Final = operation("asample")
+_FeedKey = tuple[str, int]  # a sampler, and the number of its client
 
 
 @dataclass(eq=False)
@@ -97,6 +99,7 @@ class Samplers:
         promises: Promises,
         engine: Supervisor,
         usage: Usage,
+        quota: Quota,
         *,
         limits: SampleLimits,
         now: Callable[[], datetime],
@@ -109,14 +112,33 @@ class Samplers:
         self._promises = promises
         self._engine = engine
         self._usage = usage
+        self._quota = quota
         self._limits = limits
         self._now = now
         self._open_limit = open_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
+        self._of_session: Counter[str] = Counter()  # how many count towards the quota
         self._passing: dict[str, _Passing] = {}
-        self._feeds: OrderedDict[tuple[str, int], Feed] = OrderedDict()
+        self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
         self._tasks: set[asyncio.Task[None]] = set()
         promises.on_finish.append(self._tell_feed)
+
+    async def restore(self) -> None:
+        """Count the samplers of sessions that have not ended."""
+        for session_id, owner in await self._db(self._store.active_samplers):
+            self._count(owner, session_id)
+
+    def _count(self, owner: str, session_id: str) -> None:
+        self._quota.add(owner)
+        self._of_session[session_id] += 1
+
+    def _uncount(self, row: SamplerRow) -> None:
+        if self._of_session[row.session_id]:  # else its session has ended
+            self._of_session[row.session_id] -= 1
+            self._quota.release(row.owner)
+
+    def check_room(self, owner: str) -> None:
+        self._quota.check(owner)
 
     # -- making --------------------------------------------------------------------------------
 
@@ -140,6 +162,23 @@ class Samplers:
         base_model: str | None,
         model_path: str | None,
     ) -> str:
+        self._quota.take(owner)  # before anything is waited for: many may come at once
+        try:
+            row = await self._prepared(owner, session_id, sampler_id, base_model, model_path)
+            added = await self._add(row)
+        finally:
+            self._quota.release(owner)  # counted for good where it was added
+        return added.row.sampler_id
+
+    async def _prepared(
+        self,
+        owner: str,
+        session_id: str,
+        sampler_id: str,
+        base_model: str | None,
+        model_path: str | None,
+    ) -> SamplerRow:
+        """The row of a new sampler, whose weights are in their place."""
         if model_path is not None:
             checkpoint, source = await self._checkpoints.readable(owner, model_path)
             if checkpoint.kind == "external":
@@ -157,17 +196,11 @@ class Samplers:
             await self._engine.model(run.base_model, "model_path")
             await self._db(directories.link, source, self.place(sampler_id))
             path = tinker_path(checkpoint)
-            await self._add(
-                SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
-            )
-        elif base_model is not None:
-            await self._engine.model(base_model, "base_model")
-            await self._add(
-                SamplerRow(sampler_id, session_id, owner, base_model, None, self._now())
-            )
-        else:
+            return SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
+        if base_model is None:
             raise InvalidInputError("give base_model or model_path", field="base_model")
-        return sampler_id
+        await self._engine.model(base_model, "base_model")
+        return SamplerRow(sampler_id, session_id, owner, base_model, None, self._now())
 
     def place(self, sampler_id: str) -> Path:
         """Where a sampler keeps its weights."""
@@ -198,7 +231,10 @@ class Samplers:
         await self._put_away()
 
     async def _add(self, row: SamplerRow) -> _Sampler:
-        return self._know(await self._db(self._store.add_sampler, row))
+        kept = await self._db(self._store.add_sampler, row)
+        if kept is row:  # else it was there before
+            self._count(row.owner, row.session_id)
+        return self._know(kept)
 
     def _know(self, row: SamplerRow) -> _Sampler:
         directory = self.place(row.sampler_id)
@@ -233,9 +269,12 @@ class Samplers:
     async def close_session(self, session_id: str) -> None:
         """Let go of the samplers of a session that has ended, and of what is being drawn from them."""
         for row in await self._db(self._store.samplers_of_session, session_id):
+            self._uncount(row)
             await self._let_go(row.sampler_id)
-        for key in [key for key in self._feeds if key[0].startswith(f"{session_id}:")]:
-            del self._feeds[key]
+            feeds = self._feeds.get(row.owner, OrderedDict())
+            for key in [key for key in feeds if key[0] == row.sampler_id]:
+                del feeds[key]
+        del self._of_session[session_id]
 
     async def delete_expired(self) -> None:
         """Let go of what has outlived its time, once nobody draws from it."""
@@ -244,6 +283,7 @@ class Samplers:
             if sampler is None or not sampler.drawing:
                 await self._let_go(row.sampler_id)
                 await self._db(self._store.delete_sampler, row.sampler_id)
+                self._uncount(row)
 
     async def _let_go(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)
@@ -296,8 +336,11 @@ class Samplers:
             sampler = self._samplers.get(sampler_id)
             if sampler is None or not sampler.drawing:
                 del passing.made[key]
+                row = await self._db(self._store.sampler, sampler_id)
                 await self._let_go(sampler_id)
                 await self._db(self._store.delete_sampler, sampler_id)
+                if row is not None:
+                    self._uncount(row)
 
     # -- drawing -------------------------------------------------------------------------------
 
@@ -499,28 +542,30 @@ class Samplers:
         """What was finished for one client of a sampler."""
         await self._find(sampler_id, owner)
         key = sampler_id, clone
-        if key not in self._feeds:
+        feeds = self._feeds.setdefault(owner, OrderedDict())
+        if key not in feeds:
             # The clock, so that the numbers go on where those of before a restart have ended.
-            self._feeds[key] = Feed(cursor=time.time_ns() // 1000)
+            feeds[key] = Feed(cursor=time.time_ns() // 1000)
             done = [
                 promise for promise in self._promises if promise.result and _feed(promise) == key
             ]
             for promise in sorted(done, key=lambda promise: promise.finished_at):
-                self._feeds[key].put(promise)
-            if len(self._feeds) > FEED_LIMIT:
-                self._feeds.popitem(last=False)
-        self._feeds.move_to_end(key)
-        return self._feeds[key]
+                feeds[key].put(promise)
+            if len(feeds) > FEED_LIMIT:
+                feeds.popitem(last=False)
+        feeds.move_to_end(key)
+        return feeds[key]
 
     def trim_feeds(self) -> None:
         """Let go of what nobody can ask for any more."""
-        for feed in self._feeds.values():
-            feed.keep(lambda promise: self._promises.knows(promise.request_id))
+        for feeds in self._feeds.values():
+            for feed in feeds.values():
+                feed.keep(lambda promise: self._promises.knows(promise.request_id))
 
     def _tell_feed(self, promise: Promise) -> None:
-        key = _feed(promise)
-        if key in self._feeds:
-            self._feeds[key].put(promise)
+        feeds = self._feeds.get(promise.owner)
+        if feeds is not None and (feed := feeds.get(_feed(promise))) is not None:
+            feed.put(promise)
 
     async def stop(self) -> None:
         for task in list(self._tasks):

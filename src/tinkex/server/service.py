@@ -35,6 +35,8 @@ from .journal import Journal, Kind, Record
 from .losses import Losses
 from .model_work import ModelWork
 from .models import Models
+from .quotas import Limits, Quotas
+from .reports import Reports
 from .retention import Retention
 from .samplers import Samplers
 from .sessions import Sessions
@@ -94,14 +96,17 @@ class Settings:
     snapshot_every: float = 30.0
     #: A session of which nothing is heard for so long has ended.
     session_expiry: float = 6 * 3600
-    #: Results can be asked for that long …
+    #: What each key may use at a time.
+    limits: Limits = field(default_factory=Limits)
+    #: How long a result can be fetched, while its key has at most `kept_results`.
     result_retention: float = 6 * 3600
-    #: … unless there are more than so many, a hundred megabytes. Then the oldest go that were told this long ago:
-    #: whoever lost an answer on its way asks again within a minute and a half.
+    #: Above this number of results of a key (about 100 MB of memory), those go that were fetched `told_retention`
+    #: seconds ago: a client that lost an answer on its way asks again within a minute and a half.
     kept_results: int = 100_000
     told_retention: float = 120.0
-    #: Of more than so many the oldest go at once, told or not.
-    max_results: int = 200_000
+    #: A key at its limit of results loses those that nobody has fetched for so long. Clients poll all the time, so
+    #: the client of such a result is gone.
+    abandoned_after: float = 600.0
     telemetry_retention: float = 30 * 86_400
     #: How long a poll is held open; clients give up after 45.
     hold: float = 30.0
@@ -132,7 +137,6 @@ class Settings:
     #: What a traced loss may cost; see `LossLimits`.
     max_loss_bytes: int = LossLimits.max_loss_bytes
     max_loss_work: int = LossLimits.max_loss_work
-    max_pending: int = 20_000
     use_retrieve_futures: bool = False
     #: What time it is.
     now: Callable[[], datetime] = now_utc
@@ -196,9 +200,10 @@ class Service:
         )
         set_aside = SetAside(data, settings.now)
         self.journal = Journal(data / "journal", set_aside=set_aside.copy)
+        self.quotas = quotas = Quotas.of(settings.limits)
         self.promises = Promises(
             self.journal,
-            max_pending=settings.max_pending,
+            quotas=quotas,
             clock=lambda: settings.now().timestamp(),
         )
         self.engine = Supervisor(
@@ -217,8 +222,13 @@ class Service:
             on_demand=settings.on_demand,
         )
         self.usage = Usage(self.database, settings.now)
-        self.sessions = Sessions(self.database, expiry=settings.session_expiry, now=settings.now)
-        self.checkpoints = Checkpoints(data / "checkpoints", self.database, settings.now)
+        self.sessions = Sessions(
+            self.database, quotas.sessions, expiry=settings.session_expiry, now=settings.now
+        )
+        self.checkpoints = Checkpoints(
+            data / "checkpoints", self.database, quotas.checkpoint_bytes, settings.now
+        )
+        self.reports = Reports(self.database, quotas.telemetry_bytes)
         self.samplers = Samplers(
             data / "samplers",
             self.database,
@@ -227,6 +237,7 @@ class Service:
             self.promises,
             self.engine,
             self.usage,
+            quotas.samplers,
             limits=settings.sample_limits,
             now=settings.now,
         )
@@ -251,6 +262,7 @@ class Service:
             self.promises,
             self.engine,
             work,
+            quotas.models,
             snapshots=self.snapshots,
             set_aside=set_aside,
             snapshot_every=settings.snapshot_every,
@@ -260,10 +272,11 @@ class Service:
             self.promises,
             self.journal,
             self.models.needs,
+            quotas,
             result_retention=settings.result_retention,
             kept_results=settings.kept_results,
             told_retention=settings.told_retention,
-            max_results=settings.max_results,
+            abandoned_after=settings.abandoned_after,
         )
         self.signer: Signer | None = None
         self.ready: Ready | None = None
@@ -287,6 +300,9 @@ class Service:
             records = await asyncio.to_thread(lambda: list(self.journal.open()))
             self.ready = await self.engine.start()
             await self.sessions.restore()
+            await self.samplers.restore()
+            await self.checkpoints.restore()
+            await self.reports.restore()
             await self._restore(records)
         except BaseException:
             await self.stop()
@@ -341,6 +357,7 @@ class Service:
         """Copy a checkpoint one may read, or was lent a token for, into a run of one's own."""
         source, _ = await self.checkpoints.readable(reader or owner, request.source_path)
         check_ttl(request.ttl_seconds)
+        self.checkpoints.check_room(owner, source.size_bytes)
         if request.session_id is not None:
             await self.sessions.check_active(request.session_id, owner)
             session_id = request.session_id
@@ -390,6 +407,7 @@ class Service:
                 await self.samplers.resume(promise)
             elif not promise.done:
                 self.losses.resume(promise)
+        self.retention.restore()
 
     # -- housekeeping ----------------------------------------------------------------------------
 
@@ -408,7 +426,7 @@ class Service:
             self.samplers.delete_expired,
             self._forget_results,
             self._end_silent_sessions,
-            self._forget_telemetry,
+            self._forget_old_reports,
             self.models.write_times,
             self.usage.write,
         ):
@@ -421,11 +439,9 @@ class Service:
         async for session_id in self.sessions.expire():
             await self._close_session(session_id)
 
-    async def _forget_telemetry(self) -> None:
-        await self.database(
-            self.database.store.forget_telemetry,
-            self.settings.now() - timedelta(seconds=self.settings.telemetry_retention),
-        )
+    async def _forget_old_reports(self) -> None:
+        kept = timedelta(seconds=self.settings.telemetry_retention)
+        await self.reports.forget(self.settings.now() - kept)
 
     async def _forget_results(self) -> None:
         self.retention.forget()

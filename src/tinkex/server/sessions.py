@@ -25,6 +25,7 @@ from tinkex.types import (
 )
 
 from .checkpoints import now_utc
+from .quotas import Quota
 from .store import Database, SessionRow
 
 __all__ = ["DEFAULT_PROJECT", "Sessions"]
@@ -47,6 +48,7 @@ class Sessions:
     def __init__(
         self,
         database: Database,
+        quota: Quota,
         *,
         expiry: float,
         now: Callable[[], datetime] = now_utc,
@@ -54,6 +56,7 @@ class Sessions:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
+        self._quota = quota
         self._expiry = expiry
         self._now, self._monotonic = now, monotonic
         self._live: dict[str, _Live] = {}
@@ -67,31 +70,46 @@ class Sessions:
         now = self._monotonic()
         for row in await self._db(self._store.active_sessions):
             self._live[row.session_id] = _Live(row.owner, now, dict(row.status))
+            self._quota.add(row.owner)
 
     async def create(
         self, owner: str, request: CreateSessionRequest, idempotency_key: str | None
     ) -> str:
         now = self._now()
-        row = await self._db(
-            self._store.add_session,
-            SessionRow(
-                session_id=str(uuid.uuid4()),
-                owner=owner,
-                created_at=now,
-                last_heartbeat=now,
-                tags=request.tags,
-                user_metadata=request.user_metadata,
-                sdk_version=request.sdk_version,
-                project_id=request.project_id or DEFAULT_PROJECT,
-                display_name=request.display_name,
-                status={"type": "active"},
-                idempotency_key=None if idempotency_key is None else f"{owner}:{idempotency_key}",
-            ),
+        wanted = SessionRow(
+            session_id=str(uuid.uuid4()),
+            owner=owner,
+            created_at=now,
+            last_heartbeat=now,
+            tags=request.tags,
+            user_metadata=request.user_metadata,
+            sdk_version=request.sdk_version,
+            project_id=request.project_id or DEFAULT_PROJECT,
+            display_name=request.display_name,
+            status={"type": "active"},
+            idempotency_key=None if idempotency_key is None else f"{owner}:{idempotency_key}",
         )
-        if row.status["type"] == "active":  # the same request again may come after the end
-            live = _Live(owner, self._monotonic(), dict(row.status))
-            self._live.setdefault(row.session_id, live)
+        if not self._quota.has_room(owner):
+            known = await self._repeated(wanted)
+            if known is not None:
+                return known.session_id
+        self._quota.take(owner)  # before the database is asked: many may come at once
+        try:
+            row = await self._db(self._store.add_session, wanted)
+        except BaseException:
+            self._quota.release(owner)
+            raise
+        if row.session_id != wanted.session_id:  # the same request came twice at once
+            self._quota.release(owner)
+        else:
+            self._live[row.session_id] = _Live(owner, self._monotonic(), dict(row.status))
         return row.session_id
+
+    async def _repeated(self, wanted: SessionRow) -> SessionRow | None:
+        """The session that the same request has made before; a repeated request is never over a limit."""
+        if wanted.idempotency_key is None:
+            return None
+        return await self._db(self._store.session_of_key, wanted.idempotency_key)
 
     async def find(self, session_id: str, owner: str) -> _Live:
         live = self._live.get(session_id)
@@ -152,7 +170,8 @@ class Sessions:
         except Exception:
             live.status = before  # it has not ended, and can be told to again
             raise
-        self._live.pop(session_id, None)
+        if self._live.pop(session_id, None) is not None:
+            self._quota.release(live.owner)
 
     # -- searching -----------------------------------------------------------------------------
 

@@ -157,6 +157,9 @@ _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer
 #: One row: the identity that this database shares with its data directory.
 _identity = sa.Table("identity", _metadata, sa.Column("identity", sa.String, primary_key=True))
 
+#: What an event takes, as both databases can say it.
+_EVENT_BYTES: Final = sa.func.length(sa.cast(_telemetry.c.event, sa.Text))
+
 #: Statements that bring a database from each version to the next; a new database gets the newest at once. New tables
 #: need none: they are created before.
 _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
@@ -340,12 +343,15 @@ class Store:
         """Keep a session; one with the same idempotency key is given back instead."""
         with self._transaction() as connection:
             if session.idempotency_key is not None:
-                same = _sessions.c.idempotency_key == session.idempotency_key
-                known = _first(connection, SessionRow, _sessions, same)
+                known = _first(connection, SessionRow, _sessions, _keyed(session.idempotency_key))
                 if known is not None:
                     return known
             connection.execute(_sessions.insert().values(_values(session)))
         return session
+
+    def session_of_key(self, idempotency_key: str) -> SessionRow | None:
+        with self._transaction() as connection:
+            return _first(connection, SessionRow, _sessions, _keyed(idempotency_key))
 
     def session(self, session_id: str) -> SessionRow | None:
         with self._transaction() as connection:
@@ -537,6 +543,15 @@ class Store:
         with self._transaction() as connection:
             return _first(connection, SamplerRow, _samplers, _samplers.c.sampler_id == sampler_id)
 
+    def active_samplers(self) -> list[tuple[str, str]]:
+        """Session and owner of each sampler whose session has not ended."""
+        active = _sessions.c.status["type"].as_string() == "active"
+        statement = (
+            sa.select(_samplers.c.session_id, _samplers.c.owner).join(_sessions).where(active)
+        )
+        with self._transaction() as connection:
+            return [(session_id, owner) for session_id, owner in connection.execute(statement)]
+
     def samplers_of_session(self, session_id: str) -> list[SamplerRow]:
         with self._transaction() as connection:
             of_session = _samplers.c.session_id == session_id
@@ -620,6 +635,39 @@ class Store:
     def forget_telemetry(self, before: datetime) -> None:
         with self._transaction(durable=False) as connection:
             connection.execute(_telemetry.delete().where(_telemetry.c.received_at < before))
+
+    def trim_telemetry(self, owner: str, size: int) -> None:
+        """Delete the oldest events of an owner, at least so many bytes of them."""
+        oldest = (
+            sa.select(_telemetry.c.id, _EVENT_BYTES)
+            .where(_telemetry.c.owner == owner)
+            .order_by(_telemetry.c.id)
+        )
+        with self._transaction() as connection:
+            last = None
+            for number, length in connection.execute(oldest):
+                if size <= 0:
+                    break
+                last, size = number, size - length
+            if last is not None:
+                old = sa.and_(_telemetry.c.owner == owner, _telemetry.c.id <= last)
+                connection.execute(_telemetry.delete().where(old))
+
+    def telemetry_bytes(self, owner: str | None = None) -> dict[str, int]:
+        """How many bytes of events are kept, by owner."""
+        size = sa.func.sum(_EVENT_BYTES)
+        statement = sa.select(_telemetry.c.owner, size).group_by(_telemetry.c.owner)
+        if owner is not None:
+            statement = statement.where(_telemetry.c.owner == owner)
+        with self._transaction() as connection:
+            return {name: int(total) for name, total in connection.execute(statement)}
+
+    def checkpoint_bytes(self) -> dict[str, int]:
+        """How many bytes of checkpoints are kept, by owner."""
+        size = sa.func.sum(_checkpoints.c.size_bytes)
+        statement = sa.select(_checkpoints.c.owner, size).group_by(_checkpoints.c.owner)
+        with self._transaction() as connection:
+            return {name: int(total) for name, total in connection.execute(statement)}
 
     def counts(self) -> tuple[int, int, int]:
         """How many sessions, runs and checkpoints there are."""
@@ -737,6 +785,10 @@ def _count(connection: Connection, table: sa.Table, owner: str | None, where: An
     if where is not None:
         statement = statement.where(where)
     return connection.scalar(statement) or 0
+
+
+def _keyed(idempotency_key: str) -> Any:
+    return _sessions.c.idempotency_key == idempotency_key
 
 
 def _named(run_id: str, kind: str, name: str) -> Any:

@@ -1,0 +1,170 @@
+"""What one key may use at a time: the limits, and how much of each is used.
+
+A limit is a row of `Limits`; its `Quota` counts by key in a dictionary, so that a check costs the same however much
+there is. Counts are rebuilt at the start from the database and the journal.
+
+A 429 asks the client to try again after `retry_after` seconds only where waiting helps by itself. All others are final
+until the user frees something, and clients are told not to repeat them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, NamedTuple
+
+from tinkex.errors import ConfigError, RateLimitError, RequestErrorCategory
+
+__all__ = ["LimitInfo", "Limits", "Quota", "Quotas", "limit_infos"]
+
+_SUFFIXES: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class LimitInfo(NamedTuple):
+    """A limit as documentation and messages need it."""
+
+    name: str
+    default: int
+    what: str
+    advice: str
+    retry_after: float | None
+
+    def shown(self, amount: int) -> str:
+        """An amount with its unit, if that is bytes."""
+        if not self.name.endswith("_bytes"):
+            return f"{amount:,}"
+        unit = max((each for each in _SUFFIXES.items() if each[1] <= amount), key=lambda e: e[1])
+        return f"{amount / unit[1]:.4g} {unit[0] or 'bytes'}" if amount else "0 bytes"
+
+
+def _limit(default: int, what: str, advice: str, retry_after: float | None = None) -> Any:
+    return field(
+        default=default, metadata={"what": what, "advice": advice, "retry_after": retry_after}
+    )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one key may have at a time; names that end in `_bytes` are sizes."""
+
+    pending: int = _limit(
+        20_000, "requests that wait for their result", "send more when some of them are done", 1.0
+    )
+    results: int = _limit(
+        200_000,
+        "requests and results that can be asked for",
+        "fetch results that are ready, then send more",
+        5.0,
+    )
+    journal_bytes: int = _limit(
+        16 << 30,
+        "requests and results kept in the journal",
+        "fetch results that are ready, call optim_step, or unload models, then send more",
+        5.0,
+    )
+    sessions: int = _limit(
+        10_000, "active sessions", "finish some; a session also ends when it is silent for hours"
+    )
+    models: int = _limit(100, "live models", "unload some, or finish their sessions")
+    samplers: int = _limit(10_000, "samplers of active sessions", "finish some sessions")
+    checkpoint_bytes: int = _limit(
+        500 << 30, "checkpoints", "delete some, or save with ttl_seconds"
+    )
+    telemetry_bytes: int = _limit(256 << 20, "reported events", "the oldest are deleted")
+
+    @classmethod
+    def of_options(cls, options: Iterable[str]) -> Limits:
+        """Limits by `NAME=VALUE` options; the others keep their defaults."""
+        chosen = dict(_parsed(option) for option in options)
+        return replace(cls(), **chosen)
+
+
+def limit_infos() -> tuple[LimitInfo, ...]:
+    defaults = Limits()
+    return tuple(
+        LimitInfo(each.name, getattr(defaults, each.name), **each.metadata)
+        for each in fields(Limits)
+    )
+
+
+def _parsed(option: str) -> tuple[str, int]:
+    name, equals, text = option.partition("=")
+    names = [each.name for each in fields(Limits)]
+    if not equals or name.strip() not in names:
+        raise ConfigError(
+            f"{option!r:.80} is not NAME=VALUE with one of {', '.join(names)}", field="limit"
+        )
+    found = re.fullmatch(r"([0-9][0-9_]*)\s*([KMGT]iB)?", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"{option!r:.80}: the value is a whole number, for sizes with KiB, MiB, GiB or TiB if you like",
+            field="limit",
+        )
+    return name.strip(), int(found[1]) * _SUFFIXES[found[2] or ""]
+
+
+class Quota:
+    """One limit, and how much of it each key uses."""
+
+    def __init__(self, info: LimitInfo, limit: int) -> None:
+        self._info = info
+        self.limit = limit
+        self._used: dict[str, int] = {}
+        self.total = 0
+
+    def used(self, owner: str) -> int:
+        return self._used.get(owner, 0)
+
+    def has_room(self, owner: str, more: int = 1) -> bool:
+        return self.used(owner) + more <= self.limit
+
+    def check(self, owner: str, more: int = 1) -> None:
+        """Refuse what would exceed the limit."""
+        if not self.has_room(owner, more):
+            raise self.exceeded(owner)
+
+    def exceeded(self, owner: str) -> RateLimitError:
+        info = self._info
+        error = RateLimitError(
+            f"This key has {info.shown(self.used(owner))} of {info.what}, and may have "
+            f"{info.shown(self.limit)}: {info.advice}. The operator can raise the limit with "
+            f"`tinkex serve --limit {info.name}=...`.",
+            retry_after=info.retry_after,
+        )
+        if info.retry_after is None:
+            error.category = RequestErrorCategory.User
+        return error
+
+    def take(self, owner: str, amount: int = 1) -> None:
+        """Count something new, unless it would exceed the limit."""
+        self.check(owner, amount)
+        self.add(owner, amount)
+
+    def add(self, owner: str, amount: int = 1) -> None:
+        """Count what is there already, or what was checked before."""
+        self._used[owner] = self.used(owner) + amount
+        self.total += amount
+        if not self._used[owner]:
+            del self._used[owner]
+
+    def release(self, owner: str, amount: int = 1) -> None:
+        self.add(owner, -amount)
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """A quota for every row of `Limits`."""
+
+    pending: Quota
+    results: Quota
+    journal_bytes: Quota
+    sessions: Quota
+    models: Quota
+    samplers: Quota
+    checkpoint_bytes: Quota
+    telemetry_bytes: Quota
+
+    @classmethod
+    def of(cls, limits: Limits) -> Quotas:
+        return cls(**{info.name: Quota(info, getattr(limits, info.name)) for info in limit_infos()})
