@@ -16,7 +16,7 @@ import pyqwest
 import pytest
 
 from tinkex import errors, types
-from tinkex._client.transport import Transport, _file_limit, _spare_sockets, machine_headers
+from tinkex._client.transport import Transport, _dump, _file_limit, _spare_sockets, machine_headers
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import lacks_route
@@ -625,6 +625,22 @@ def test_dumped_headers_show_everything_but_secrets(server, use, caplog):
     assert "cf-access-client-id: id-2" in text
     assert '{"session_id":"s-1"}' in text
     assert "secret" not in text.replace("cf-access-client-secret: [REDACTED]", "")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:80/x", "http://host/x"),
+        ("https://host:443/x?q=1", "https://host/x?q=1"),
+        ("http://[::1]:80/x", "http://[::1]/x"),
+        ("http://host:8080/x", "http://host:8080/x"),
+        ("https://host:80/x", "https://host:80/x"),
+    ],
+)
+def test_a_dump_hides_the_port_that_the_scheme_implies(caplog, url, shown):
+    caplog.set_level(logging.INFO, "tinkex")
+    _dump("GET", url, 0, {}, None)
+    assert caplog.records[0].message.startswith(f"GET {shown} (attempt 0)")
 
 
 def test_a_streamed_request_is_dumped_unless_it_goes_elsewhere(server, use, caplog):

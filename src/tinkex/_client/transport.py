@@ -727,7 +727,7 @@ def _dump(
     logger.info(
         "%s %s (attempt %d)\n%s\n%s",
         method,
-        url,
+        _DEFAULT_PORT.sub(lambda found: found[1] or found[2], url),
         attempt,
         "\n".join(f"{name}: {value}" for name, value in redact_headers(headers).items()),
         text,
@@ -735,6 +735,8 @@ def _dump(
 
 
 _SHOWN: Final = 2000
+#: An address up to the port that its scheme implies, which a log need not show.
+_DEFAULT_PORT: Final = re.compile(r"^(http://[^/?]+):80(?=[/?]|$)|^(https://[^/?]+):443(?=[/?]|$)")
 
 
 def _printable(body: bytes) -> str:
