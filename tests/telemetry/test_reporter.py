@@ -356,6 +356,18 @@ def test_a_users_error_is_a_remark(reporter, taker):
     assert event.event_data["body"] == {"detail": "bad loss"}
 
 
+def test_a_users_error_of_another_library_may_be_any_object(reporter, taker):
+    class Foreign(Exception):
+        __slots__ = ()
+        __hash__ = None  # type: ignore[assignment]
+        status_code = 404
+
+    made = reporter()
+    assert made.log_exception(Foreign("no"))
+    assert made.flush(wait=True)
+    assert taker.names == ["user_error"]
+
+
 def test_a_fatal_exception_ends_the_report_and_is_shipped_first(reporter, taker, clock, caplog):
     caplog.set_level(logging.INFO)
     made = reporter()

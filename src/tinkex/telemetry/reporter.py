@@ -129,7 +129,7 @@ class Reporter:
         self._index = 0
         self._batch: _Batch | None = None
         self._running = self._overflowing = False
-        self._told: WeakSet[BaseException] = WeakSet()
+        self._told: WeakSet[TinkerError] = WeakSet()
         self._process = uuid4().hex
         self._sending = asyncio.Lock()
         self._due = asyncio.Event()
@@ -162,10 +162,11 @@ class Reporter:
         )
 
     def _put_mistake(self, mistake: BaseException, **more: Any) -> bool:
-        """Report an error of the user's own, once however many layers pass it on."""
-        if mistake in self._told:
-            return True
-        self._told.add(mistake)
+        """Report an error of the user's own; one of ours only once, however many layers pass it on."""
+        if isinstance(mistake, TinkerError):
+            if mistake in self._told:
+                return True
+            self._told.add(mistake)
         data = {
             "error_type": type(mistake).__name__,
             "message": without_keys(str(mistake)),
@@ -332,9 +333,8 @@ class Reporter:
     def _hold(self) -> bool:
         """Keep events for a session that may open; without one they are shipped when the client or the program ends."""
         report_endings_to(self)
-        return self._start(
-            _nothing()
-        )  # at the end of the program the loop could not be started any more
+        # The loop must run by then: at the end of a program none can be started.
+        return self._start(_nothing())
 
     def _begin_rounds(self) -> bool:
         """Ship in rounds from now on; False if the client was closed just now."""
