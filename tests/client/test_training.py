@@ -53,6 +53,7 @@ from .helpers import (
 )
 
 EXTERNAL = "POST /api/v1/save_weights_external"
+FORWARD = "POST /api/v1/forward"
 UNLOAD = "POST /api/v1/unload_model"
 INFO = "POST /api/v1/get_info"
 WEIGHTS_INFO = "POST /api/v1/weights_info"
@@ -390,6 +391,140 @@ def test_a_chunk_that_is_refused_fails_the_call(server, service):
     # The first chunk went out all the same: the service waits for a number that is missing.
     assert sorted(seq_of(request) for request in server.asked(PASS)) == [1, 2, 3]
     assert trainer.optim_step().result(10).success
+
+
+def tagged(request_id: str) -> Answer:
+    """A promise of a service that keeps the gradients of all chunks or of none."""
+    return Answer({"request_id": request_id}, headers={"x-tinkex-pass": "all-or-nothing"})
+
+
+def by_seq(answers: dict[int, Answer]) -> Callable[[Request], Answer]:
+    return lambda request: answers[seq_of(request)]
+
+
+def test_chunks_of_one_call_carry_one_tag_and_their_numbers(server, service):
+    flags(server, fwdbwd_max_chunk_len=2)
+    server.on(PASS, promise("p"))
+    server.on_future("p", Answer(output()))
+    trainer = new_trainer(service())
+    for _ in range(2):
+        trainer.forward_backward([datum(1)] * 5, "cross_entropy").result(10)
+    trainer.forward([datum(1)] * 3, "cross_entropy").result(10)
+    trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    tags = [request.headers.get("x-tinkex-pass") for request in server.asked(PASS)]
+    first, second = ({tag.partition(" ")[0] for tag in tags[at : at + 3] if tag} for at in (0, 3))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert sorted(tag.partition(" ")[2] for tag in tags[:3] if tag) == ["1/3", "2/3", "3/3"]
+    assert tags[6:] == [None] * 3  # a forward pass and a pass of one request need none
+
+
+@pytest.mark.parametrize("text", ["data.1.target_tokens: is required", "data[1]: is bad"])
+def test_an_error_names_the_datum_by_its_index_in_the_callers_list(server, service, text):
+    flags(server, fwdbwd_max_chunk_len=2)
+    server.on(PASS, by_seq({1: tagged("first"), 2: tagged("p"), 3: tagged("p")}))
+    server.on_future("first", Answer(output()))
+    server.on_future("p", failed(text))
+    call = new_trainer(service()).forward_backward([datum(1)] * 6, "cross_entropy")
+    with pytest.raises(RequestFailedError) as caught:
+        call.result(10)
+    assert str(caught.value).startswith(text.replace("1", "3"))
+    assert "request 2 of 3 (data 2 to 3)" in str(caught.value)
+    assert "none was accumulated" in str(caught.value)
+
+
+def test_the_failure_of_the_first_chunk_is_raised_and_not_its_consequences(server, service):
+    flags(server, fwdbwd_max_chunk_len=1)
+    server.on(PASS, by_seq({2: tagged("b"), 3: tagged("c"), 1: tagged("a")}))
+    polled = threading.Event()
+    server.on_future("a", Answer(failed("the cause").body, wait_for=polled))
+    server.on_future("b", failed("a consequence"))
+    server.on_future("c", failed("a consequence"))
+    call = new_trainer(service()).forward_backward([datum(1)] * 3, "cross_entropy")
+    server.wait_for(POLL, 4)
+    polled.set()
+    with pytest.raises(RequestFailedError, match="the cause"):
+        call.result(10)
+
+
+def test_a_service_that_keeps_half_a_pass_is_named_with_the_way_out(server, service):
+    flags(server, fwdbwd_max_chunk_len=1)
+    server.on(PASS, by_seq({1: promise("a"), 2: promise("b")}))
+    server.on_future("a", Answer(output()))
+    server.on_future("b", failed("out of memory"))
+    call = new_trainer(service()).forward_backward([datum(1)] * 2, "cross_entropy")
+    with pytest.raises(RequestFailedError) as caught:
+        call.result(10)
+    assert "keeps the gradients of the requests that succeeded" in str(caught.value)
+    assert "load_state_with_optimizer" in str(caught.value)
+    assert "learning_rate=0" in str(caught.value)
+
+
+def test_a_call_in_one_request_fails_in_the_words_of_the_service(server, trainer):
+    server.on(PASS, promise("p"))
+    server.on_future("p", failed("data.0.target_tokens: is required"))
+    with pytest.raises(RequestFailedError) as caught:
+        trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    assert str(caught.value) == "data.0.target_tokens: is required"
+
+
+# -- services that read no protobuf ---------------------------------------------------------------
+
+
+def json_only(refusal: Answer) -> Callable[[Request], Answer]:
+    def answer(request: Request) -> Answer:
+        return promise("p") if request.headers["content-type"] == "application/json" else refusal
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Answer({"detail": "Unsupported Media Type"}, 415),
+        Answer({"detail": "cannot read application/x-protobuf"}, 400),
+        Answer({"detail": [{"type": "json_invalid", "msg": "JSON decode error"}]}, 422),
+        Answer({"detail": [{"msg": "Input should be a valid dictionary or object"}]}, 422),
+    ],
+)
+def test_a_service_that_reads_no_protobuf_gets_json_from_then_on(server, trainer, refusal):
+    server.on(PASS, json_only(refusal))
+    server.on(FORWARD, promise("p"))
+    server.on_future("p", Answer(output()))
+    trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
+    trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
+    trainer.forward([datum(1, 2)], "cross_entropy").result(10)
+    kinds = [request.headers["content-type"] for request in server.asked(PASS)]
+    assert kinds == ["application/x-protobuf", "application/json", "application/json"]
+    first, second = (request.json for request in server.asked(PASS)[1:])
+    assert (first["seq_id"], second["seq_id"]) == (1, 2)
+    assert first["forward_backward_input"]["loss_fn"] == "cross_entropy"
+    (forward,) = server.asked(FORWARD)
+    assert (forward.json["seq_id"], "forward_input" in forward.json) == (3, True)
+
+
+def test_a_forward_pass_may_be_the_first_to_learn_it(server, trainer):
+    server.on(PASS, Answer({"detail": "no"}, 415))
+    server.on(FORWARD, promise("p"))
+    server.on_future("p", Answer(output()))
+    trainer.forward([datum(1)], "cross_entropy").result(10)
+    assert len(server.asked(PASS)) == len(server.asked(FORWARD)) == 1
+
+
+def test_a_service_that_has_read_protobuf_is_believed_when_it_refuses_a_pass(server, trainer):
+    server.on(PASS, promise("p"), Answer({"detail": "protobuf: bad field"}, 400))
+    server.on_future("p", Answer(output()))
+    trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    with pytest.raises(tinkex.BadRequestError, match="bad field"):
+        trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    assert len(server.asked(PASS)) == 2
+
+
+def test_other_refusals_are_not_taken_for_a_lack_of_protobuf(server, trainer):
+    server.on(PASS, Answer({"detail": "data.0: too long"}, 422))
+    with pytest.raises(tinkex.UnprocessableEntityError):
+        trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    assert len(server.asked(PASS)) == 1
 
 
 @pytest.mark.parametrize("zstd", [False, True])

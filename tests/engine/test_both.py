@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from tinkex._wire.pass_parts import PassPart
 from tinkex.engine import base_models
 from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
@@ -387,3 +389,91 @@ def test_targets_are_scored_everywhere_however_little_of_the_prompt_is(samplers,
     np.testing.assert_allclose(both.prompt_logprobs_T, part.prompt_logprobs_T, rtol=1e-6)
     for with_targets, without in zip(both.topk_prompt, part.topk_prompt, strict=True):
         np.testing.assert_allclose(with_targets, without, rtol=1e-6)
+
+
+# -- a pass in several requests -----------------------------------------------------------------------
+
+BAD = Example(np.array([V + 1], np.int32), {"target_tokens": np.array([1])})
+
+
+def passed(engine, model_id, examples, part=None, *, backward=True):
+    request = TrainingPass(examples, "cross_entropy", backward=backward, part=part)
+    return finish(engine.run_pass(model_id, request))
+
+
+def grad_norm(engine, model_id):
+    return engine.optim_step(model_id, AdamStep(learning_rate=0.1))["grad_norm"]
+
+
+def parts(count, pass_id="p"):
+    return [PassPart(pass_id, index, count) for index in range(count)]
+
+
+@pytest.mark.parametrize("before", [[], [WEIGHTS[0]]])
+def test_the_parts_of_a_pass_count_like_passes_of_their_own(engine, tmp_path, before):
+    for model_id in ("parts", "apart"):
+        engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
+        for one in before:
+            passed(engine, model_id, [one])
+    for part, one in zip(parts(len(WIDTHS)), WIDTHS, strict=True):
+        passed(engine, "parts", [one], part)
+        passed(engine, "apart", [one])
+    norms = [grad_norm(engine, model_id) for model_id in ("parts", "apart")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    ours, theirs = (state(engine, each, tmp_path / each) for each in ("parts", "apart"))
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, theirs[key], rtol=0, atol=1e-4)
+
+
+def test_a_part_that_fails_takes_the_others_with_it(engine):
+    engine.create_model("m", TINY, LoraSpec(2, seed=1))
+    first, second, third = parts(3)
+    passed(engine, "m", WIDTHS, first)
+    with pytest.raises(InvalidInputError, match="outside the vocabulary"):
+        passed(engine, "m", [BAD], second)
+    with pytest.raises(InvalidInputError, match="no gradient of the pass is kept"):
+        passed(engine, "m", WIDTHS, third)
+    assert grad_norm(engine, "m") == 0.0
+
+
+def test_what_had_accumulated_before_a_failed_pass_stays(engine):
+    for model_id in ("m", "plain"):
+        engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
+        passed(engine, model_id, WEIGHTS)
+    first, second = parts(2)
+    passed(engine, "m", WIDTHS, first)
+    with pytest.raises(InvalidInputError):
+        passed(engine, "m", [BAD], second)
+    assert grad_norm(engine, "m") == grad_norm(engine, "plain")
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_pass_that_lacks_a_part_does_not_count(engine, missing):
+    engine.create_model("m", TINY, LoraSpec(2, seed=1))
+    for index, part in enumerate(parts(3)):
+        if index != missing:
+            with contextlib.suppress(InvalidInputError):
+                passed(engine, "m", WIDTHS, part)
+    assert grad_norm(engine, "m") == 0.0
+
+
+@pytest.mark.parametrize("other", [None, PassPart("q", 0, 2), PassPart("p", 0, 2)])
+def test_another_pass_ends_one_that_is_not_complete(engine, other):
+    engine.create_model("m", TINY, LoraSpec(2, seed=1))
+    engine.create_model("plain", TINY, LoraSpec(2, seed=1))
+    passed(engine, "m", WIDTHS, parts(2)[0])
+    passed(engine, "m", WEIGHTS, other)
+    if other is not None:
+        passed(engine, "m", WEIGHTS, PassPart(other.pass_id, 1, 2))
+        passed(engine, "plain", WEIGHTS)
+    passed(engine, "plain", WEIGHTS)
+    assert grad_norm(engine, "m") == pytest.approx(grad_norm(engine, "plain"), rel=1e-5)
+
+
+def test_a_forward_pass_leaves_a_pass_that_is_not_complete_alone(engine):
+    engine.create_model("m", TINY, LoraSpec(2, seed=1))
+    first, second = parts(2)
+    passed(engine, "m", WIDTHS, first)
+    passed(engine, "m", WEIGHTS, backward=False)
+    passed(engine, "m", WIDTHS, second)
+    assert grad_norm(engine, "m") > 0

@@ -67,6 +67,7 @@ from .budget import Budget, SampleBudget, sample_budget
 from .checks import check_timeout
 from .labels import Labels
 from .notices import logger
+from .passes import TrainingWire
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
@@ -136,6 +137,7 @@ class Session:
         self.sample_budget: SampleBudget
         self.response_room: Budget
         self.training_room: Budget
+        self.training_wire = TrainingWire()
         #: The models trained here, by id; what a model costs depends on it.
         self.base_models: dict[str, str] = {}
         self._carrier = _Carrier(self)

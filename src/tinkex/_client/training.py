@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from tinkex._wire.operations import Operation, Pool, operation
 from tinkex.errors import (
@@ -14,6 +14,7 @@ from tinkex.errors import (
     APIResponseValidationError,
     APITimeoutError,
     InvalidInputError,
+    TinkerError,
 )
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import Call, add_metadata
@@ -55,12 +56,13 @@ from .checks import check_data, check_loss, check_name, check_retry_config
 from .custom_loss import CustomLossFn
 from .loss_sums import with_loss_sum
 from .notices import logger
+from .passes import Parts, TrainingWire
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
 from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
 from .traced_loss import LossHandle
-from .transport import encode_training
+from .transport import RawResponse
 from .turns import Turn, Turns
 
 if TYPE_CHECKING:
@@ -621,8 +623,8 @@ class TrainingClient(TrainingClientAsync):
         config: Mapping[str, float | str] | None,
     ) -> ForwardBackwardOutput:
         async with turn:
-            promises = await self._dispatch(turn, name, data, loss_fn, config, deadline)
-        return with_loss_sum(await self._combined(name, promises, deadline), data, loss_fn)
+            sent = await self._dispatch(turn, name, data, loss_fn, config, deadline)
+        return with_loss_sum(await self._combined(name, *sent, deadline), data, loss_fn)
 
     async def _custom(
         self,
@@ -634,17 +636,17 @@ class TrainingClient(TrainingClientAsync):
         pipeline: Pipeline,
     ) -> ForwardBackwardOutput:
         async with turn:
-            promises = await self._dispatch(
+            sent = await self._dispatch(
                 turn, "forward", first_pass, "cross_entropy", None, deadline
             )
-            forward = await self._combined("forward", promises, deadline)
+            forward = await self._combined("forward", *sent, deadline)
             _computing_loss_of.set(self)  # only this task and the thread of the loss see it
             evaluate = partial(custom_loss.surrogate, data, forward, loss_fn, pipeline)
             surrogate = await self._in_time(deadline, evaluate)
-            promises = await self._dispatch(
+            sent = await self._dispatch(
                 turn, "forward_backward", surrogate.data, "cross_entropy", None, deadline
             )
-        result = await self._combined("forward_backward", promises, deadline)
+        result = await self._combined("forward_backward", *sent, deadline)
         return custom_loss.merged(result, surrogate)
 
     async def _in_time(self, deadline: float | None, work: Callable[[], T]) -> T:
@@ -670,7 +672,7 @@ class TrainingClient(TrainingClientAsync):
         loss_fn: LossFnType,
         config: Mapping[str, float | str] | None,
         deadline: float | None,
-    ) -> list[tuple[Any, float]]:
+    ) -> tuple[Parts, list[tuple[Any, float]]]:
         """Post all chunks of one pass; the first goes last, so that none is begun before all are there."""
         await self._session.opened()
         self._check_may_start(deadline)
@@ -688,23 +690,39 @@ class TrainingClient(TrainingClientAsync):
             )
             for chunk in chunks
         ]
+        parts = Parts([len(chunk) for chunk in chunks], backward=name == "forward_backward")
+        posts = [
+            partial(self._post_part, parts, index, request, deadline)
+            for index, request in enumerate(requests)
+        ]
         if len(requests) == 1 or not flags.parallel_fwdbwd_chunks:
-            return [await self._post_pass(request, deadline) for request in requests]
-        return await self._post_first_last(requests, deadline)
+            return parts, [await self._post_alone(parts, *post) for post in enumerate(posts)]
+        return parts, await self._post_first_last(parts, posts)
+
+    @staticmethod
+    async def _post_alone(parts: Parts, index: int, post: _Post) -> tuple[Any, float]:
+        try:
+            return await post()
+        except TinkerError as error:
+            parts.explain(error, index)
+            raise
 
     async def _post_first_last(
-        self, requests: Sequence[ForwardBackwardRequest | ForwardRequest], deadline: float | None
+        self, parts: Parts, posts: Sequence[_Post]
     ) -> list[tuple[Any, float]]:
         """Post all chunks even if one is refused: a number that never arrives holds up those behind it."""
-        later = await asyncio.gather(
-            *(self._post_pass(request, deadline) for request in requests[1:]),
-            return_exceptions=True,
-        )
-        refused = [outcome for outcome in later if isinstance(outcome, BaseException)]
-        if not any(isinstance(error, APIConnectionError) for error in refused):
-            first = await self._post_pass(requests[0], deadline)
-        if refused:
-            raise refused[0]
+        later = await asyncio.gather(*(post() for post in posts[1:]), return_exceptions=True)
+        refused = [
+            (index, outcome)
+            for index, outcome in enumerate(later, 1)
+            if isinstance(outcome, BaseException)
+        ]
+        if not any(isinstance(error, APIConnectionError) for _, error in refused):
+            first = await self._post_alone(parts, 0, posts[0])
+        for index, error in refused:
+            if isinstance(error, TinkerError):
+                parts.explain(error, index)
+            raise error
         return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
     def _check_may_start(self, deadline: float | None) -> None:
@@ -713,37 +731,66 @@ class TrainingClient(TrainingClientAsync):
             raise APITimeoutError(message="The operation's time was up before its turn came.")
         self._session.transport.admit(Pool.TRAINING)
 
-    async def _post_pass(
-        self, request: ForwardBackwardRequest | ForwardRequest, deadline: float | None
+    async def _post_part(
+        self,
+        parts: Parts,
+        index: int,
+        request: ForwardBackwardRequest | ForwardRequest,
+        deadline: float | None,
     ) -> tuple[Any, float]:
+        """Post one request of a pass: its promise, or at once its result, and how long that took."""
         if wants(Event):
             add_metadata(seq_id=request.seq_id)
         weight = sum(map(chunking.datum_bytes, _input_of(request).data))
-        zstd = self._session.flags.proto_compress_fwdbwd
+        session, wire, tag = self._session, self._session.training_wire, parts.headers(index)
+        started = session.clock.monotonic()
         with Lease() as lease:
-            await lease.take(self._session.training_room, weight)
-            if weight > _ENCODE_ASIDE:
-                body, headers = await asyncio.to_thread(encode_training, request, zstd=zstd)
-            else:
-                body, headers = encode_training(request, zstd=zstd)
-            return await self._session.promise(
-                operation("forward_backward"), body, headers=headers, deadline=deadline
-            )
+            await lease.take(session.training_room, weight)
+            try:
+                row, response = await self._send(wire, request, weight, tag, deadline)
+                wire.confirmed = True
+            except TinkerError as error:
+                if not wire.may_fall_back(error):
+                    raise
+                plain = TrainingWire(protobuf=False)
+                row, response = await self._send(plain, request, weight, tag, deadline)
+                wire.protobuf = False
+                logger.info("The service reads no protobuf; passes are sent as JSON: %s", error)
+        parts.note(response.headers)
+        return session.read_promise(row, response), session.clock.monotonic() - started
+
+    async def _send(
+        self,
+        wire: TrainingWire,
+        request: ForwardBackwardRequest | ForwardRequest,
+        weight: int,
+        tag: Mapping[str, str],
+        deadline: float | None,
+    ) -> tuple[Operation[Any], RawResponse]:
+        zstd = self._session.flags.proto_compress_fwdbwd
+        if weight > _ENCODE_ASIDE:
+            row, body, headers = await asyncio.to_thread(wire.encode, request, zstd=zstd)
+        else:
+            row, body, headers = wire.encode(request, zstd=zstd)
+        response = await self._session.transport.send(
+            row, body, headers={**headers, **tag}, deadline=deadline
+        )
+        return row, response
 
     async def _combined(
-        self, name: str, promises: Sequence[tuple[Any, float]], deadline: float | None
+        self,
+        name: str,
+        parts: Parts,
+        promises: Sequence[tuple[Any, float]],
+        deadline: float | None,
     ) -> ForwardBackwardOutput:
         row = operation(name)
-        if len(promises) == 1:
-            promised, seconds = promises[0]
-            return cast(
-                "ForwardBackwardOutput", await self._outcome(row, promised, seconds, deadline)
-            )
-        return chunking.combine(
-            await _all(
-                [self._outcome(row, promised, seconds, deadline) for promised, seconds in promises]
-            )
-        )
+        outcomes = [
+            self._outcome(row, promised, seconds, deadline) for promised, seconds in promises
+        ]
+        if len(outcomes) == 1:
+            return cast("ForwardBackwardOutput", await outcomes[0])
+        return chunking.combine(await _all(outcomes, parts))
 
     def _outcome(
         self, row: Operation[Any], promised: Any, seconds: float, deadline: float | None
@@ -753,11 +800,25 @@ class TrainingClient(TrainingClientAsync):
         )
 
 
-async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure ends the rest and is raised as it came."""
+_Post: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[Any, float]]]
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]], parts: Parts) -> list[T]:
+    """All results in order; a failure ends the rest.
+
+    Parts fail because an earlier one did, so of several failures the one of the first part is raised.
+    """
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [index for index, task in enumerate(tasks) if task.done() and task.exception()]
+        for index, task in enumerate(tasks[: failed[0] + 1] if failed else tasks):
+            try:
+                await task
+            except TinkerError as error:
+                parts.explain(error, index)
+                raise
+        return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()

@@ -134,7 +134,7 @@ class TorchEngine:
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         base_model, model = self._named(model_id)
         self._use_threads(self._base(base_model))
-        return model.optimizer.step(options)
+        return model.step(options)
 
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
         """Write a checkpoint; its size in bytes."""

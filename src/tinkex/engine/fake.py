@@ -25,6 +25,7 @@ from . import directories
 from .base_models import BaseModel
 from .checks import Loss, check_base, check_examples, check_job, check_loss, check_same_base
 from .files import check_regular
+from .pending import PendingPass
 from .values import (
     AdamStep,
     Array,
@@ -91,10 +92,12 @@ class _Model:
     gradients: Rows = field(default_factory=dict)
     moments: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     steps: int = 0
+    pending: PendingPass[Rows] = field(default_factory=PendingPass)
 
     @np.errstate(all="ignore")
     def step(self, options: AdamStep) -> dict[str, float]:
         """AdamW on every row that was ever trained; a row without a gradient has a zero one."""
+        self.pending.drop()
         rows, gradients, self.gradients = self.table.rows, self.gradients, {}
         norm = math.hypot(*(float(np.linalg.norm(row)) for row in gradients.values()))
         clip = options.grad_clip_norm
@@ -175,6 +178,7 @@ _TERMS: Final[Mapping[str, Callable[[Array, Inputs, Config], Terms]]] = {
 def _run_pass(model: _Model, request: TrainingPass) -> Generator[None, None, PassResult]:
     """Example by example; gradients count only when the whole pass succeeded."""
     base = model.table.base
+    earlier = model.pending.take(request.part) if request.backward else None
     loss, config = check_loss(request.loss_fn, request.config)
     check_examples(
         request.examples, loss, vocab_size=base.vocab_size, context_length=base.context_length
@@ -189,7 +193,12 @@ def _run_pass(model: _Model, request: TrainingPass) -> Generator[None, None, Pas
         total += value
         logprobs.append(logp.astype(np.float32))
         yield
-    _add(model.gradients, gradients)
+    if earlier is not None:
+        gradients = _sum(earlier, gradients)
+    if request.backward and request.part is not None and not request.part.is_last:
+        model.pending.keep(request.part, gradients)
+    else:
+        _add(model.gradients, gradients)
     tokens = sum(example.length for example in request.examples)
     return PassResult(logprobs, {"loss:sum": total, "tokens:sum": float(tokens)})
 
@@ -222,6 +231,12 @@ def _backward(table: _Table, example: Example, slopes: Array) -> Rows:
             row_V -= slope.sum() * np.exp(table.logprobs(previous))
             gradients[previous] = (table.spec.alpha * row_V).astype(np.float32)
     return gradients
+
+
+def _sum(first: Rows, second: Rows) -> Rows:
+    total = dict(first)
+    _add(total, second)
+    return total
 
 
 def _add(rows: Rows, more: Rows) -> None:

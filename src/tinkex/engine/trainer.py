@@ -14,15 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex._wire.pass_parts import PassPart
+
 from .batching import micro_batches
 from .checks import Loss, check_examples, check_loss
 from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
 from .optim import AdamW
+from .pending import PendingPass
 from .traced import CUSTOM
 from .traced_cost import TracedSum
-from .values import Array, Example, LossLimits, PassResult, TrainingPass
+from .values import AdamStep, Array, Example, LossLimits, PassResult, TrainingPass
 
 __all__ = ["LanguageModel", "TrainedModel", "run_pass"]
 
@@ -73,9 +76,15 @@ class TrainedModel:
     base: LanguageModel
     adapter: Adapter
     optimizer: AdamW = field(init=False)
+    pending: PendingPass[list[Tensor | None]] = field(default_factory=PendingPass)
 
     def __post_init__(self) -> None:
         self.optimizer = AdamW(self.adapter.parameters())
+
+    def step(self, options: AdamStep) -> dict[str, float]:
+        """An optimizer step; a pass that is not complete does not count."""
+        self.pending.drop()
+        return self.optimizer.step(options)
 
 
 def run_pass(
@@ -86,8 +95,9 @@ def run_pass(
 ) -> Generator[None, None, PassResult]:
     """Run a pass, yielding between micro-batches so that others get their turn.
 
-    Gradients are added to what has accumulated only when the whole pass succeeded.
+    Gradients are added to what has accumulated only when the whole pass succeeded, all its parts included.
     """
+    earlier = model.pending.take(request.part) if request.backward else None
     traced = None if request.traced is None else TracedSum(request.traced, limits)
     loss, settings = (CUSTOM, {}) if traced else check_loss(request.loss_fn, request.config)
     check_examples(
@@ -115,7 +125,10 @@ def run_pass(
     except BaseException:
         _restore(model.optimizer.parameters, accumulated, keep_new=False)
         raise
-    _restore(model.optimizer.parameters, accumulated, keep_new=request.backward)
+    complete = request.backward
+    if request.backward and request.part is not None:
+        complete = _join(model, request.part, earlier)
+    _restore(model.optimizer.parameters, accumulated, keep_new=complete)
     tokens = sum(example.length for example in request.examples)
     metrics = {"loss:sum": total, "tokens:sum": float(tokens)}
     return PassResult(logprobs, metrics | (traced.metrics if traced else {}))
@@ -129,6 +142,16 @@ def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int
     for members in by_width.values():
         for group in micro_batches([examples[index].length for index in members], token_budget):
             yield [members[position] for position in group]
+
+
+def _join(model: TrainedModel, part: PassPart, earlier: list[Tensor | None] | None) -> bool:
+    """Add the gradients of the earlier parts to those just computed; whether the pass is complete now."""
+    parameters = model.optimizer.parameters
+    if earlier is not None:
+        _restore(parameters, earlier, keep_new=True)
+    if not part.is_last:
+        model.pending.keep(part, [parameter.grad for parameter in parameters])
+    return part.is_last
 
 
 def _restore(

@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
+from tinkex._wire.pass_parts import PassPart
+
 __all__ = [
     "MAX_RANK",
     "AdamStep",
@@ -84,6 +86,7 @@ class TrainingPass:
     config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
     traced: TracedGraph | None = None
+    part: PassPart | None = None  # of a larger pass, whose gradients count together
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from tinkex._wire.pass_parts import PassPart
 from tinkex.engine import directories
 from tinkex.engine.values import LoraSpec
 from tinkex.errors import (
@@ -330,6 +331,8 @@ class ModelWork:
             config = dict(asked.config)
             traced = await self._losses.graph(config.pop("loss_id", None), model.session_id)
             asked = replace(asked, config=config, traced=traced)
+        if "part" in promise.extra:
+            asked = replace(asked, part=PassPart.parse(promise.extra["part"]))
         result = await self._call("run_pass", model.model_id, asked)
         tokens = sum(example.length for example in asked.examples)
         self._count(model, promise, "training", tokens)

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from tinkex._wire.operations import Operation
+from tinkex._wire.pass_parts import PassPart
 from tinkex.errors import (
     DecodeError,
     InvalidInputError,
@@ -146,6 +147,7 @@ class Models:
         media: str,
         *,
         reader: str | None = None,
+        part: PassPart | None = None,
     ) -> Promise:
         """Accept a request for a model; repeating a number gives the first promise again."""
         model = await self.find(model_id, owner)
@@ -159,8 +161,12 @@ class Models:
                     f"request {seq_id} of this model was done or refused before, and its result is not kept",
                     field="seq_id",
                 )
-            extra = {"forward": True} if isinstance(request, ForwardRequest) else {}
+            extra: dict[str, Any] = {}
+            if isinstance(request, ForwardRequest):
+                extra["forward"] = True
             extra |= _read_by(reader)
+            if part is not None:
+                extra["part"] = str(part)
             known = self._accept(row, model, seq_id, request, body, media, extra)
         await self._promises.flushed()
         return known

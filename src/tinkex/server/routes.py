@@ -23,6 +23,7 @@ from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation
+from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
 from tinkex.errors import (
     AuthenticationError,
@@ -274,7 +275,9 @@ async def get_info(call: Call) -> types.GetInfoResponse:
     )
 
 
-async def _submitted(call: Call, reader: str | None = None) -> types.UntypedAPIFuture:
+async def _submitted(
+    call: Call, reader: str | None = None, part: PassPart | None = None
+) -> types.UntypedAPIFuture:
     request = call.request
     promise = await call.service.models.submit(
         call.row,
@@ -285,6 +288,7 @@ async def _submitted(call: Call, reader: str | None = None) -> types.UntypedAPIF
         call.body,
         call.media,
         reader=reader,
+        part=part,
     )
     return _promised(promise)
 
@@ -292,13 +296,23 @@ async def _submitted(call: Call, reader: str | None = None) -> types.UntypedAPIF
 for _name in (
     "unload_model",
     "forward",
-    "forward_backward",
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
     "save_weights_external",
 ):
     HANDLERS[_name] = _submitted
+
+
+@_handles
+async def forward_backward(call: Call) -> Response:
+    part = None
+    if isinstance(call.request, types.ForwardBackwardRequest):  # a forward pass has no gradients
+        part = PassPart.of(call.headers)
+    response = _json(json_codec.encode(await _submitted(call, part=part)))
+    if part is not None:
+        response.headers[PASS_HEADER] = ALL_OR_NOTHING
+    return response
 
 
 @_handles
