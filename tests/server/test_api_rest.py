@@ -73,7 +73,9 @@ def test_who_one_is_without_a_key(api):
 
 
 def test_the_fake_engine_refuses_traced_losses(api):
-    graph = {"nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]}
+    logprobs = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
+    output = {"op": "output", "name": "output", "target": "output", "args": [{"ref": "logprobs"}]}
+    graph = {"nodes": [logprobs, output]}
     inputs = [{"name": "logprobs", "rank": 1}]
     body = {"session_id": api.session(), "custom_loss_seq_id": 0, "name": "l"}
     refused = api.post("create_custom_loss", body | {"inputs": inputs, "graph": graph})
