@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -21,6 +22,10 @@ class Served:
             *(f"--data-dir={data_dir}", "--base-model=tinkex/tiny", *arguments),
         ]
         self.process: subprocess.Popen[str]
+
+    def run_by(self, wrap: Callable[[list[str]], list[str]]) -> None:
+        """Have another command start the service."""
+        self._command = wrap(self._command)
 
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)

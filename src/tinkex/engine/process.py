@@ -32,7 +32,7 @@ from tinkex.errors import TinkerError
 
 from . import base_models
 from .base_models import BaseModel
-from .orphans import die_with
+from .ending import be_killed_first, die_with
 from .progress import SAMPLING, UNTIMED, Progress
 from .values import (
     AdamStep,
@@ -535,4 +535,5 @@ def main() -> None:
     if watched:
         progress = Progress.of_descriptor(watched[0])
         die_with(watched[1])
+        be_killed_first()
     serve(socket.socket(fileno=descriptor), alone=True, progress=progress)

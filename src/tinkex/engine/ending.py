@@ -1,4 +1,4 @@
-"""Ending with the process that started this one."""
+"""How the engine's process ends: with the service, and before the service when memory runs out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-__all__ = ["die_with"]
+__all__ = ["be_killed_first", "die_with"]
 
 _PR_SET_PDEATHSIG: Final = 1
+#: Of 1000: the kernel then prefers this process to all but those that ask for the same.
+_OOM_SCORE: Final = 900
 
 
 def die_with(parent: int) -> None:
@@ -25,3 +29,9 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
+
+
+def be_killed_first() -> None:
+    """Have the kernel choose this process when memory runs out: the service can start another engine."""
+    with suppress(OSError):  # no such file on systems other than Linux
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
