@@ -131,6 +131,8 @@ SOURCES: dict[str, Sources] = {
     "connect_timeout": Sources(1.0, 2.0),
     "max_retries": Sources(0, 1),
     "retry_window": Sources(0.0, 1.0),
+    "retry_delay_base": Sources(1.0, 2.0),
+    "retry_delay_max": Sources(20.0, 30.0),
     "poll_backoff": Sources(
         ("exponential", 1.0, 2.0), one_second_more, "yes", ("exponential", 1.0, 30.0)
     ),
@@ -495,6 +497,8 @@ REFUSED: dict[str, list[Any]] = {
     "heartbeat_max_silence": [0, -1.0, True, "3"],
     "pool_size": [0, -1, True, "50"],
     "pool_count": [0, 2.0],
+    "retry_delay_base": [0, -1, "1"],
+    "retry_delay_max": [0, 0.1, True],
     "dispatch_concurrency": [0, True, "3"],
     "throttled_dispatch_concurrency": [0, 1.5],
     "dispatch_byte_budget": [0, -1, True],

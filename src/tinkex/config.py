@@ -565,6 +565,10 @@ class Config:
     retry_window: Option[float, float] = setting(
         "Seconds since its first attempt in which a request that starts work or asks for something "
         "is sent again beyond max_retries; 0 for none.", _span, DEFAULT_RETRY_WINDOW)
+    retry_delay_base: Option[float, float] = setting(
+        "Seconds before a failed request is sent again for the first time; doubles.", _seconds, 0.5)
+    retry_delay_max: Option[float, float] = setting(
+        "Longest wait between retries of a request, in seconds.", _seconds, 10.0)
     poll_backoff: Option[PollBackoffOption, PollBackoff] = setting(
         "Wait between polls that failed (408, 5xx) instead of 1 s doubling to 30 s; see poll_delay.",
         _poll_backoff, env="TINKEX_POLL_BACKOFF", read=_read_backoff)
@@ -766,6 +770,8 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
     complete.update(values)
     if complete["proxy"] and complete["proxy_headers"]:
         complete["proxy"] = replace(complete["proxy"], headers=complete["proxy_headers"])
+    if complete["retry_delay_max"] < complete["retry_delay_base"]:
+        raise ConfigError("must not be smaller than retry_delay_base", field="retry_delay_max")
     if complete["api_key"] is None and complete["base_url"] == LOCAL:
         complete["api_key"] = KEYLESS
     if complete["api_key"] is None and complete["credential_cmd"] is None:

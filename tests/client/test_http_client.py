@@ -130,6 +130,12 @@ def test_values_of_the_protocol_may_stand_in_a_body(server, service):
     assert server.requests[0].json == {"tensor": written}
 
 
+def test_delays_between_retries_can_be_set(server, service, clock):
+    server.on(f"GET {X}", *[Answer({}, 503)] * 3, Answer())
+    service(retry_delay_base=0.1, retry_delay_max=0.3).http.get(X).result(10)
+    assert clock.slept == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_a_call_may_have_its_own_number_of_retries(server, service):
     server.on(f"GET {X}", Answer({}, 503))
     with pytest.raises(APIStatusError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -19,7 +19,6 @@ from tinkex.telemetry.calls import attempt_events
 from .http1 import HTTP1Response
 from .multipart import Files, encode_multipart
 from .responses import REDIRECTS, APIResponse
-from .retry import HTTPRetryPolicy
 from .runtime import APIFuture
 from .session import Session
 from .transport import RawResponse, clean_headers
@@ -182,8 +181,9 @@ class HTTPClient:
                 raise transport.error(row, url, response)
             return response
 
-        retries = session.config.max_retries if max_retries is None else max_retries
-        policy = HTTPRetryPolicy(retries, billing_window=transport.billing_window)
+        policy = transport.policy_for(row)
+        if max_retries is not None:
+            policy = replace(policy, max_retries=max_retries)
         waiting = partial(transport.tell_waiting, row.name, policy, deadline)
         response = await retrying(once, policy, session.clock, waiting, deadline, attempt_events)
         return APIResponse(
@@ -212,7 +212,8 @@ def _leads_on(response: RawResponse) -> bool:
 
 def _row(method: Method, path: str, timeout: float | None = None) -> Operation[Any]:
     name = f"{method} {path}"
-    return Operation(name, method, path, object, object, Pool.REST, Body.JSON, timeout=timeout)
+    kinds = (object, object, Pool.REST, Body.JSON)
+    return Operation(name, method, path, *kinds, timeout=timeout, window=False)
 
 
 def _omitted(headers: Mapping[str, Any] | None) -> list[str]:

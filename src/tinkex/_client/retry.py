@@ -51,13 +51,15 @@ def retry_delay(
 class HTTPRetryPolicy:
     """For one request.
 
-    The first `max_retries` retries wait 0.5 s, doubling to 10 s; with a `window`, further retries wait 1, 2, 4 … 30 s
-    until that many seconds have passed.
+    The first `max_retries` retries wait `initial` seconds, doubling to `maximum`; with a `window`, further retries wait
+    1, 2, 4 … 30 s until that many seconds have passed.
     """
 
     max_retries: int = 10
     window: float = 0.0
     billing_window: float = 3600.0
+    initial: float = 0.5
+    maximum: float = 10.0
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
         if not isinstance(error, TinkerError):
@@ -73,7 +75,9 @@ class HTTPRetryPolicy:
         if should is False or (should is None and not may_pass(error)):
             return None
         if attempt < self.max_retries:
-            return asked_wait(error) or retry_delay(attempt, chance=tried.chance)
+            return asked_wait(error) or retry_delay(
+                attempt, chance=tried.chance, initial=self.initial, maximum=self.maximum
+            )
         if should is None and elapsed < self.window:
             late = exponential(attempt - self.max_retries, 1.0, MAX_WINDOW_WAIT)
             return min(asked_wait(error) or late, self.window - elapsed)

@@ -179,7 +179,9 @@ class Transport:
         if not operation.retries:
             return HTTPRetryPolicy(0, 0.0, billing_window)
         window = self.config.retry_window if operation.window else 0.0
-        return HTTPRetryPolicy(self.config.max_retries, window, billing_window)
+        config = self.config
+        delays = (config.retry_delay_base, config.retry_delay_max)
+        return HTTPRetryPolicy(config.max_retries, window, billing_window, *delays)
 
     def tell_waiting(
         self,
