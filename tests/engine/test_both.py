@@ -213,6 +213,35 @@ def test_a_snapshot_is_the_model_as_it_was_at_the_call(engine, tmp_path, seed):
     assert steps(engine, "n", 5, first=4) == undisturbed
 
 
+@pytest.mark.parametrize("trained", [{}, {"train_mlp": False, "train_unembed": False}])
+def test_a_snapshot_holds_the_gradients_that_have_accumulated(engine, tmp_path, trained):
+    engine.create_model("m", TINY, LoraSpec(8, seed=3, **trained))
+    steps(engine, "m", 2)
+    for _ in range(3):
+        finish(engine.run_pass("m", TrainingPass(BOTH, "cross_entropy")))
+    engine.snapshot("m", tmp_path / "snapshot")()
+    undisturbed = []
+    for name in ("m", "n", "without"):
+        finish(engine.run_pass(name, TrainingPass(WEIGHTS, "ppo")))
+        undisturbed.append((engine.optim_step(name, AdamStep(1e-2)), steps(engine, name, 2)))
+        if name == "m":
+            engine.restore_snapshot("n", TINY, tmp_path / "snapshot")
+            engine.restore_model("without", TINY, tmp_path / "snapshot", optimizer=True)
+    assert undisturbed[0] == undisturbed[1]
+    assert undisturbed[0] != undisturbed[2]
+
+
+def test_damaged_gradients_are_named_and_never_loaded(engine, tmp_path):
+    engine.create_model("m", TINY, LoraSpec(8))
+    finish(engine.run_pass("m", TrainingPass(BOTH, "cross_entropy")))
+    engine.snapshot("m", tmp_path / "a")()
+    file = tmp_path / "a" / "gradients.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InvalidInputError, match=r"gradients\.safetensors is damaged"):
+        engine.restore_snapshot("n", TINY, tmp_path / "a")
+
+
 def test_a_snapshot_of_nothing_is_refused_at_the_call(engine, tmp_path):
     with pytest.raises(NotFoundError, match="no model"):
         engine.snapshot("nobody", tmp_path / "a")

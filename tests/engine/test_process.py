@@ -90,6 +90,9 @@ class Diary:
     ) -> None:
         self.note(f"restore {model_id} optimizer={optimizer}")
 
+    def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None:
+        self.note(f"restore snapshot {model_id}")
+
     def unload_model(self, model_id: str) -> None:
         self.note(f"unload {model_id}")
         raise ForeignError("no", response=object())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,3 +91,37 @@ def test_a_model_that_was_being_made_of_a_checkpoint_is_made_after_a_restart(tmp
             assert "metrics" in await told(client, "optim_step", step)
 
     asyncio.run(scenario())
+
+
+def test_a_run_that_never_steps_does_not_grow_the_journal_without_end(tmp_path):
+    """Snapshots hold its gradients, and after a restart it goes on to the same numbers."""
+    inputs = {
+        "data": [
+            {
+                "model_input": {"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]},
+                "loss_fn_inputs": {
+                    "target_tokens": {"data": [6, 7], "dtype": "int64", "shape": [2]}
+                },
+            }
+        ],
+        "loss_fn": "cross_entropy",
+    }
+
+    async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, int]:
+        async with housed(data_dir, snapshot_every=snapshot_every) as (made, client):
+            model_id = await new_model(client)
+            for number in range(1, 7):
+                body = {"model_id": model_id, "seq_id": number, "forward_backward_input": inputs}
+                await told(client, "forward_backward", body)
+                [model] = made.models
+                await asyncio.gather(*made.models._tasks)  # the snapshot is written beside the work
+            kept = len(model.history)
+        async with housed(data_dir, snapshot_every=1e9) as (_, client):
+            step = {"model_id": model_id, "seq_id": 7, "adam_params": {"learning_rate": 0.01}}
+            stepped = await told(client, "optim_step", step)
+            body = {"model_id": model_id, "seq_id": 8, "forward_input": inputs}
+            return (stepped, await told(client, "forward", body)), kept
+
+    expected, needed = asyncio.run(scenario(tmp_path / "never", 1e9))
+    assert needed == 7
+    assert asyncio.run(scenario(tmp_path / "always", 0.0)) == (expected, 0)

@@ -6,8 +6,8 @@ What every checkpoint has in common, whoever wrote its tensors, is in `directori
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tinkex.errors import InvalidInputError
 
 from . import directories
-from .directories import CONFIG, OPTIMIZER, WEIGHTS
+from .directories import CONFIG, GRADIENTS, OPTIMIZER, WEIGHTS
 from .files import check_regular
 from .lora import Adapter
 from .optim import AdamW
@@ -55,6 +55,20 @@ class Saved:
     tensors: dict[str, tuple[Tensor, Tensor]]
     steps: int = 0
     moments: dict[str, Tensor] | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def restore_gradients(self, optimizer: AdamW, names: list[str]) -> None:
+        """Put the accumulated gradients of a snapshot back where the next step finds them."""
+        for key, parameter in zip(_parameter_keys(names), optimizer.parameters, strict=True):
+            saved = self.gradients.get(key)
+            if saved is not None:
+                if saved.shape != parameter.shape:
+                    raise InvalidInputError(
+                        f"the file {GRADIENTS} does not fit the adapter: {key} is of another shape",
+                        field="path",
+                    )
+                # Copied, because what was read lies in the mapped file.
+                parameter.grad = saved.to(parameter.device, copy=True)
 
     def restore(self, optimizer: AdamW, names: list[str]) -> None:
         """Put the saved moments into an optimizer whose parameters belong to layers `names`."""
@@ -73,11 +87,17 @@ class Saved:
                 moment.copy_(saved)
 
 
-def save(directory: Path, adapter: Adapter, base_model: str, optimizer: AdamW | None = None) -> int:
+def save(
+    directory: Path,
+    adapter: Adapter,
+    base_model: str,
+    optimizer: AdamW | None = None,
+    gradients: Sequence[Tensor | None] = (),
+) -> int:
     """Write a checkpoint; how many bytes it takes. What was at `directory` before is replaced."""
     return directories.write(
         directory,
-        lambda target: _write(target, adapter, optimizer),
+        lambda target: _write(target, adapter, optimizer, gradients),
         base_model=base_model,
         spec=adapter.spec,
         target_modules=[name.rpartition(".")[2] for name in adapter.pairs],
@@ -85,7 +105,12 @@ def save(directory: Path, adapter: Adapter, base_model: str, optimizer: AdamW | 
     )
 
 
-def _write(target: Path, adapter: Adapter, optimizer: AdamW | None) -> None:
+def _write(
+    target: Path,
+    adapter: Adapter,
+    optimizer: AdamW | None,
+    gradients: Sequence[Tensor | None],
+) -> None:
     tensors = {}
     for name, (a, b) in adapter.named_tensors().items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.contiguous()
@@ -100,6 +125,14 @@ def _write(target: Path, adapter: Adapter, optimizer: AdamW | None) -> None:
             f"second.{key}": tensor for key, tensor in zip(keys, optimizer.second, strict=True)
         }
         save_file(moments, target / OPTIMIZER)
+    keys = _parameter_keys(list(adapter.pairs))
+    accumulated = {
+        key: tensor.contiguous()
+        for key, tensor in zip(keys, gradients, strict=False)
+        if tensor is not None
+    }
+    if accumulated:
+        save_file(accumulated, target / GRADIENTS)
 
 
 def _parameter_keys(names: list[str]) -> list[str]:
@@ -108,7 +141,11 @@ def _parameter_keys(names: list[str]) -> list[str]:
 
 
 def load(
-    directory: Path, *, optimizer: bool = False, largest: Callable[[int], int] | None = None
+    directory: Path,
+    *,
+    optimizer: bool = False,
+    gradients: bool = False,
+    largest: Callable[[int], int] | None = None,
 ) -> Saved:
     """Read a checkpoint, ours or a PEFT adapter; what is torn or foreign is refused by name.
 
@@ -140,7 +177,12 @@ def load(
             # Two moments of each parameter.
             check_regular(directory / OPTIMIZER, None if limit is None else 2 * limit)
             moments = load_file(directory / OPTIMIZER)
-    return Saved(spec, pairs, manifest.steps, moments)
+    accumulated = {}
+    if gradients and (directory / GRADIENTS).exists():
+        with directories.reading(GRADIENTS):
+            check_regular(directory / GRADIENTS, limit)
+            accumulated = load_file(directory / GRADIENTS)
+    return Saved(spec, pairs, manifest.steps, moments, accumulated)
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:

@@ -33,6 +33,7 @@ from .values import MAX_RANK, LoraSpec
 
 __all__ = [
     "CONFIG",
+    "GRADIENTS",
     "OPTIMIZER",
     "WEIGHTS",
     "Manifest",
@@ -49,6 +50,8 @@ __all__ = [
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 OPTIMIZER: Final = "optimizer.safetensors"
+#: In snapshots only: what has accumulated for the next step.
+GRADIENTS: Final = "gradients.safetensors"
 _MANIFEST: Final = "tinkex.json"
 #: Limit of the JSON files of a checkpoint; an adapter's configuration takes a few kilobytes.
 JSON_LIMIT: Final = 4 << 20

@@ -98,13 +98,32 @@ class TorchEngine:
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
     ) -> None:
         """A model from a checkpoint, with its optimizer or a fresh one."""
+        self._restore(model_id, base_model, directory, optimizer=optimizer)
+
+    def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None:
+        """A model as it was when `snapshot` was called, with the gradients that had accumulated."""
+        self._restore(model_id, base_model, directory, optimizer=True, gradients=True)
+
+    def _restore(
+        self,
+        model_id: str,
+        base_model: str,
+        directory: Path,
+        *,
+        optimizer: bool,
+        gradients: bool = False,
+    ) -> None:
         language = self._base(base_model).language
         largest = partial(_adapter_bytes, language.layers)
-        saved = checkpoint.load(directory, optimizer=optimizer, largest=largest)
+        saved = checkpoint.load(
+            directory, optimizer=optimizer, gradients=gradients, largest=largest
+        )
         adapter = self._adapter(saved, language.layers)
         model = TrainedModel(language, adapter)
+        names = list(adapter.pairs)
         if optimizer:
-            saved.restore(model.optimizer, list(adapter.pairs))
+            saved.restore(model.optimizer, names)
+        saved.restore_gradients(model.optimizer, names)
         self._models[model_id] = (base_model, model)
 
     def unload_model(self, model_id: str) -> None:
@@ -143,10 +162,14 @@ class TorchEngine:
         return checkpoint.save(directory, model.adapter, base_model, kept)
 
     def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
-        """The model and its optimizer as they are now; what is returned writes them, from any thread."""
+        """The model, its optimizer and its gradients as they are now; what is returned writes them, from any thread."""
         base_model, model = self._named(model_id)
         adapter, optimizer = model.adapter.frozen_copy(), model.optimizer.frozen_copy()
-        return partial(checkpoint.save, directory, adapter, base_model, optimizer)
+        gradients = [
+            None if parameter.grad is None else parameter.grad.clone()
+            for parameter in model.optimizer.parameters
+        ]
+        return partial(checkpoint.save, directory, adapter, base_model, optimizer, gradients)
 
     # -- sampling ----------------------------------------------------------------------------
 

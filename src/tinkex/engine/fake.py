@@ -348,10 +348,10 @@ def _finished(request: _Request) -> SampledResult:
 # -- checkpoints ------------------------------------------------------------------------------------
 
 
-def _save(directory: Path, model: _Model, *, optimizer: bool) -> int:
+def _save(directory: Path, model: _Model, *, optimizer: bool, gradients: Rows | None = None) -> int:
     return directories.write(
         directory,
-        lambda target: _write(target, model, optimizer=optimizer),
+        lambda target: _write(target, model, gradients or {}, optimizer=optimizer),
         base_model=model.table.base.name,
         spec=model.table.spec,
         target_modules=(),
@@ -359,7 +359,7 @@ def _save(directory: Path, model: _Model, *, optimizer: bool) -> int:
     )
 
 
-def _write(target: Path, model: _Model, *, optimizer: bool) -> None:
+def _write(target: Path, model: _Model, gradients: Rows, *, optimizer: bool) -> None:
     from safetensors.numpy import save_file
 
     def stacked(rows: Sequence[Array]) -> Array:
@@ -379,9 +379,19 @@ def _write(target: Path, model: _Model, *, optimizer: bool) -> None:
             },
             target / directories.OPTIMIZER,
         )
+    if gradients:
+        save_file(
+            {
+                "ids": np.array(list(gradients), np.int64),
+                "values": stacked(list(gradients.values())),
+            },
+            target / directories.GRADIENTS,
+        )
 
 
-def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Model:
+def _read(
+    directory: Path, base: BaseModel, *, optimizer: bool = False, gradients: bool = False
+) -> _Model:
     from safetensors.numpy import load_file
 
     manifest = directories.checked_manifest(directory)
@@ -405,6 +415,11 @@ def _read(directory: Path, base: BaseModel, *, optimizer: bool = False) -> _Mode
             moments = zip(saved["first"], saved["second"], strict=True)
             model.moments = dict(zip(saved["ids"].tolist(), moments, strict=True))
         model.steps = manifest.steps
+    if gradients and (directory / directories.GRADIENTS).exists():
+        with directories.reading(directories.GRADIENTS):
+            check_regular(directory / directories.GRADIENTS)
+            saved = load_file(directory / directories.GRADIENTS)
+            model.gradients = dict(zip(saved["ids"].tolist(), saved["values"], strict=True))
     return model
 
 
@@ -441,6 +456,10 @@ class FakeEngine:
     ) -> None:
         self._models[model_id] = _read(directory, self._base(base_model), optimizer=optimizer)
 
+    def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None:
+        base = self._base(base_model)
+        self._models[model_id] = _read(directory, base, optimizer=True, gradients=True)
+
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
@@ -460,7 +479,7 @@ class FakeEngine:
         model = self._model(model_id)
         table = replace(model.table, rows=dict(model.table.rows))
         frozen = _Model(table, moments=dict(model.moments), steps=model.steps)
-        return partial(_save, directory, frozen, optimizer=True)
+        return partial(_save, directory, frozen, optimizer=True, gradients=dict(model.gradients))
 
     def open_sampler(
         self,

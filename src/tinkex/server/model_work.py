@@ -61,7 +61,15 @@ from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
 from .usage import Usage, UsageKind
 
-__all__ = ["Model", "ModelWork", "answer_to", "change_of", "changes_model", "reader_of"]
+__all__ = [
+    "Model",
+    "ModelWork",
+    "answer_to",
+    "change_of",
+    "changes_model",
+    "completes_pass",
+    "reader_of",
+]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -250,9 +258,7 @@ class ModelWork:
             raise DecodeError(f"the journal lacks change {min(lost)} of this model")
         if model.snapshot is not None:
             directory = model.snapshot.directory
-            await self._call(
-                "restore_model", model.model_id, model.base_model, directory, optimizer=True
-            )
+            await self._call("restore_snapshot", model.model_id, model.base_model, directory)
         for promise in model.history:
             await self._once(model, promise)
 
@@ -517,3 +523,9 @@ def change_of(promise: Promise) -> int:
 
 def changes_model(promise: Promise) -> bool:
     return promise.operation.name in _CHANGING and not promise.extra.get("forward")
+
+
+def completes_pass(promise: Promise) -> bool:
+    """Whether a request that was done leaves no pass half done in the engine, of which a snapshot would know nothing."""
+    part = promise.extra.get("part")
+    return part is None or PassPart.parse(part).is_last

@@ -26,7 +26,15 @@ from .damage import Lost
 from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
-from .model_work import Model, ModelWork, answer_to, change_of, changes_model, reader_of
+from .model_work import (
+    Model,
+    ModelWork,
+    answer_to,
+    change_of,
+    changes_model,
+    completes_pass,
+    reader_of,
+)
 from .quotas import Quota
 from .scheduling import Candidate, Shares
 from .sessions import Sessions
@@ -36,6 +44,8 @@ from .store import Database
 
 __all__ = ["Model", "Models"]
 
+#: Without an optimizer step, a snapshot is written after so many times the usual interval, with the gradients.
+ACCUMULATION_FACTOR: Final = 2
 #: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
 IN_LINE: Final = 2
 #: Bodies of waiting requests that are kept decoded; others are read from the journal when it is their turn.
@@ -325,12 +335,22 @@ class Models:
         model.history.append(promise)
         if promise.started_at is not None:
             model.unsaved_seconds += self._promises.clock() - promise.started_at
-        # Between steps there are no gradients that would have to be kept too.
-        step = promise.operation.name == "optim_step" and not model.line.goes_back
-        if step and not model.saving and model.unsaved_seconds >= self._snapshot_every:
+        if self._wants_snapshot(model, promise):
             model.saving, model.unsaved_seconds = True, 0.0
             snapshot = self._work.take_snapshot(model, model.changes, model.line.next_seq)
             self._start_task(snapshot)
+
+    def _wants_snapshot(self, model: Model, done: Promise) -> bool:
+        """Whether to write a snapshot now that a request has changed a model.
+
+        After an optimizer step, when there are no gradients to be written too. But a client may accumulate gradients
+        for as long as it likes, and the journal must not grow for as long.
+        """
+        if model.saving or model.line.goes_back:
+            return False
+        steps = done.operation.name == "optim_step"
+        due = self._snapshot_every * (1 if steps else ACCUMULATION_FACTOR)
+        return model.unsaved_seconds >= due and (steps or completes_pass(done))
 
     # -- endings -------------------------------------------------------------------------------
 
