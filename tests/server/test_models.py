@@ -11,6 +11,7 @@ import httpx
 from tinkex.server.app import build_app
 from tinkex.server.auth import Keys
 from tinkex.server.futures import Promise
+from tinkex.server.service import Service
 
 from .test_storage import housed, inputs, new_model, told
 
@@ -93,35 +94,70 @@ def test_a_model_that_was_being_made_of_a_checkpoint_is_made_after_a_restart(tmp
     asyncio.run(scenario())
 
 
+INPUTS = {
+    "data": [
+        {
+            "model_input": {"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]},
+            "loss_fn_inputs": {"target_tokens": {"data": [6, 7], "dtype": "int64", "shape": [2]}},
+        }
+    ],
+    "loss_fn": "cross_entropy",
+}
+
+
+async def passed(
+    made: Service, client: httpx.AsyncClient, model: str, number: int, part: str = ""
+) -> None:
+    """Have a pass done, or a part of one, and the snapshot that may follow it."""
+    body = {"model_id": model, "seq_id": number, "forward_backward_input": INPUTS}
+    headers = {"x-tinkex-pass": part} if part else {}
+    answer = (await client.post("forward_backward", json=body, headers=headers)).json()
+    assert "metrics" in await told(client, "retrieve_future", {"request_id": answer["request_id"]})
+    await asyncio.gather(*made.models._tasks)
+
+
+async def outcome(client: httpx.AsyncClient, model: str, number: int) -> object:
+    """What a step says, and the model after it."""
+    step = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 0.01}}
+    stepped = await told(client, "optim_step", step)
+    asked = {"model_id": model, "seq_id": number + 1, "forward_input": INPUTS}
+    return stepped, await told(client, "forward", asked)
+
+
 def test_a_run_that_never_steps_does_not_grow_the_journal_without_end(tmp_path):
     """Snapshots hold its gradients, and after a restart it goes on to the same numbers."""
-    inputs = {
-        "data": [
-            {
-                "model_input": {"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]},
-                "loss_fn_inputs": {
-                    "target_tokens": {"data": [6, 7], "dtype": "int64", "shape": [2]}
-                },
-            }
-        ],
-        "loss_fn": "cross_entropy",
-    }
 
     async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, int]:
         async with housed(data_dir, snapshot_every=snapshot_every) as (made, client):
             model_id = await new_model(client)
             for number in range(1, 7):
-                body = {"model_id": model_id, "seq_id": number, "forward_backward_input": inputs}
-                await told(client, "forward_backward", body)
-                [model] = made.models
-                await asyncio.gather(*made.models._tasks)  # the snapshot is written beside the work
+                await passed(made, client, model_id, number)
+            [model] = made.models
             kept = len(model.history)
         async with housed(data_dir, snapshot_every=1e9) as (_, client):
-            step = {"model_id": model_id, "seq_id": 7, "adam_params": {"learning_rate": 0.01}}
-            stepped = await told(client, "optim_step", step)
-            body = {"model_id": model_id, "seq_id": 8, "forward_input": inputs}
-            return (stepped, await told(client, "forward", body)), kept
+            return await outcome(client, model_id, 7), kept
 
     expected, needed = asyncio.run(scenario(tmp_path / "never", 1e9))
     assert needed == 7
     assert asyncio.run(scenario(tmp_path / "always", 0.0)) == (expected, 0)
+
+
+def test_a_snapshot_waits_for_the_last_part_of_a_pass(tmp_path):
+    """What a half done pass has gathered in the engine is in no snapshot; its parts are in the journal."""
+
+    async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, list[int]]:
+        kept = []
+        async with housed(data_dir, snapshot_every=snapshot_every) as (made, client):
+            model_id = await new_model(client)
+            for number, part in enumerate(("a 1/2", "a 2/2", "b 1/2"), 1):
+                await passed(made, client, model_id, number, part)
+                [model] = made.models
+                kept.append(len(model.history))
+        async with housed(data_dir, snapshot_every=1e9) as (made, client):
+            await passed(made, client, model_id, 4, "b 2/2")
+            return await outcome(client, model_id, 5), kept
+
+    expected, _ = asyncio.run(scenario(tmp_path / "never", 1e9))
+    told, kept = asyncio.run(scenario(tmp_path / "always", 0.0))
+    assert told == expected
+    assert kept[1:] == [0, 1]
