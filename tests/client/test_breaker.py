@@ -331,7 +331,7 @@ def test_an_operation_that_has_its_number_is_sent_though_the_circuit_opens(serve
     answer_training(server)
     client = service(circuit_breaker=True)
     trainer = new_trainer(client)
-    room = client.holder.training_room
+    room = client.holder.service.training_room
     full = room.size + 1
     assert room.try_take(full)  # it waits for room with its number in hand
     waiting = trainer.forward([datum(1, 2)], "cross_entropy")

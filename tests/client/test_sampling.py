@@ -774,7 +774,7 @@ def test_a_retry_config_may_be_a_mapping(server, service):
     ("config", "words"),
     [
         ({"retries": 2}, "'retries' is not one of max_connections"),
-        ({"retry_delay_base": -1}, "retry_delay_base: must be positive"),
+        ({"retry_delay_base": -1}, "retry_delay_base: must be a positive"),
         (3, "expected RetryConfig, got int"),
     ],
 )

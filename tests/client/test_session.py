@@ -139,9 +139,9 @@ def test_flags_decide_how_much_may_be_under_way(server, service):
     )
     client = service()
     new_sampler(client)
-    assert client.holder.response_room.size == 12
-    assert client.holder.training_room.size == 13
-    assert client.holder.sample_budget._bytes.size == 11
+    assert client.holder.service.response_room.size == 12
+    assert client.holder.service.training_room.size == 13
+    assert client.holder.service.sample_budget._bytes.size == 11
 
 
 def test_an_open_that_failed_is_tried_again_by_the_next_call(server, service):

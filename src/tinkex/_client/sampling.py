@@ -488,7 +488,7 @@ class SamplingClient(SamplingClientAsync):
                     session.transport,
                     _ASAMPLE,
                     promise,
-                    session.response_room,
+                    session.service.response_room,
                     watch,
                     deadline,
                     seconds,
@@ -519,7 +519,7 @@ class SamplingClient(SamplingClientAsync):
         body = json_codec.encode({**fields, "seq_id": seq_id})
         headers = {**_HEADERS, "x-idempotency-key": transport.new_idempotency_key()}
         url = transport.url(_ASAMPLE.path)
-        budget = session.sample_budget
+        budget = session.service.sample_budget
         started = session.clock.monotonic()
 
         async def once(_: int) -> RawResponse:
@@ -538,7 +538,7 @@ class SamplingClient(SamplingClientAsync):
     def _slow_down(self, error: TinkerError, weight: int, watch: QueueWatch) -> None:
         watch.see(error.body)
         wait = backoff_after_429(weight)
-        self._session.sample_budget.back_off(wait)
+        self._session.service.sample_budget.back_off(wait)
         if wants(Throttled):
             emit(Throttled(wait, str(error), metadata=current_metadata()))
         self._session.transport.notices.paused(

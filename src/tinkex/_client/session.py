@@ -7,15 +7,12 @@ seconds until it is closed.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any, Final, Literal, TypeVar
 from weakref import finalize, ref
 
@@ -25,13 +22,11 @@ from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Operation, Pool, operation
-from tinkex.config import LOCAL, Config, PollBackoffOption
+from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import (
-    APIConnectionError,
     APITimeoutError,
     ClientClosedError,
     DecodeError,
-    GoneError,
     InvalidInputError,
     NotFoundError,
     TinkerError,
@@ -40,7 +35,6 @@ from tinkex.telemetry import calls
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.events import (
     Event,
-    HeartbeatFailed,
     OperationStart,
     SessionClosed,
     SessionOpened,
@@ -56,17 +50,17 @@ from tinkex.types import (
     ClientSessionFinishInterrupted,
     ClientSessionFinishReason,
     ClientSessionFinishSuccess,
-    CreateSessionRequest,
     FinishSessionRequest,
-    SessionHeartbeatRequest,
     TelemetrySendRequest,
     UntypedAPIFuture,
 )
 
-from .budget import Budget, SampleBudget, sample_budget
 from .checks import check_timeout
+from .connection import Connection
+from .heartbeat import Heartbeat
 from .labels import Labels
 from .notices import logger
+from .opened import About, Configured, Numbers, Opened
 from .passes import TrainingWire
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
@@ -78,13 +72,11 @@ __all__ = ["FinishReason", "Session", "refusing_bad_values"]
 T = TypeVar("T")
 FinishReason = Literal["success", "errored", "interrupted"]
 
-#: So often in a row a session has to be called finished before its heartbeat stops for good.
-_FINISHED_AFTER: Final = 3
 _LEAST_REFRESH: Final = 10.0
 _CLOSE_LIMIT: Final = 5.0
 #: Seconds to ship telemetry on closing a client whose session never opened.
 _UNOPENED_CLOSE_LIMIT: Final = 1.0
-#: Work that keeps the time itself is given so long to say more than that it is up.
+#: Grace period for operations that enforce their own deadline, so that they can report the cause instead of a bare timeout.
 _GRACE: Final = 0.1
 
 _REASONS: Final[Mapping[str, ClientSessionFinishReason]] = {
@@ -101,8 +93,6 @@ class Session:
     leaves it to its owner to finish it.
     """
 
-    _pyqwest_lost = False
-
     def __init__(
         self,
         config: Config,
@@ -116,27 +106,23 @@ class Session:
         self.config = config
         self.clock = clock or Clock()
         self.session_id = session_id
-        self._owner = session_id is None
-        self._user_metadata = user_metadata if user_metadata is not None else config.user_metadata
-        self._project_id = project_id or config.project_id
-        self._display_name = display_name
-        self._transport: Transport | None = None
-        self._local: Any = None
-        self._local_lock = threading.Lock()
+        self._about = About(
+            config.user_metadata if user_metadata is None else user_metadata,
+            project_id or config.project_id,
+            display_name,
+        )
+        self._connection = Connection(config, self.clock)
         self._group = TaskGroup()
         self._background: set[asyncio.Task[Any]] = set()
-        self._configured: asyncio.Task[ClientConfigResponse] | None = None
-        self._opened: asyncio.Task[str] | None = None
+        self._configuring: asyncio.Task[Configured] | None = None
+        self._opening: asyncio.Task[Opened] | None = None
         self._closing: APIFuture[None] | None = None
         self._close_lock = threading.Lock()
-        self._model_seq = itertools.count()
-        self._sampling_seq = itertools.count()
+        self._numbers = Numbers()
         self._labels = Labels()
+        #: The service's flags and limits; the defaults until it was asked.
+        self.service = Configured.of(ClientConfigResponse(), config, self.clock)
         self.dynamic = ClientDynamicConfigResponse()
-        self.flags = ClientConfigResponse()
-        self.sample_budget: SampleBudget
-        self.response_room: Budget
-        self.training_room: Budget
         self.training_wire = TrainingWire()
         #: The models trained here, by id; what a model costs depends on it.
         self.base_models: dict[str, str] = {}
@@ -151,11 +137,8 @@ class Session:
 
     def _begin_anew(self) -> None:
         """In a forked child: go on in the same session, with connections, tasks and numbers of its own."""
-        leave_behind(self._transport, self._group, self._background, self._configured, self._opened)
-        if self._transport is not None and self._uses_pyqwest:
-            Session._pyqwest_lost = True
-        self._transport = self._configured = self._opened = self._local = None
-        self._local_lock = threading.Lock()
+        leave_behind(self._group, self._background, self._configuring, self._opening)
+        self._configuring = self._opening = None
         self._group, self._background = TaskGroup(), set()
         self._close_lock = threading.Lock()
         self.reporter.begin_anew()
@@ -163,11 +146,7 @@ class Session:
             self._closing = APIFuture()
             self._closing.set_result(None)
         if self.session_id is not None:
-            self._owner = False
-            # The service takes equal numbers for the same request sent twice.
-            first = (1 << 20) + secrets.randbelow(1 << 30)
-            self._model_seq = itertools.count(first)
-            self._sampling_seq = itertools.count(first)
+            self._numbers = Numbers.of_a_copy()
 
     # -- running work ------------------------------------------------------------------------
 
@@ -266,93 +245,54 @@ class Session:
 
     @property
     def transport(self) -> Transport:
-        if self._transport is None:
-            if self._pyqwest_lost and self._uses_pyqwest:
-                raise TinkerError(
-                    "TLS connections do not survive a fork: their library has threads of its own. "
-                    "Start worker processes with the spawn method, or fork before the first call."
-                )
-            self._transport = Transport(self._located(), clock=self.clock)
-            self._transport.metadata = self.metadata
-        return self._transport
+        return self._connection.made or self._connection.transport(self.metadata)
+
+    @property
+    def flags(self) -> ClientConfigResponse:
+        return self.service.flags
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What events of this session say of it."""
         known = {} if self.session_id is None else {"session_id": self.session_id}
-        return {**(self._user_metadata or {}), **known}
-
-    def _located(self) -> Config:
-        """The settings, with the address of the local service where that is meant; it starts if it must."""
-        if self.config.base_url != LOCAL:
-            return self.config
-        with self._local_lock:
-            if self._local is None:
-                # By name: the client knows nothing of the service, which needs packages of its own.
-                self._local = import_module("tinkex._local").hold()
-        # "local" was meant; that its address is another than the process default's is no news.
-        return self.config.replace(base_url=self._local.url, warn_on_base_url_mismatch=False)
-
-    @property
-    def _uses_pyqwest(self) -> bool:
-        config = self.config
-        secure = config.base_url.startswith("https:") or config.proxy is not None
-        return secure and config.http_client is None
+        return {**(self._about.user_metadata or {}), **known}
 
     # -- opening -----------------------------------------------------------------------------
 
-    async def configured(self) -> ClientConfigResponse:
-        """The service's flags, asked for once."""
-        flags: ClientConfigResponse = await _shared(self, "_configured", self._configure)
-        return flags
+    async def configured(self) -> Configured:
+        """The service's flags and limits, asked for once."""
+        return await _shared(self, "_configuring", self._configure)
 
     async def opened(self) -> str:
         """The id of the open session."""
-        session_id = await _shared(self, "_opened", self._open)
+        opened: Opened = await _shared(self, "_opening", self._open)
         call = calls.current_call()
         if call is not None and "session_id" not in call.metadata:
-            calls.add_metadata(session_id=session_id)  # the call that opened it began without one
-        return session_id
+            # The call that opened the session began without its id.
+            calls.add_metadata(session_id=opened.session_id)
+        return opened.session_id
 
-    async def _configure(self) -> ClientConfigResponse:
-        await self._locate()
+    async def _configure(self) -> Configured:
+        await self._connection.locate()
         self.transport.admit(Pool.SESSION)
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
-            flags: ClientConfigResponse = await self.transport.call(
-                operation("client_config"), request
-            )
+            flags = await self.transport.call(operation("client_config"), request)
         except NotFoundError:  # services before 0.18 have no flags
             flags = ClientConfigResponse()
-        self.flags = flags
+        self.service = Configured.of(flags, self.config, self.clock)
         self.transport.billing_window = flags.billing_exception_max_pause_duration_sec
-        self.sample_budget = sample_budget(
-            self.config, self.clock, flags.sample_dispatch_bytes_semaphore_size
-        )
-        self.response_room = Budget(flags.inflight_response_bytes_semaphore_size)
-        self.training_room = Budget(flags.fwdbwd_dispatch_bytes_semaphore_size)
         if flags.pjwt_auth_enabled:
             self.transport.auth.use_tokens(partial(_exchange_key, self.transport))
-        return flags
+        return self.service
 
-    async def _locate(self) -> None:
-        if (
-            self.config.base_url == LOCAL
-        ):  # starting it takes seconds, in which others must not wait
-            await asyncio.to_thread(self._located)
-
-    async def _open(self) -> str:
+    async def _open(self) -> Opened:
         await self.configured()
+        transport, is_owner = self.transport, self.session_id is None
         if self.session_id is None:
-            self.transport.admit(Pool.SESSION)
-            request = CreateSessionRequest(
-                tags=list(self.config.tags),
-                user_metadata=None if self._user_metadata is None else dict(self._user_metadata),
-                sdk_version=PARITY_VERSION,
-                project_id=self._project_id,
-                display_name=self._display_name,
-            )
-            call = partial(self.transport.call, operation("create_session"))
+            transport.admit(Pool.SESSION)
+            call = partial(transport.call, operation("create_session"))
+            request = self._about.request(list(self.config.tags))
             created = await self._labels.send("create_session", request, call)
             self.session_id = created.session_id
             for message, say in (
@@ -362,67 +302,29 @@ class Session:
             ):
                 if message:
                     say("%s", message)
-        self._tell_opened(self.session_id)
-        self._carrier.transport = self.transport
-        held = _Held(self.transport, self.reporter, self._local, self._background)
-        pulse = _Pulse(self.session_id, self.config.heartbeat_interval, self.clock.monotonic())
-        self.in_background(_keep_beating(ref(self), self.clock, held, pulse))
+        opened = Opened(self.session_id, is_owner)
+        self._tell_opened(opened)
+        self._carrier.transport = transport
+        heartbeat = Heartbeat(
+            opened.session_id, transport, self.metadata, self._group.close, self.clock.monotonic()
+        )
+        left = _Left(self._connection, self.reporter, self._background)
+        self.in_background(heartbeat.keep_beating(ref(self), left.let_go))
         self.in_background(_keep_refreshing(ref(self), self.clock))
         if self.flags.pjwt_auth_enabled:
-            self.in_background(self.transport.auth.keep_fresh())
-        return self.session_id
+            self.in_background(transport.auth.keep_fresh())
+        return opened
 
-    def _tell_opened(self, session_id: str) -> None:
+    def _tell_opened(self, opened: Opened) -> None:
         self.transport.metadata = self.metadata
+        session_id = opened.session_id
         if wants(SessionOpened):
             emit(SessionOpened(session_id, self.config.shown_base_url, metadata=self.metadata))
         if self.reporter:
-            self.reporter.opened(session_id, owner=self._owner)
+            self.reporter.opened(session_id, owner=opened.is_owner)
             report_endings_to(self.reporter)
 
     # -- background --------------------------------------------------------------------------
-
-    async def _beat(self, pulse: _Pulse) -> bool:
-        """Tell the service that the session is in use; whether to go on telling."""
-        request = SessionHeartbeatRequest(session_id=pulse.session_id)
-        try:
-            await self.transport.send(operation("session_heartbeat"), request)
-        except GoneError:
-            pulse.finished += 1
-            if pulse.finished == _FINISHED_AFTER:
-                logger.info("Session %s is finished; its heartbeat stops.", pulse.session_id)
-                return False
-        except Exception as error:  # of a replaced HTTP client it may be any
-            pulse.finished, pulse.failures = 0, pulse.failures + 1
-            silent = self.clock.monotonic() - pulse.last_success
-            if wants(HeartbeatFailed):
-                emit(HeartbeatFailed(pulse.session_id, silent, error, metadata=self.metadata))
-            if silent >= self.config.heartbeat_warning_after:
-                logger.warning(
-                    "No heartbeat of session %s has succeeded for %.0f s: %s",
-                    pulse.session_id,
-                    silent,
-                    error,
-                )
-            if self._gives_up(pulse.failures, silent):
-                self._give_up(pulse.session_id, silent, error)
-                return False
-        else:
-            pulse.finished = pulse.failures = 0
-            pulse.last_success = self.clock.monotonic()
-        return True
-
-    def _gives_up(self, failures: int, silent: float) -> bool:
-        most, longest = self.config.heartbeat_max_failures, self.config.heartbeat_max_silence
-        return (most is not None and failures > most) or (longest is not None and silent > longest)
-
-    def _give_up(self, session_id: str, silent: float, last: Exception) -> None:
-        """Fail what is under way and what comes later: a session without a heartbeat may be gone any moment."""
-        told = f"Session {session_id} is given up after {silent:.0f} s without a heartbeat; make a new client."
-        logger.warning("%s", told)
-        error = APIConnectionError(message=told)
-        error.__cause__ = last
-        self._group.close(error)
 
     async def _refresh(self) -> float | None:
         """Fetch the flags that may change; seconds until the next time, or None where there are none."""
@@ -431,7 +333,7 @@ class Session:
             self.dynamic = await self.transport.call(operation("client_dynamic_config"), request)
         except NotFoundError:
             return None
-        except Exception as error:  # of a replaced HTTP client it may be any
+        except Exception as error:  # a replaced HTTP client may raise anything
             logger.debug("The dynamic configuration could not be fetched: %s", error)
         return max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH)
 
@@ -495,7 +397,7 @@ class Session:
             self.transport,
             row,
             promised,
-            self.response_room,
+            self.service.response_room,
             QueueWatch(tuple(observer_of(observer) for observer in observers)),
             deadline,
             promise_seconds,
@@ -522,10 +424,10 @@ class Session:
         return self.session_id or self.submit(self.opened()).result()
 
     def next_model_seq(self) -> int:
-        return next(self._model_seq)
+        return next(self._numbers.models)
 
     def next_sampling_seq(self) -> int:
-        return next(self._sampling_seq)
+        return next(self._numbers.samplers)
 
     # -- closing -----------------------------------------------------------------------------
 
@@ -541,7 +443,7 @@ class Session:
         self._group.close(ClientClosedError("The client was closed before this was finished."))
         for task in self._background:
             task.cancel()
-        if self._transport is None and not self.reporter.pending:
+        if self._connection.made is None and not self.reporter.pending:
             return
         if self.session_id is not None and wants(SessionClosed):
             emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
@@ -549,14 +451,12 @@ class Session:
             # Without a session the service has not answered yet; it probably will not now.
             limit = None if self.session_id is not None else _UNOPENED_CLOSE_LIMIT
             endings: list[Awaitable[object]] = [self.reporter.close(limit)]
-            if self._owner and self.session_id is not None:
-                endings.append(self._finish(self.session_id, reason, detail))
+            opened = _result_of(self._opening)
+            if opened is not None and opened.is_owner:
+                endings.append(self._finish(opened.session_id, reason, detail))
             await asyncio.gather(*endings)
         finally:
-            if self._transport is not None:
-                await self._transport.close()
-            if self._local is not None:
-                self._local.close()
+            await self._connection.close()
 
     async def _finish(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
         try:
@@ -588,46 +488,19 @@ def refusing_bad_values() -> Iterator[None]:
 # They hold the session only while they work, so that one nobody uses any more is let go of.
 
 
-@dataclass(slots=True)
-class _Pulse:
-    """How the heartbeat of a session has gone so far."""
-
-    session_id: str
-    interval: float
-    last_success: float
-    finished: int = 0
-    failures: int = 0
-
-
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Left:
     """What is left of a session that was dropped without being closed."""
 
-    transport: Transport
+    connection: Connection
     reporter: Reporter
-    local: Any
     tasks: set[asyncio.Task[Any]]
 
     async def let_go(self) -> None:
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
         await self.reporter.close()
-        await self.transport.close()
-        if self.local is not None:
-            self.local.close()
-
-
-async def _keep_beating(session: ref[Session], clock: Clock, held: _Held, pulse: _Pulse) -> None:
-    """A heartbeat now and then, until the session is closed, finished, given up or dropped."""
-    beating = True
-    while True:
-        await clock.sleep(pulse.interval)
-        living = session()
-        if living is None:
-            await held.let_go()
-            return
-        beating = beating and await living._beat(pulse)
-        del living
+        await self.connection.close()
 
 
 async def _keep_refreshing(session: ref[Session], clock: Clock) -> None:
@@ -666,7 +539,7 @@ class _Carrier:
         """Send telemetry, without a word about how long that takes."""
         living = self._session()
         if living is not None:
-            await living._locate()
+            await living._connection.locate()
         row = replace(operation("telemetry"), timeout=None)  # the reporter sets the deadline
         transport = living.transport if living else self.transport
         if transport is None:
@@ -686,11 +559,18 @@ async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]])
     The work is a task of its own, so that one asker's cancellation does not take it from the others.
     """
     task: asyncio.Task[T] | None = getattr(session, slot)
-    if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-        return task.result()
+    if (known := _result_of(task)) is not None:
+        return known
     if task is None or task.done():
         task = asyncio.ensure_future(work())
         setattr(session, slot, task)
         session.keep(task)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
+
+
+def _result_of(task: asyncio.Task[T] | None) -> T | None:
+    """What a task returned; None if it did not yet, or failed."""
+    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    return task.result()

@@ -745,7 +745,7 @@ class TrainingClient(TrainingClientAsync):
         session, wire, tag = self._session, self._session.training_wire, parts.headers(index)
         started = session.clock.monotonic()
         with Lease() as lease:
-            await lease.take(session.training_room, weight)
+            await lease.take(session.service.training_room, weight)
             try:
                 row, response = await self._send(wire, request, weight, tag, deadline)
                 wire.confirmed = True

@@ -1,0 +1,80 @@
+"""Where a session's service is, and the transport to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from tinkex._retry import Clock
+from tinkex.config import LOCAL, Config
+from tinkex.errors import TinkerError
+
+from .runtime import begin_anew_in_forks, leave_behind
+from .transport import Transport
+
+__all__ = ["Connection"]
+
+
+class Connection:
+    """Made when it is first needed; `base_url="local"` starts a service on this machine then."""
+
+    _pyqwest_lost = False
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self.made: Transport | None = None
+        self.local: Any = None
+        self._lock = threading.Lock()
+        begin_anew_in_forks(self)
+
+    def _begin_anew(self) -> None:
+        """In a forked child: connections are its parent's."""
+        leave_behind(self.made)
+        if self.made is not None and self._uses_pyqwest:
+            Connection._pyqwest_lost = True
+        self.made = self.local = None
+        self._lock = threading.Lock()
+
+    def transport(self, metadata: Mapping[str, Any]) -> Transport:
+        """The transport; `metadata` is what its events say of the session when it is new."""
+        if self.made is None:
+            if self._pyqwest_lost and self._uses_pyqwest:
+                raise TinkerError(
+                    "TLS connections do not survive a fork: their library has threads of its own. "
+                    "Start worker processes with the spawn method, or fork before the first call."
+                )
+            self.made = Transport(self._located(), clock=self._clock)
+            self.made.metadata = metadata
+        return self.made
+
+    async def locate(self) -> None:
+        """Start the local service if that is meant, which takes seconds, without holding up the loop."""
+        if self._config.base_url == LOCAL:
+            await asyncio.to_thread(self._located)
+
+    def _located(self) -> Config:
+        """The settings with the address of the service."""
+        if self._config.base_url != LOCAL:
+            return self._config
+        with self._lock:
+            if self.local is None:
+                # By name: the client does not import the service, which needs packages of its own.
+                self.local = import_module("tinkex._local").hold()
+        # "local" was asked for, so a warning that its address is not the default one says nothing.
+        return self._config.replace(base_url=self.local.url, warn_on_base_url_mismatch=False)
+
+    @property
+    def _uses_pyqwest(self) -> bool:
+        config = self._config
+        secure = config.base_url.startswith("https:") or config.proxy is not None
+        return secure and config.http_client is None
+
+    async def close(self) -> None:
+        if self.made is not None:
+            await self.made.close()
+        if self.local is not None:
+            self.local.close()

@@ -1,0 +1,101 @@
+"""The heartbeat of a session: tells the service that it is in use, until it is closed, finished, given up or dropped.
+
+The heartbeat does not hold its session, so that a session which nobody uses any more is freed; then the heartbeat
+closes what is left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import ref
+
+from tinkex._wire.operations import operation
+from tinkex.errors import APIConnectionError, GoneError
+from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.events import HeartbeatFailed
+from tinkex.types import SessionHeartbeatRequest
+
+from .notices import logger
+from .transport import Transport
+
+__all__ = ["Heartbeat"]
+
+#: The service has to say this often in a row that the session is finished before the heartbeat stops.
+_FINISHED_AFTER: Final = 3
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """How the heartbeat of one session has gone so far."""
+
+    session_id: str
+    transport: Transport
+    metadata: Mapping[str, Any]
+    #: Called with the reason when the session is given up.
+    give_up: Callable[[Exception], None]
+    last_success: float
+    finished: int = 0
+    failures: int = 0
+
+    async def keep_beating(
+        self, session: ref[Any], let_go: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Beat for as long as `session` lives; then `let_go` of what is left of it."""
+        clock, interval = self.transport.clock, self.transport.config.heartbeat_interval
+        beating = True
+        while True:
+            await clock.sleep(interval)
+            if session() is None:
+                await let_go()
+                return
+            beating = beating and await self.beat()
+
+    async def beat(self) -> bool:
+        """Tell the service that the session is in use; whether to go on."""
+        request = SessionHeartbeatRequest(session_id=self.session_id)
+        try:
+            await self.transport.send(operation("session_heartbeat"), request)
+        except GoneError:
+            self.finished += 1
+            if self.finished == _FINISHED_AFTER:
+                logger.info("Session %s is finished; its heartbeat stops.", self.session_id)
+                return False
+        except Exception as error:  # a replaced HTTP client may raise anything
+            return self._failed(error)
+        else:
+            self.finished = self.failures = 0
+            self.last_success = self.transport.clock.monotonic()
+        return True
+
+    def _failed(self, error: Exception) -> bool:
+        self.finished, self.failures = 0, self.failures + 1
+        silent = self.transport.clock.monotonic() - self.last_success
+        if wants(HeartbeatFailed):
+            emit(HeartbeatFailed(self.session_id, silent, error, metadata=self.metadata))
+        if silent >= self.transport.config.heartbeat_warning_after:
+            logger.warning(
+                "No heartbeat of session %s has succeeded for %.0f s: %s",
+                self.session_id,
+                silent,
+                error,
+            )
+        if not self._gives_up(silent):
+            return True
+        told = (
+            f"Session {self.session_id} is given up after {silent:.0f} s without a heartbeat; "
+            "make a new client."
+        )
+        logger.warning("%s", told)
+        reason = APIConnectionError(message=told)
+        reason.__cause__ = error
+        self.give_up(reason)
+        return False
+
+    def _gives_up(self, silent: float) -> bool:
+        config = self.transport.config
+        most, longest = config.heartbeat_max_failures, config.heartbeat_max_silence
+        return (most is not None and self.failures > most) or (
+            longest is not None and silent > longest
+        )

@@ -1,0 +1,76 @@
+"""What a session is once it is open: values that do not change, and what each session counts."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinkex._retry import Clock
+from tinkex._version import PARITY_VERSION
+from tinkex.config import Config
+from tinkex.types import ClientConfigResponse, CreateSessionRequest
+
+from .budget import Budget, SampleBudget, sample_budget
+
+__all__ = ["About", "Configured", "Numbers", "Opened"]
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The flags of a service, and the limits that follow from them."""
+
+    flags: ClientConfigResponse
+    sample_budget: SampleBudget
+    response_room: Budget
+    training_room: Budget
+
+    @classmethod
+    def of(cls, flags: ClientConfigResponse, config: Config, clock: Clock) -> Configured:
+        return cls(
+            flags,
+            sample_budget(config, clock, flags.sample_dispatch_bytes_semaphore_size),
+            Budget(flags.inflight_response_bytes_semaphore_size),
+            Budget(flags.fwdbwd_dispatch_bytes_semaphore_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open session; its owner is the process that opened it, and finishes it."""
+
+    session_id: str
+    is_owner: bool
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a session says of itself when it is opened."""
+
+    user_metadata: Mapping[str, Any] | None
+    project_id: str | None
+    display_name: str | None
+
+    def request(self, tags: list[str]) -> CreateSessionRequest:
+        return CreateSessionRequest(
+            tags=tags,
+            user_metadata=None if self.user_metadata is None else dict(self.user_metadata),
+            sdk_version=PARITY_VERSION,
+            project_id=self.project_id,
+            display_name=self.display_name,
+        )
+
+
+class Numbers:
+    """The numbers of a session's models and samplers."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.models = itertools.count(first)
+        self.samplers = itertools.count(first)
+
+    @classmethod
+    def of_a_copy(cls) -> Numbers:
+        """Numbers far from those of the original: the service takes equal ones for the same request sent twice."""
+        return cls((1 << 20) + secrets.randbelow(1 << 30))
