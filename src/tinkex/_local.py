@@ -108,7 +108,7 @@ def hold(
 ) -> Holding:
     """Find or start the service of a data directory and hold on to it."""
     directory = data_directory(data_dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout
     while True:
         if _is_free(directory):  # an address that lies there is a dead one's

@@ -136,3 +136,28 @@ def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
     (tmp_path / "archive").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + record + files)
     with pytest.raises(InvalidInputError, match=r"archive: .*header is larger than"):
         unpack(tmp_path / "archive", tmp_path / "files")
+
+
+# -- from where -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", ["x-forwarded-for", "forwarded", "x-real-ip", "x-forwarded-host", "via"]
+)
+def test_request_that_a_proxy_has_forwarded_is_not_from_this_machine(running, saved, header):
+    with httpx.Client(trust_env=False) as http:
+        refused = http.post(
+            f"{running.url}/local/import",
+            params=QUERY,
+            headers=TAR | {header: "127.0.0.1"},
+            content=tar(*saved.items()),
+        )
+    assert refused.status_code == 403
+    assert "forwarded" in refused.json()["detail"]
+
+
+def test_service_behind_a_proxy_takes_no_adapters(saved):
+    with service("fake", behind_proxy=True) as running:
+        refused = post(running, saved)
+        assert refused.status_code == 403
+        assert "--behind-proxy" in refused.json()["detail"]

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.server.service import Service, Settings
 from tinkex.server.store import (
     CheckpointRow,
     Database,
@@ -27,6 +29,7 @@ from tinkex.server.store import (
     TelemetryRow,
     UsageRow,
 )
+from tinkex.types import CreateSessionRequest
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -504,3 +507,98 @@ def test_a_call_that_fails_fails_alone(store):
         type(None),
     ]
     assert {row.session_id for row in store.sessions(None, limit=50, offset=0)} == {"a", "c"}
+
+
+# -- one service at a time ---------------------------------------------------------------------------
+
+
+def test_database_has_one_service_at_a_time(postgres_url):
+    empty(postgres_url)
+    first, second = Store(postgres_url), Store(postgres_url)
+    try:
+        for each in (first, second):
+            each.open()
+        assert first.take_lease()
+        assert first.take_lease()  # it has it
+        assert not second.take_lease()
+        first.close()
+        assert second.take_lease()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_lease_that_is_lost_with_its_connection_is_taken_again_unless_another_has_it(postgres_url):
+    empty(postgres_url)
+    first, second = Store(postgres_url), Store(postgres_url)
+    administrator = sa.create_engine(postgres_url)
+
+    def cut() -> None:
+        with administrator.begin() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory'"
+            )
+
+    try:
+        for each in (first, second):
+            each.open()
+        assert first.take_lease()
+        cut()
+        assert first.take_lease()
+        cut()
+        assert second.take_lease()
+        assert not first.take_lease()
+    finally:
+        first.close()
+        second.close()
+        administrator.dispose()
+
+
+def test_second_service_on_a_database_does_not_start_and_ends_no_session_of_the_first(
+    postgres_url, tmp_path
+):
+    """Both data directories and the database are empty, so that nothing else tells them apart."""
+    empty(postgres_url)
+
+    def made(name: str) -> Service:
+        settings = Settings(
+            tmp_path / name,
+            ("tinkex/tiny",),
+            engine="fake",
+            engine_in_process=True,
+            database_url=postgres_url,
+            session_expiry=0.0,
+        )
+        return Service(settings)
+
+    async def scenario() -> None:
+        first = made("first")
+        await first.start()
+        second = made("second")
+        with pytest.raises(ConfigError, match=r"database_url: .*another service"):
+            await second.start()
+        assert not (tmp_path / "second" / "identity").exists()
+        begin = CreateSessionRequest(tags=[], sdk_version="0")
+        session_id = await first.sessions.create("me", begin, None)
+        # A service that has lost the database to another one leaves everything as it is.
+        taken = Store(postgres_url)
+        taken.open()
+        engine = sa.create_engine(postgres_url)
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory'"
+            )
+        engine.dispose()
+        assert taken.take_lease()
+        await first.keep_house()
+        await first.sessions.check_active(session_id, "me")
+        taken.close()
+        await first.stop()
+        third = made("first")
+        await third.start()
+        await third.keep_house()
+        with pytest.raises(InvalidInputError, match="has ended"):
+            await third.sessions.check_active(session_id, "me")
+        await third.stop()
+
+    asyncio.run(scenario())

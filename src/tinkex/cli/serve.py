@@ -84,6 +84,11 @@ __all__ = ["command"]
     "than once. Names: pending, results, journal_bytes, sessions, models, samplers, checkpoint_bytes, "
     "telemetry_bytes.",
 )
+@click.option(
+    "--behind-proxy",
+    is_flag=True,
+    help="A proxy on this machine forwards requests of others: none counts as made on this machine.",
+)
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
 @click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
 def command(
@@ -100,6 +105,7 @@ def command(
     chosen: tuple[str, ...],
     body_limits: tuple[str, ...],
     limits: tuple[str, ...],
+    behind_proxy: bool,
     engine: str,
     leased: bool,
 ) -> None:
@@ -125,6 +131,7 @@ def command(
         allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),
         limits=Limits.of_options(limits),
+        behind_proxy=behind_proxy,
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
         **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ipaddress
 import secrets
 import shutil
 import tarfile
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
+from tinkex.config import is_loopback
 from tinkex.engine import directories
 from tinkex.engine.files import make_directory
 from tinkex.errors import (
@@ -47,6 +47,15 @@ MEDIA_TYPE: Final = "application/x-tar"
 LIMIT: Final = 8 << 30
 
 _MANIFEST: Final = "tinkex.json"
+#: Headers with which a proxy says that it forwards a request.
+_FORWARDING: Final = (
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+)
 _READ_LIMIT: Final = 1 << 20
 #: What an archive may hold: an adapter, and what a checkpoint of ours has besides.
 _ALLOWED: Final = frozenset({*archives.ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
@@ -70,7 +79,7 @@ async def receive(
     service: Service, owner: str, request: Request, *, limit: int = LIMIT
 ) -> dict[str, Any]:
     """Take an adapter in; the run it became, and the checkpoints of it."""
-    _check_is_near(request)
+    _check_is_near(request, behind_proxy=service.settings.behind_proxy)
     asked = _asked(request)
     service.engine.check_model(asked.base_model, "base_model")
     service.checkpoints.check_room(owner)  # before gigabytes are sent in vain
@@ -90,15 +99,23 @@ async def receive(
 # -- what is asked ---------------------------------------------------------------------------------
 
 
-def _check_is_near(request: Request) -> None:
+def _check_is_near(request: Request, *, behind_proxy: bool) -> None:
+    """Refuse a request that was not made on this machine.
+
+    A proxy on this machine connects from a loopback address too. Most proxies say that they forward a request, and
+    then it does not count as near, whatever address they name; for one that is silent there is `behind_proxy`.
+    """
+    if behind_proxy:
+        raise PermissionDeniedError(
+            "Adapters are taken from the machine of the service only, and behind a proxy (--behind-proxy) nobody "
+            "can tell who is there."
+        )
+    if any(name in request.headers for name in _FORWARDING):
+        raise PermissionDeniedError(
+            "Adapters are taken from the machine of the service only, and this request was forwarded by a proxy."
+        )
     host = request.client.host if request.client is not None else ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        near = False
-    else:
-        near = (getattr(address, "ipv4_mapped", None) or address).is_loopback
-    if not near:
+    if not is_loopback(host.removeprefix("::ffff:")):  # IPv4 on a socket for both
         raise PermissionDeniedError("Adapters are taken from the machine of the service only.")
 
 

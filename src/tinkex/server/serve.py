@@ -30,6 +30,7 @@ from .connections import (
     raise_descriptor_limit,
 )
 from .leases import Leases
+from .private import UMASK
 from .service import Service, Settings
 
 __all__ = ["ADDRESS_FILE", "ServiceThread", "run"]
@@ -49,6 +50,7 @@ def run(
     """Serve until SIGINT or SIGTERM, or, if `leased`, until the last holder has gone."""
     require_keys(host, settings.keys)
     raise_descriptor_limit()
+    os.umask(UMASK)  # this process only serves; its engine inherits it
 
     async def serve() -> None:
         stop = asyncio.Event()
@@ -198,7 +200,7 @@ class _Server(uvicorn.Server):
 
 def _make_directory(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}", field="data_dir") from None
 
@@ -227,5 +229,6 @@ def _url(listening: socket.socket) -> str:
 
 def _write_address(path: Path, url: str) -> None:
     scratch = path.with_suffix(".tmp")
+    scratch.touch(0o600)
     scratch.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     scratch.replace(path)

@@ -35,6 +35,7 @@ from .journal import Journal, Kind, Record
 from .losses import Losses
 from .model_work import ModelWork
 from .models import Models
+from .private import close_to_others
 from .quotas import Limits, Quotas
 from .reports import Reports
 from .retention import Retention
@@ -138,6 +139,8 @@ class Settings:
     max_loss_bytes: int = LossLimits.max_loss_bytes
     max_loss_work: int = LossLimits.max_loss_work
     use_retrieve_futures: bool = False
+    #: Whether a proxy on this machine forwards requests of others: then no request counts as made on this machine.
+    behind_proxy: bool = False
     #: What time it is.
     now: Callable[[], datetime] = now_utc
 
@@ -288,12 +291,15 @@ class Service:
 
     async def start(self) -> Ready:
         """Open everything, wait for the engine, go on with what was accepted before."""
-        make_directory(self.settings.data_dir)
+        data = self.settings.data_dir
+        make_directory(data, 0o700)
         self._lock.take()
         try:
-            self.signer = Signer.from_file(self.settings.data_dir / "secret")
+            close_to_others(data)
+            self.signer = Signer.from_file(data / "secret")
             await self.database(self.database.store.open)
-            await self.database(identity.join, self.settings.data_dir, self.database.store)
+            await self._take_database()
+            await self.database(identity.join, data, self.database.store)
             self.checkpoints.clear_scratch()
             self.snapshots.clear_scratch()
             self.samplers.clear_scratch()
@@ -312,6 +318,15 @@ class Service:
         for chore in (self.keep_house, self._compact):
             self._housekeeping.append(asyncio.create_task(self._repeat(chore)))
         return self.ready
+
+    async def _take_database(self) -> None:
+        """Refuse a database that another service is using: each would end the sessions of the other."""
+        if not await self.database(self.database.store.take_lease):
+            raise ConfigError(
+                "another service is using this database; stop that one, or give each service a database "
+                "and a data directory of its own",
+                field="database_url",
+            )
 
     async def stop(self) -> None:
         """Leave everything as it is; what was accepted and not done is done after the next start."""
@@ -420,7 +435,10 @@ class Service:
         """Let go of what has expired and of old results, write down what is counted.
 
         What gives room back comes before what needs some, and nothing that fails stands in the way of the rest.
+        Without the lease of the database nothing is done: what looks expired may belong to another service.
         """
+        if not await self._has_database():
+            return
         for step in (
             self.checkpoints.delete_expired,
             self.samplers.delete_expired,
@@ -431,6 +449,16 @@ class Service:
             self.usage.write,
         ):
             await _attempt(step)
+
+    async def _has_database(self) -> bool:
+        try:
+            has = await self.database(self.database.store.take_lease)
+        except Exception as error:
+            logger.warning("The database does not answer, so nothing is cleared up: %s", error)
+            return False
+        if not has:
+            logger.error("Another service is using the database of this one; stop one of them.")
+        return has
 
     async def _compact(self) -> None:
         await _attempt(self.retention.compact)

@@ -14,7 +14,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -173,6 +173,14 @@ _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE INDEX ix_samplers_expires_at ON samplers (expires_at)",
     ),
 )
+#: One lease for each schema of a database; the first number is ours alone.
+_TAKE_LEASE: Final = "SELECT pg_try_advisory_lock(1953066596, hashtext(current_schema()))"
+#: PostgreSQL notices within a minute that the machine of a holder is gone.
+_LEASE_KEEPALIVE: Final = (
+    "SET tcp_keepalives_idle = 30",
+    "SET tcp_keepalives_interval = 10",
+    "SET tcp_keepalives_count = 3",
+)
 #: What SQLite says of a full disk, and of a file that may not grow.
 _NO_ROOM: Final = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -288,6 +296,7 @@ class Store:
         self._url = url
         self._engine: Engine | None = None
         self._shared: Connection | None = None  # of the transaction that several methods share
+        self._lease: Connection | None = None
 
     def open(self) -> None:
         self._engine = _new_engine(self._url)
@@ -320,9 +329,50 @@ class Store:
         return self._engine is not None
 
     def close(self) -> None:
+        self._drop_lease()
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+
+    # -- lease -------------------------------------------------------------------------------
+
+    def take_lease(self) -> bool:
+        """Whether this store is the only one with a lease of the database, which it has until it is closed.
+
+        In PostgreSQL the lease is a lock of a connection, so it ends with its holder, however that ends. If the
+        connection was lost, it is taken again, unless another has it by now. SQLite needs none: its file is in a data
+        directory, which has a lock of its own.
+        """
+        assert self._engine is not None, "the store is not open"
+        if self._engine.dialect.name != "postgresql":
+            return True
+        if self._lease is not None:
+            try:
+                self._lease.execute(sa.select(1))
+            except sa.exc.DBAPIError:
+                self._drop_lease()
+            else:
+                return True
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        try:
+            for statement in _LEASE_KEEPALIVE:
+                connection.execute(sa.text(statement))
+            taken = bool(connection.scalar(sa.text(_TAKE_LEASE)))
+        except BaseException:
+            connection.invalidate()
+            connection.close()
+            raise
+        if taken:
+            self._lease = connection
+        else:
+            connection.close()
+        return taken
+
+    def _drop_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.invalidate()  # not back to the pool: the lock is of the connection
+            self._lease.close()
+            self._lease = None
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -719,6 +769,7 @@ class Store:
 def _new_engine(url: str) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         return sa.create_engine(url, pool_pre_ping=True)
+    _create_closed(make_url(url).database)
     engine = sa.create_engine(url, connect_args={"check_same_thread": False, "timeout": 30})
 
     @sa.event.listens_for(engine, "connect")
@@ -739,6 +790,13 @@ def _new_engine(url: str) -> Engine:
         driver.execute("BEGIN IMMEDIATE")
 
     return engine
+
+
+def _create_closed(file: str | None) -> None:
+    """Make the file of a new database, for its owner alone; SQLite gives its other files the same mode."""
+    if file and file != ":memory:":
+        with suppress(OSError):  # SQLite says it better
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
 
 
 def _values(row: Any) -> dict[str, Any]:
