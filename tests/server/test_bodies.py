@@ -61,7 +61,6 @@ def test_only_operations_with_tensors_take_more_than_a_megabyte():
         "forward_backward",
         "asample",
         "stream_sample",
-        "create_custom_loss",
     }
 
 
@@ -87,19 +86,19 @@ def test_a_prompt_of_a_million_chunks_is_refused(api):
     body = packed(json.dumps(sampler.request(fields={"prompt": {"chunks": chunks}})).encode())
     refused = api.post("asample", body, headers=ZSTD)
     assert refused.status_code == 413
-    few = json.dumps(sampler.request(fields={"prompt": {"chunks": chunks[:30_000]}})).encode()
+    few = json.dumps(sampler.request(fields={"prompt": {"chunks": chunks[:10_000]}})).encode()
     refused = api.post("asample", few)
     assert refused.status_code == 413
-    assert "asample holds more than 50000 objects and lists" in refused.json()["detail"]
+    assert "asample holds more than 10000 objects and lists" in refused.json()["detail"]
     assert sampler.tokens()
 
 
-def test_a_pass_of_a_million_tiny_fields_is_refused(api):
+def test_a_pass_of_many_tiny_fields_is_refused(api):
     model = api.model()
-    for body in (b"\x1a\x00" * 1_000_000, b"\x1a\x80\x89\x7a" + b"\x0a\x00" * 1_000_000):
+    for body in (b"\x1a\x00" * 110_000, b"\x1a\x80\x89\x7a" + b"\x0a\x00" * 1_000_000):
         refused = api.post("forward_backward", body, headers={"content-type": PROTO})
         assert refused.status_code == 413
-        assert "forward_backward holds more than 250000 fields" in refused.json()["detail"]
+        assert "forward_backward holds more than 100000 fields" in refused.json()["detail"]
     assert model.step() > 0
 
 

@@ -69,10 +69,11 @@ class BodyLimits:
 
 #: Calls whose body is stored as it is, such as metadata of a session.
 _STORED: Final = BodyLimits(json=256 << 10)
-_GRAPH: Final = BodyLimits(json=4 << 20, items=100_000)
-_SAMPLE: Final = BodyLimits(json=16 << 20, items=50_000)
+#: Clients send at most a hundred events at a time.
+_EVENTS: Final = BodyLimits(items=5_000)
+_SAMPLE: Final = BodyLimits(json=8 << 20, items=10_000)
 # Official clients send up to 1,024 examples and 5 MB a request, more only if a single example is larger.
-_PASS: Final = BodyLimits(json=32 << 20, protobuf=256 << 20, items=250_000)
+_PASS: Final = BodyLimits(json=16 << 20, protobuf=64 << 20, items=100_000)
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -274,7 +275,6 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         types.CreateCustomLossResponse,
         "CreateCustomLoss",
         flag="custom_loss_server_side",
-        limits=_GRAPH,
     ),
     # weights
     _queued("load_weights", types.LoadWeightsRequest, types.LoadWeightsResponse, "LoadWeights"),
@@ -431,6 +431,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         pool=Pool.TELEMETRY,
         retries=False,
         timeout=5.0,
+        limits=_EVENTS,
     ),
     _get(
         "get_audit_log", "audit", types.AuditLogResponse, types.GetAuditLogRequest, redirects=True

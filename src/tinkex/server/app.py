@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinkex._version import __version__
 from tinkex._wire import json_codec
 from tinkex._wire.failures import response_from_error
-from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex._wire.operations import OPERATIONS, Body, Operation, Pool
 from tinkex.errors import (
     InternalServerError,
     NotFoundError,
@@ -271,9 +271,10 @@ def _error_response(error: BaseException, name: str) -> Response:
 def _uses_up_its_number(row: Operation[Any], status: int) -> bool:
     """Whether a client that gets this status goes on with the next number instead of sending this one again.
 
-    A body that is too large is not read, so nothing is known of its number.
+    A body that is too large is not read, so nothing is known of its number. Samples have no order.
     """
-    return row.queued and status not in {401, 408, 413, 429, 499} and status < 500
+    ordered = row.queued and row.pool is not Pool.SAMPLING
+    return ordered and status not in {401, 408, 413, 429, 499} and status < 500
 
 
 def _note_refusal(service: Service, owner: str, refused: Any) -> None:

@@ -25,8 +25,8 @@ PROTO: Final = "application/x-protobuf"
 #: Levels of objects and lists in one another. No request of the protocol has more than ten; what is stored as JSON
 #: must stay below the recursion limit of whoever reads it.
 MAX_DEPTH: Final = 64
-#: Bodies below this size cannot hold enough fields to be slow.
-_COUNTED_FROM: Final = 1 << 20
+#: The smallest field of a protobuf message has two bytes.
+_FIELD_BYTES: Final = 2
 #: Fields of which the protocol says that a value that does not fit is refused (400), rather than unreadable (422).
 _REFUSED: Final[Mapping[str, str]] = {
     "assign_session_project": "project_id",
@@ -40,8 +40,9 @@ _REFUSED: Final[Mapping[str, str]] = {
 def decode(row: Operation[Any], body: bytes, media: str) -> Any:
     """The request that a body holds."""
     if media == "proto":
-        if len(body) > _COUNTED_FROM and has_more_fields(
-            body, ForwardBackwardRequest.DESCRIPTOR, row.limits.items
+        items = row.limits.items
+        if len(body) > items * _FIELD_BYTES and has_more_fields(
+            body, ForwardBackwardRequest.DESCRIPTOR, items
         ):
             raise _too_many(row, "fields")
         return proto_codec.decode_forward_backward_request(body)

@@ -115,12 +115,12 @@ class Settings:
     url_lifetime: float = 3600.0
     #: Upper bounds of any body, as received and decompressed. Each operation has limits of its own below them
     #: (`Operation.limits`), which `body_limits` replaces by name.
-    max_body_bytes: int = 256 << 20
-    max_decoded_bytes: int = 256 << 20
+    max_body_bytes: int = 64 << 20
+    max_decoded_bytes: int = 64 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
     #: Bytes of bodies, received and decompressed, of requests that are being read or checked.
-    max_inflight_bytes_per_key: int = 512 << 20
-    max_inflight_bytes: int = 2 << 30
+    max_inflight_bytes_per_key: int = 256 << 20
+    max_inflight_bytes: int = 1 << 30
     #: Connections, and the head of a request. The number is lowered where fewer files can be open.
     max_connections: int = 10_000
     max_head_bytes: int = 64 << 10
