@@ -102,6 +102,20 @@ def test_a_pass_of_many_tiny_fields_is_refused(api):
     assert model.step() > 0
 
 
+def test_a_pass_of_more_examples_than_allowed_is_refused_and_not_waited_for(api):
+    model = api.model()
+    for operation, name in (
+        ("forward_backward", "forward_backward_input"),
+        ("forward", "forward_input"),
+    ):
+        inputs = {"data": [datum((5,), (6,))] * 2049, "loss_fn": "cross_entropy"}
+        refused = model.ask(operation, **{name: inputs})
+        assert refused.status_code == 400
+        assert refused.json()["field"] == f"{name}.data"
+        assert "setting max_examples" in refused.json()["detail"]
+    assert model.step() > 0
+
+
 @pytest.mark.parametrize("depth", [65, 900, 5000])
 def test_deep_nesting_is_refused(api, depth):
     nested = '{"a":' * depth + "1" + "}" * depth

@@ -15,7 +15,6 @@ from typing import Any, Final
 import orjson
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
@@ -145,11 +144,21 @@ class _KeepsPagesAway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._app
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            error = refusal(scope["method"], headers.getlist("host"), headers, self._allowed)
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            headers = {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name in _OF_BROWSERS
+            }
+            error = refusal(scope["method"], hosts, headers, self._allowed)
             if error is not None:
                 answer = _error_response(error, "request")
         await answer(scope, receive, send)
+
+
+_OF_BROWSERS: Final = frozenset(
+    (b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
+)
 
 
 def _lease(service: Service, leases: Leases) -> Any:

@@ -78,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
             0  # bytes since the parser last came to the end of a head or of a piece of body
         )
         self._has_begun = False
+        self._head_bytes = 0
         self._received = 0  # bytes of the body in this period
         self._dropped = 0
         self._unsent = (0, self.since)
@@ -150,15 +151,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._enter(Phase.HEAD)
         self._has_begun = True
+        self._head_bytes = 0
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.phase is not Phase.HEAD:  # a trailer, of which nobody here knows anything
             return
+        self._head_bytes += len(name) + len(value) + 4
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        size = len(self.url) + self._head_bytes
         if size > self._limits.max_head_bytes or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
         elif len(self.url) > MAX_TARGET_BYTES:

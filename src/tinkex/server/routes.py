@@ -293,9 +293,20 @@ async def _submitted(
     return _promised(promise)
 
 
+def _check_examples(call: Call) -> None:
+    request, limit = call.request, call.service.settings.max_examples
+    forward = isinstance(request, types.ForwardRequest)
+    field = "forward_input" if forward else "forward_backward_input"
+    count = len(getattr(request, field).data)
+    if count > limit:
+        raise InvalidInputError(
+            f"must be at most {limit} examples, got {count}; the limit is the service's setting max_examples",
+            field=f"{field}.data",
+        )
+
+
 for _name in (
     "unload_model",
-    "forward",
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
@@ -305,7 +316,14 @@ for _name in (
 
 
 @_handles
+async def forward(call: Call) -> types.UntypedAPIFuture:
+    _check_examples(call)
+    return await _submitted(call)
+
+
+@_handles
 async def forward_backward(call: Call) -> Response:
+    _check_examples(call)
     part = None
     if isinstance(call.request, types.ForwardBackwardRequest):  # a forward pass has no gradients
         part = PassPart.of(call.headers)

@@ -121,6 +121,8 @@ class Settings:
     #: Bytes of bodies, received and decompressed, of requests that are being read or checked.
     max_inflight_bytes_per_key: int = 256 << 20
     max_inflight_bytes: int = 1 << 30
+    #: Examples in one training request; clients send at most 1,024.
+    max_examples: int = 2048
     #: Connections, and the head of a request. The number is lowered where fewer files can be open.
     max_connections: int = 10_000
     max_head_bytes: int = 64 << 10
