@@ -13,6 +13,7 @@ import torch
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.server.auth import Keys
 from tinkex.server.imports import unpack
+from tinkex.server.quotas import Limits
 from tinkex.server.service import Settings
 from tinkex.testing import service
 
@@ -136,6 +137,24 @@ def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
     (tmp_path / "archive").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + record + files)
     with pytest.raises(InvalidInputError, match=r"archive: .*header is larger than"):
         unpack(tmp_path / "archive", tmp_path / "files")
+
+
+def test_archive_counts_towards_the_checkpoints_of_its_owner_before_it_is_sent(saved):
+    archive = tar(*saved.items())
+    with (
+        service("fake", limits=Limits(checkpoint_bytes=len(archive) - 1)) as running,
+        httpx.Client(trust_env=False) as http,
+    ):
+        place = f"{running.url}/local/import"
+        refused = http.post(place, params=QUERY, headers=TAR, content=archive)
+        assert refused.status_code == 429
+        assert "--limit checkpoint_bytes=" in refused.json()["detail"]
+        unstated = http.post(place, params=QUERY, headers=TAR, content=iter([archive]))
+        assert unstated.status_code == 413
+        assert refused.headers["x-should-retry"] == "false"
+    with service("fake", limits=Limits(checkpoint_bytes=len(archive))) as running:
+        assert post(running, saved).status_code == 200
+        assert post(running, saved).status_code == 429
 
 
 # -- from where -------------------------------------------------------------------------------------------

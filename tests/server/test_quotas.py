@@ -383,6 +383,8 @@ def test_refusal_names_the_limit_and_clients_repeat_it_only_where_waiting_helps(
     quota.release("ann", 1)
     quota.take("ann")
     assert quota.total == 5 << 30
+    with pytest.raises(RateLimitError, match="This key has 0 "):
+        quota.check("bob", 6 << 30)
 
 
 def test_every_limit_is_documented():

@@ -11,7 +11,8 @@ import io
 import secrets
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,18 +83,37 @@ async def receive(
     _check_is_near(request, behind_proxy=service.settings.behind_proxy)
     asked = _asked(request)
     service.engine.check_model(asked.base_model, "base_model")
-    service.checkpoints.check_room(owner)  # before gigabytes are sent in vain
     # Where the service clears up after a crash.
     scratch = service.checkpoints.place("imports", "training", f".{secrets.token_hex(8)}")
     try:
         await asyncio.to_thread(scratch.mkdir, parents=True)
-        archive, files = scratch / "archive.tar", scratch / "files"
-        await _store(request, archive, limit)
-        await asyncio.to_thread(unpack, archive, files, limit=limit)
-        await _rewritten(service, asked, files, scratch)
+        with _reserved(service, owner, request, limit) as size:
+            archive, files = scratch / "archive.tar", scratch / "files"
+            await _store(request, archive, size)
+            await asyncio.to_thread(unpack, archive, files, limit=size)
+            await _rewritten(service, asked, files, scratch)
         return await _listed(service, owner, asked, scratch)
     finally:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+
+
+@contextmanager
+def _reserved(service: Service, owner: str, request: Request, limit: int) -> Iterator[int]:
+    """Count an archive towards the checkpoints of its owner while it is on the disk; how large it may be.
+
+    Where its size is not stated, it may take all that the owner has left.
+    """
+    stated = request.headers.get("content-length", "")
+    quota = service.quotas.checkpoint_bytes
+    size = int(stated) if stated.isdigit() else quota.limit - quota.used(owner)
+    if stated.isdigit() and size > limit:
+        raise _too_large(limit)
+    size = max(1, min(size, limit))
+    quota.take(owner, size)
+    try:
+        yield size
+    finally:
+        quota.release(owner, size)
 
 
 # -- what is asked ---------------------------------------------------------------------------------
@@ -140,10 +160,7 @@ def _asked(request: Request) -> _Asked:
 
 
 async def _store(request: Request, file: Path, limit: int) -> None:
-    """Put the body into a file; anything over the limit is refused, where it is stated unread."""
-    stated = request.headers.get("content-length", "")
-    if stated.isdigit() and int(stated) > limit:
-        raise _too_large(limit)
+    """Put the body into a file; anything over the limit is refused."""
     size = 0
     with await asyncio.to_thread(file.open, "wb") as target:
         async for part in request.stream():

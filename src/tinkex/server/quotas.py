@@ -34,8 +34,9 @@ class LimitInfo(NamedTuple):
         """An amount with its unit, if that is bytes."""
         if not self.name.endswith("_bytes"):
             return f"{amount:,}"
-        unit = max((each for each in _SUFFIXES.items() if each[1] <= amount), key=lambda e: e[1])
-        return f"{amount / unit[1]:.4g} {unit[0] or 'bytes'}" if amount else "0 bytes"
+        unit = max((size for size in _SUFFIXES.values() if size <= amount), default=1)
+        name = next(name for name, size in _SUFFIXES.items() if size == unit)
+        return f"{amount / unit:.4g} {name or 'bytes'}"
 
 
 def _limit(default: int, what: str, advice: str, retry_after: float | None = None) -> Any:
@@ -59,7 +60,7 @@ class Limits:
     )
     journal_bytes: int = _limit(
         16 << 30,
-        "requests and results kept in the journal",
+        "of requests and results in the journal",
         "fetch results that are ready, call optim_step, or unload models, then send more",
         5.0,
     )
@@ -69,9 +70,9 @@ class Limits:
     models: int = _limit(100, "live models", "unload some, or finish their sessions")
     samplers: int = _limit(10_000, "samplers of active sessions", "finish some sessions")
     checkpoint_bytes: int = _limit(
-        500 << 30, "checkpoints", "delete some, or save with ttl_seconds"
+        500 << 30, "of checkpoints", "delete some, or save with ttl_seconds"
     )
-    telemetry_bytes: int = _limit(256 << 20, "reported events", "the oldest are deleted")
+    telemetry_bytes: int = _limit(256 << 20, "of reported events", "the oldest are deleted")
 
     @classmethod
     def of_options(cls, options: Iterable[str]) -> Limits:
@@ -122,13 +123,13 @@ class Quota:
     def check(self, owner: str, more: int = 1) -> None:
         """Refuse what would exceed the limit."""
         if not self.has_room(owner, more):
-            raise self.exceeded(owner)
+            raise self.exceeded(owner, more)
 
-    def exceeded(self, owner: str) -> RateLimitError:
+    def exceeded(self, owner: str, more: int = 1) -> RateLimitError:
         info = self._info
         error = RateLimitError(
-            f"This key has {info.shown(self.used(owner))} of {info.what}, and may have "
-            f"{info.shown(self.limit)}: {info.advice}. The operator can raise the limit with "
+            f"This key has {info.shown(self.used(owner))} {info.what}, and {info.shown(more)} more would exceed its "
+            f"limit of {info.shown(self.limit)}: {info.advice}. The operator can raise the limit with "
             f"`tinkex serve --limit {info.name}=...`.",
             retry_after=info.retry_after,
         )

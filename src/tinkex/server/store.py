@@ -688,20 +688,16 @@ class Store:
 
     def trim_telemetry(self, owner: str, size: int) -> None:
         """Delete the oldest events of an owner, at least so many bytes of them."""
-        oldest = (
-            sa.select(_telemetry.c.id, _EVENT_BYTES)
+        before = sa.func.sum(_EVENT_BYTES).over(order_by=_telemetry.c.id) - _EVENT_BYTES
+        events = (
+            sa.select(_telemetry.c.id, before.label("before"))
             .where(_telemetry.c.owner == owner)
-            .order_by(_telemetry.c.id)
+            .subquery()
         )
+        last = sa.select(sa.func.max(events.c.id)).where(events.c.before < size)
+        old = sa.and_(_telemetry.c.owner == owner, _telemetry.c.id <= last.scalar_subquery())
         with self._transaction() as connection:
-            last = None
-            for number, length in connection.execute(oldest):
-                if size <= 0:
-                    break
-                last, size = number, size - length
-            if last is not None:
-                old = sa.and_(_telemetry.c.owner == owner, _telemetry.c.id <= last)
-                connection.execute(_telemetry.delete().where(old))
+            connection.execute(_telemetry.delete().where(old))
 
     def telemetry_bytes(self, owner: str | None = None) -> dict[str, int]:
         """How many bytes of events are kept, by owner."""
