@@ -164,7 +164,7 @@ def transformers(monkeypatch):
 
 @pytest.mark.usefixtures("transformers")
 def test_transformers_is_trusted_with_code_only_at_a_pinned_revision():
-    assert load_tokenizer("org/model") == ("org/model", {})
+    assert load_tokenizer("org/model") == ("org/model", {"trust_remote_code": False})
     assert load_tokenizer(KIMI) == (
         KIMI,
         {"revision": KIMI_REVISION, "trust_remote_code": True},
@@ -190,7 +190,7 @@ def test_models_whose_makers_have_a_package_for_it(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "tml_tokenizers", types.ModuleType("tml_tokenizers"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert load_tokenizer(name) == "theirs"
-    assert load_tokenizer(f"{name}-unknown") == (f"{name}-unknown", {})
+    assert load_tokenizer(f"{name}-unknown") == (f"{name}-unknown", {"trust_remote_code": False})
 
 
 # -- using ---------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ from .runtime import (
 from .sample_answers import check_answered, lacks_alternatives, with_first_logprob
 from .sample_stream import SampleEvents
 from .session import Session
-from .tokenizers import load_tokenizer, tokenizer_id
+from .tokenizer_files import loadable_tokenizer
+from .tokenizers import load_tokenizer
 from .transport import RawResponse
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class SamplingClient(SamplingClientAsync):
         self._base_model: str | None = None
         self._model_id: str | None = None  # of the run whose weights are sampled
         self._metadata: Mapping[str, Any] | None = None
+        self._tokenizer_id: str | None = None
         self._told_of_alternatives = False
         begin_anew_in_forks(self)
 
@@ -325,9 +327,13 @@ class SamplingClient(SamplingClientAsync):
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the base model, as transformers loads it."""
-        path = {"sampler_id": self._sampling_session_id}
-        found = self._session.start_call("get_sampler", path=path).result()
-        return load_tokenizer(tokenizer_id(found.base_model, found.tokenizer_id))
+        if self._tokenizer_id is None:
+            path = {"sampler_id": self._sampling_session_id}
+            found = self._session.start_call("get_sampler", path=path).result()
+            self._tokenizer_id = loadable_tokenizer(
+                self._session, found.base_model, found.tokenizer_id, found.tokenizer_sha256
+            )
+        return load_tokenizer(self._tokenizer_id)
 
     def get_telemetry(self) -> Reporter:
         """What reports to the service on this session; where that is switched off, it is false and takes nothing."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["decode", "encode", "load_tokenizer", "set_tokenizer_loader", "tokenizer_id"]
+__all__ = ["decode", "encode", "is_path", "load_tokenizer", "set_tokenizer_loader", "tokenizer_id"]
 
 Loader = Callable[[str, str | None], Any]
 
@@ -36,7 +36,7 @@ def tokenizer_id(model_name: str, stated: str | None = None) -> str:
     A suffix after the first colon names a variant of the model, not of its tokenizer. The path of a local
     directory is nothing but that.
     """
-    if _LOCAL.match(stated or model_name):
+    if is_path(stated or model_name):
         return stated or model_name
     name = (stated or model_name).partition(":")[0]
     if not stated:
@@ -45,6 +45,11 @@ def tokenizer_id(model_name: str, stated: str | None = None) -> str:
         if name.count("/") == 2:
             name = name.rpartition("/")[0]
     return _SHARED.get(name, name)
+
+
+def is_path(name: str) -> bool:
+    """Whether an id names a directory on some disk rather than a model of the hub."""
+    return _LOCAL.match(name) is not None
 
 
 def _default_loader(name: str, revision: str | None) -> Any:
@@ -71,8 +76,11 @@ def _from_transformers(name: str, revision: str | None) -> Any:
         raise InvalidInputError(
             "loading a tokenizer needs transformers: pip install 'tinkex[hf]'", field="tokenizer"
         ) from error
-    pinned = {} if revision is None else {"revision": revision, "trust_remote_code": True}
-    return AutoTokenizer.from_pretrained(name, **pinned)
+    # Only a pinned revision may run code; transformers must not ask at a terminal either.
+    options: dict[str, Any] = {"trust_remote_code": revision is not None}
+    if revision is not None:
+        options["revision"] = revision
+    return AutoTokenizer.from_pretrained(name, **options)
 
 
 _cache: dict[str, Any] = {}

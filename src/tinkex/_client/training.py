@@ -60,7 +60,8 @@ from .passes import Parts, TrainingWire
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
-from .tokenizers import decode, encode, load_tokenizer, tokenizer_id
+from .tokenizer_files import loadable_tokenizer
+from .tokenizers import decode, encode, load_tokenizer
 from .traced_loss import LossHandle
 from .transport import RawResponse
 from .turns import Turn, Turns
@@ -102,6 +103,7 @@ class TrainingClient(TrainingClientAsync):
         self._queue_logger = QueueLogger("Training", model_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
         self._after_step: tuple[Callable[[], object], ...] = ()
+        self._tokenizer_id: str | None = None
         self._sampler_names: set[str] = set()  # of the sampler checkpoints saved here
 
     def __repr__(self) -> str:
@@ -498,12 +500,16 @@ class TrainingClient(TrainingClientAsync):
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loads it."""
-        data = self.get_info().model_data
-        if data.model_name is None and data.tokenizer_id is None:
-            raise InvalidInputError(
-                "the service names neither model nor tokenizer", field="model_data"
+        if self._tokenizer_id is None:
+            data = self.get_info().model_data
+            if data.model_name is None and data.tokenizer_id is None:
+                raise InvalidInputError(
+                    "the service names neither model nor tokenizer", field="model_data"
+                )
+            self._tokenizer_id = loadable_tokenizer(
+                self._session, data.model_name or "", data.tokenizer_id, data.tokenizer_sha256
             )
-        return load_tokenizer(tokenizer_id(data.model_name or "", data.tokenizer_id))
+        return load_tokenizer(self._tokenizer_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without a chat template."""

@@ -35,12 +35,13 @@ from tinkex.types import (
     TelemetryResponse,
 )
 
-from . import archives, imports, openapi, pages, reports
+from . import archives, imports, openapi, pages, reports, tokenizers
 from .bodies import Received
 from .disk import as_client_error
 from .guard import refusal
 from .leases import Leases
 from .metrics import Metrics
+from .nearness import is_near
 from .ranges import asked_range
 from .routes import HANDLERS, Call, owner_of
 from .service import Service
@@ -124,6 +125,8 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route("/traces/{session_id}", _guarded(service, _trace)),
         Route(imports.PATH, import_adapter, methods=["POST"]),
         Route(reports.PATH, list_telemetry),
+        Route(tokenizers.FILES_PATH, _with_key(service, tokenizers.file)),
+        Route(tokenizers.PATH, _with_key(service, tokenizers.listed)),
     ]
     if leases is not None:
         routes.append(Route("/lease", _lease(service, leases)))
@@ -159,6 +162,20 @@ class _KeepsPagesAway:
 _OF_BROWSERS: Final = frozenset(
     (b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
 )
+
+
+def _with_key(service: Service, serve: Any) -> Any:
+    """An endpoint for whoever has a key."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            owner_of(service, request.headers)
+            response: Response = await serve(service, request)
+        except Exception as error:
+            return _error_response(error, "download")
+        return response
+
+    return endpoint
 
 
 def _lease(service: Service, leases: Leases) -> Any:
@@ -236,6 +253,7 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
                 body=received.body,
                 media=received.media,
                 base_url=_base_url(request),
+                is_near=is_near(request) and not service.settings.behind_proxy,
             )
             result = await handler(call)
         except Exception as error:

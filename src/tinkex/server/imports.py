@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from tinkex.config import is_loopback
 from tinkex.engine import directories
 from tinkex.engine.files import make_directory
 from tinkex.errors import (
@@ -37,6 +36,7 @@ from tinkex.types import (
 
 from . import archives
 from .checkpoints import checkpoint_of
+from .nearness import is_near, was_forwarded
 from .service import Service
 from .store import RunRow
 
@@ -48,15 +48,6 @@ MEDIA_TYPE: Final = "application/x-tar"
 LIMIT: Final = 8 << 30
 
 _MANIFEST: Final = "tinkex.json"
-#: Headers with which a proxy says that it forwards a request.
-_FORWARDING: Final = (
-    "forwarded",
-    "via",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-proto",
-    "x-real-ip",
-)
 _READ_LIMIT: Final = 1 << 20
 #: What an archive may hold: an adapter, and what a checkpoint of ours has besides.
 _ALLOWED: Final = frozenset({*archives.ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
@@ -130,12 +121,11 @@ def _check_is_near(request: Request, *, behind_proxy: bool) -> None:
             "Adapters are taken from the machine of the service only, and behind a proxy (--behind-proxy) nobody "
             "can tell who is there."
         )
-    if any(name in request.headers for name in _FORWARDING):
+    if was_forwarded(request):
         raise PermissionDeniedError(
             "Adapters are taken from the machine of the service only, and this request was forwarded by a proxy."
         )
-    host = request.client.host if request.client is not None else ""
-    if not is_loopback(host.removeprefix("::ffff:")):  # IPv4 on a socket for both
+    if not is_near(request):
         raise PermissionDeniedError("Adapters are taken from the machine of the service only.")
 
 

@@ -18,9 +18,10 @@ from pydantic_core import core_schema
 
 from tinkex import types
 from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex.types._tokenizer_files import TokenizerFilesResponse
 from tinkex.types.tensors import tensor_to_object
 
-from . import reports
+from . import reports, tokenizers
 
 __all__ = ["document"]
 
@@ -201,16 +202,70 @@ def _paths() -> dict[str, dict[str, Any]]:
             row = OPERATIONS[name]
             path = row.path.replace(*_CHECKPOINT_ID)
             paths.setdefault(path, {})[row.method.lower()] = _operation(row, theme, summary, path)
-    return paths | {reports.PATH: {"get": _list_telemetry()}}
+    return paths | {
+        reports.PATH: {"get": _list_telemetry()},
+        _plain(tokenizers.PATH): {"get": _list_tokenizer_files()},
+        _plain(tokenizers.FILES_PATH): {"get": _get_tokenizer_file()},
+    }
+
+
+# -- calls of our own: the protocol does not have them, and so the table neither -----------------------
+
+
+def _plain(route: str) -> str:
+    return route.replace(":path", "")
+
+
+def _errors_of(*statuses: int) -> dict[str, Any]:
+    return {
+        str(error.status): {"$ref": f"#/components/responses/{error.name}"}
+        for error in _ERRORS
+        if error.status in statuses
+    }
+
+
+def _list_tokenizer_files() -> dict[str, Any]:
+    return {
+        "operationId": "list_tokenizer_files",
+        "tags": [_THEMES[0].name],
+        "summary": "List the tokenizer files of a base model",
+        "description": "With their checksums. The answer has an ETag, and 304 to who has it already.",
+        "parameters": [_tokenizer_parameter("base_model", "A base model; it may contain slashes.")],
+        "responses": {
+            "200": _answer(
+                "Answered at once.", _content(_JSON, _schema_of(TokenizerFilesResponse))
+            ),
+            **_errors_of(401, 404),
+        },
+    }
+
+
+def _get_tokenizer_file() -> dict[str, Any]:
+    return {
+        "operationId": "get_tokenizer_file",
+        "tags": [_THEMES[0].name],
+        "summary": "Download one of these files",
+        "description": "Its checksum is its ETag.",
+        "parameters": [
+            _tokenizer_parameter("base_model", "A base model; it may contain slashes."),
+            _tokenizer_parameter("name", "A file from the list."),
+        ],
+        "responses": {
+            "200": _answer(
+                "The file.",
+                _content("application/octet-stream", _message("The bytes of the file.")),
+            ),
+            **_errors_of(401, 404),
+        },
+    }
+
+
+def _tokenizer_parameter(name: str, about: str) -> dict[str, Any]:
+    schema = {"type": "string"}
+    return {"name": name, "in": "path", "required": True, "description": about, "schema": schema}
 
 
 def _list_telemetry() -> dict[str, Any]:
-    """A call that the protocol does not have, and so the table neither."""
-    errors = {
-        str(error.status): {"$ref": f"#/components/responses/{error.name}"}
-        for error in _ERRORS
-        if error.status in {401, 422}
-    }
     return {
         "operationId": "list_telemetry",
         "tags": [_THEMES[-1].name],
@@ -221,7 +276,7 @@ def _list_telemetry() -> dict[str, Any]:
             "200": _answer(
                 "Answered at once.", _content(_JSON, _schema_of(reports.ListTelemetryResponse))
             ),
-            **errors,
+            **_errors_of(401, 422),
         },
     }
 
@@ -561,6 +616,7 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     types.AdamParams,
     types.DimuonParams,
     reports.ListTelemetryResponse,
+    TokenizerFilesResponse,
 )
 
 

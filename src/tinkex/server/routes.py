@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -31,7 +32,9 @@ from tinkex.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from tinkex.types._tokenizer_files import tokenizer_digest
 
+from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
 from .futures import Promise
 from .inputs import lora_of
@@ -65,6 +68,7 @@ class Call:
     body: bytes
     media: str
     base_url: str
+    is_near: bool = True  # the client is on this machine, with no proxy in between
 
     def now(self) -> datetime:
         return self.service.settings.now()
@@ -267,7 +271,7 @@ async def get_info(call: Call) -> types.GetInfoResponse:
         type="get_info",
         model_id=run.run_id,
         model_data=types.ModelData(
-            arch=base.arch, model_name=base.name, tokenizer_id=str(base.directory)
+            arch=base.arch, model_name=base.name, **await _tokenizer_of(call, base.directory)
         ),
         is_lora=True,
         lora_rank=lora_of(run.lora).rank,
@@ -437,8 +441,22 @@ async def get_sampler(call: Call) -> types.GetSamplerResponse:
         sampler_id=row.sampler_id,
         base_model=row.base_model,
         model_path=row.model_path,
-        tokenizer_id=str(base.directory),
+        **await _tokenizer_of(call, base.directory),
     )
+
+
+async def _tokenizer_of(call: Call, directory: Path) -> dict[str, str]:
+    """Where a client finds the tokenizer of a base model.
+
+    On this machine that is the model's directory. Elsewhere it is the model's name on the hub, if it has one, which
+    official clients can load; ours load the files that have the checksum.
+    """
+    name = None if call.is_near else tokenizers.hub_id(directory)
+    files = await asyncio.to_thread(tokenizers.tokenizer_files, directory)
+    return {
+        "tokenizer_id": name or str(directory),
+        "tokenizer_sha256": tokenizer_digest(files),
+    }
 
 
 @_handles

@@ -263,3 +263,4 @@ class GetSamplerResponse(ResponseModel):
     base_model: str
     model_path: str | None = None
     tokenizer_id: str | None = None  # ours says it; others leave it to the model's name
+    tokenizer_sha256: str | None = None  # of files that our service offers for download

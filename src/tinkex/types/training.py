@@ -256,6 +256,7 @@ class ModelData(ResponseModel):
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
+    tokenizer_sha256: str | None = None  # of files that our service offers for download
 
 
 class GetInfoResponse(ResponseModel):

@@ -1,0 +1,110 @@
+"""The tokenizer of a service on another machine: its files, downloaded once, checked, and kept by their checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+from tinkex._wire import json_codec
+from tinkex.config import LOCAL, is_loopback, read_env
+from tinkex.errors import APIResponseValidationError, DecodeError, InvalidInputError
+from tinkex.types._tokenizer_files import (
+    TOKENIZER_FILES,
+    TokenizerFile,
+    TokenizerFilesResponse,
+    tokenizer_digest,
+)
+
+from .http import HTTPClient
+from .session import Session
+from .tokenizers import is_path, tokenizer_id
+
+__all__ = ["loadable_tokenizer", "tokenizer_cache"]
+
+#: Of one file, in bytes. The largest tokenizers have some 35 MB.
+_MOST: Final = 512 << 20
+
+
+def loadable_tokenizer(
+    session: Session, model_name: str, stated: str | None, sha256: str | None
+) -> str:
+    """What to load: the id that the service states, or a directory with the files that it offers.
+
+    A path on the service's own machine is of use only there, so a service elsewhere is asked for the files.
+    """
+    name = tokenizer_id(model_name, stated)
+    if is_path(name) and Path(name).is_dir() and (sha256 is None or _is_here(session)):
+        return name
+    if sha256 is not None and model_name:
+        return str(_downloaded(session, model_name, sha256))
+    if is_path(name):
+        raise InvalidInputError(
+            f"the service names {name}, a path on its own machine, and offers no download; load the tokenizer "
+            "of this model by hand, or name another with set_tokenizer_loader",
+            field="tokenizer",
+        )
+    return name
+
+
+def tokenizer_cache() -> Path:
+    """Where downloaded tokenizers are kept, one directory per checksum."""
+    cache = read_env("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "tokenizers"
+
+
+def _is_here(session: Session) -> bool:
+    """Whether the service runs on this machine, as far as its address tells."""
+    if session.config.base_url == LOCAL:
+        return True
+    return is_loopback(urlsplit(session.config.base_url).hostname or "")
+
+
+def _downloaded(session: Session, model_name: str, sha256: str) -> Path:
+    target = tokenizer_cache() / sha256
+    if target.is_dir():  # it is moved there when it is complete
+        return target
+    http, path = HTTPClient(session), f"/local/tokenizers/{quote(model_name)}"
+    files = _listed(http, path, sha256)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{sha256}.{secrets.token_hex(4)}")
+    scratch.mkdir()
+    try:
+        for file in files:
+            (scratch / file.name).write_bytes(_content(http, path, file))
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.is_dir():  # another process was faster
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _listed(http: HTTPClient, path: str, sha256: str) -> list[TokenizerFile]:
+    try:
+        listed = json_codec.from_object(http.get(path).result(), TokenizerFilesResponse)
+    except DecodeError as error:
+        raise _not_as_promised(f"the list of its files is not understood: {error}") from error
+    for file in listed.files:
+        # Names are fixed, so that nothing is written anywhere else and no code is taken.
+        if file.name not in TOKENIZER_FILES or file.size > _MOST:
+            raise _not_as_promised(f"{file.name!r:.80} of {file.size} bytes is no tokenizer file")
+    if tokenizer_digest(listed.files) != sha256:
+        raise _not_as_promised("its checksum is another than the service has stated")
+    return listed.files
+
+
+def _content(http: HTTPClient, path: str, file: TokenizerFile) -> bytes:
+    content = http.with_raw_response("GET", f"{path}/files/{file.name}").result().body
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise _not_as_promised(f"{file.name} does not have its checksum")
+    return content
+
+
+def _not_as_promised(why: str) -> APIResponseValidationError:
+    return APIResponseValidationError(message=f"The service's tokenizer is refused: {why}.")
