@@ -7,10 +7,10 @@ import secrets
 import shutil
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from tinkex._wire import json_codec
-from tinkex.config import LOCAL, is_loopback, read_env
+from tinkex.config import read_env
 from tinkex.errors import APIResponseValidationError, DecodeError, InvalidInputError
 from tinkex.types._tokenizer_files import (
     TOKENIZER_FILES,
@@ -37,7 +37,7 @@ def loadable_tokenizer(
     A path on the service's own machine is of use only there, so a service elsewhere is asked for the files.
     """
     name = tokenizer_id(model_name, stated)
-    if is_path(name) and Path(name).is_dir() and (sha256 is None or _is_here(session)):
+    if is_path(name) and Path(name).is_dir() and (sha256 is None or session.config.is_loopback):
         return name
     if sha256 is not None and model_name:
         return str(_downloaded(session, model_name, sha256))
@@ -54,13 +54,6 @@ def tokenizer_cache() -> Path:
     """Where downloaded tokenizers are kept, one directory per checksum."""
     cache = read_env("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "tokenizers"
-
-
-def _is_here(session: Session) -> bool:
-    """Whether the service runs on this machine, as far as its address tells."""
-    if session.config.base_url == LOCAL:
-        return True
-    return is_loopback(urlsplit(session.config.base_url).hostname or "")
 
 
 def _downloaded(session: Session, model_name: str, sha256: str) -> Path:
