@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ import zstandard
 from tinkex._wire.operations import OPERATIONS, Body
 from tinkex.server.auth import Keys
 from tinkex.server.bodies import OFF_LOOP_BYTES
+from tinkex.server.quotas import Limits
 from tinkex.testing import service
 
 from .api import JSON, PROTO, Api, datum
@@ -144,8 +146,55 @@ def test_work_on_many_bytes_leaves_the_event_loop(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, _):
             here = threading.get_ident()
-            assert await made.bodies.off_loop(OFF_LOOP_BYTES - 1, threading.get_ident) == here
-            assert await made.bodies.off_loop(OFF_LOOP_BYTES, threading.get_ident) != here
+            off_loop = made.bodies.off_loop
+            assert await off_loop("ann", OFF_LOOP_BYTES - 1, threading.get_ident) == here
+            assert await off_loop("ann", OFF_LOOP_BYTES, threading.get_ident) != here
+
+    asyncio.run(scenario())
+
+
+def test_a_key_with_many_large_bodies_leaves_a_thread_to_others(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, _):
+            off_loop, release = made.bodies.off_loop, threading.Event()
+            slow = [
+                asyncio.create_task(off_loop("ann", OFF_LOOP_BYTES, release.wait)) for _ in range(5)
+            ]
+            assert await off_loop("bob", OFF_LOOP_BYTES, lambda: "done") == "done"
+            assert not any(task.done() for task in slow)
+            release.set()
+            assert all(await asyncio.gather(*slow))
+            del slow
+            assert not made.bodies._turns
+
+    asyncio.run(scenario())
+
+
+def test_requests_being_answered_are_bounded_per_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+
+    async def scenario() -> None:
+        limits = Limits.of_options(["requests=1"])
+        options = {"keys": Keys.from_file(file), "limits": limits}
+        async with housed(tmp_path / "data", **options) as (made, client):
+            body = json.dumps({"tags": [], "sdk_version": "1"}).encode()
+            slow = Trickle(b" ", body)
+
+            def post(key: str, content: bytes | AsyncIterator[bytes]) -> Any:
+                headers = {"content-type": JSON, "x-api-key": f"tml-key-of-{key}"}
+                return client.post("create_session", content=content, headers=headers)
+
+            first = asyncio.create_task(post("ann", slow.parts()))
+            await slow.begun.wait()
+            refused = await post("ann", body)
+            assert refused.status_code == 429
+            assert "--limit requests=" in refused.json()["detail"]
+            assert (await post("bob", body)).status_code == 200
+            slow.go_on.set()
+            assert (await first).status_code == 200
+            assert (await post("ann", body)).status_code == 200
+            assert made.quotas.requests.total == 0
 
     asyncio.run(scenario())
 

@@ -37,6 +37,7 @@ from tinkex.types import (
 
 from . import archives, imports, openapi, pages, reports, tokenizers
 from .bodies import Received
+from .byte_budget import Hold
 from .disk import as_client_error
 from .guard import refusal
 from .leases import Leases
@@ -51,6 +52,8 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("tinkex.server")
 
+#: Seconds for which the counts on the front page are shown before they are taken again.
+COUNTS_KEPT: Final = 1.0
 #: The order of routes is the order in which they are tried: what is asked for most comes first.
 _BUSY: Final = (
     "retrieve_future",
@@ -65,9 +68,14 @@ _BUSY: Final = (
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
     """The application of a service that whoever calls starts and stops."""
+    counted: tuple[float, tuple[int, int, int]] | None = None
 
     async def front_page(request: Request) -> Response:
-        sessions, runs, checkpoints = await service.database(service.database.store.counts)
+        nonlocal counted
+        # Anybody can ask for the page, and counting takes the database from others.
+        if counted is None or time.monotonic() - counted[0] > COUNTS_KEPT:
+            counted = time.monotonic(), await service.database(service.database.store.counts)
+        sessions, runs, checkpoints = counted[1]
         models = [(model.name, model.context_length) for model in service.engine.models]
         return HTMLResponse(
             pages.front_page(
@@ -228,19 +236,28 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
         return response
 
     handler = HANDLERS[row.name]
-
-    bodies = service.bodies
+    bodies, underway = service.bodies, service.quotas.requests
 
     async def answer(request: Request) -> Response:
-        owner, received, decoded = "", Received(), None
-        hold = None
+        headers = request.headers
         try:
-            headers = request.headers
             owner = owner_of(service, headers)
+            underway.take(owner)
+        except TinkerError as error:
+            return _error_response(error, row.name)
+        hold = bodies.budget.hold(owner)
+        try:
+            return await answer_to(owner, request, hold)
+        finally:
+            hold.release()
+            underway.release(owner)
+
+    async def answer_to(owner: str, request: Request, hold: Hold) -> Response:
+        received, decoded = Received(), None
+        try:
             if row.body in {Body.JSON, Body.JSON_OR_PROTO}:
-                hold = bodies.budget.hold(owner)
                 received = await bodies.receive(row, request, hold)
-                decoded = await bodies.decode(row, received)
+                decoded = await bodies.decode(row, owner, received)
             elif row.body is Body.QUERY:
                 decoded = json_codec.from_object(dict(request.query_params), row.request)
             call = Call(
@@ -249,7 +266,7 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
                 owner=owner,
                 request=decoded,
                 params=request.path_params,
-                headers=headers,
+                headers=request.headers,
                 body=received.body,
                 media=received.media,
                 base_url=_base_url(request),
@@ -257,19 +274,16 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
             )
             result = await handler(call)
         except Exception as error:
-            if owner and row.name == "telemetry" and isinstance(error, TinkerError):
+            if row.name == "telemetry" and isinstance(error, TinkerError):
                 # Clients resend what is refused; a batch that cannot be read is dropped instead.
                 logger.info("A report of %s is not kept: %s", owner, error)
                 accepted = TelemetryResponse(status="accepted")
                 return Response(json_codec.encode(accepted), media_type="application/json")
             response = _error_response(error, row.name)
             if _uses_up_its_number(row, response.status_code):
-                refused = decoded or await bodies.peek(received)
+                refused = decoded or await bodies.peek(owner, received)
                 _note_refusal(service, owner, refused)
             return response
-        finally:
-            if hold is not None:
-                hold.release()
         if isinstance(result, Response):
             return result
         return Response(json_codec.encode(result), media_type="application/json")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -50,6 +51,7 @@ class Bodies:
         self._overall = {"max_body_bytes": max_body_bytes, "max_decoded_bytes": max_decoded_bytes}
         self._own_limits = body_limits
         self.budget = ByteBudget(max_inflight_bytes_per_key, max_inflight_bytes)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tinkex-decode")
 
     def close(self) -> None:
@@ -71,20 +73,27 @@ class Bodies:
             body = await self._decompressed(row, media, body, encoding, hold)
         return Received(body, media)
 
-    async def decode(self, row: Operation[Any], received: Received) -> Any:
+    async def decode(self, row: Operation[Any], owner: str, received: Received) -> Any:
         """The request that a body holds."""
         body, media = received.body, received.media
-        return await self.off_loop(len(body), decoding.decode, row, body, media)
+        return await self.off_loop(owner, len(body), decoding.decode, row, body, media)
 
-    async def peek(self, received: Received) -> Any:
+    async def peek(self, owner: str, received: Received) -> Any:
         """What can be read of a body that is no request."""
-        return await self.off_loop(len(received.body), decoding.peek, received.body, received.media)
+        body, media = received.body, received.media
+        return await self.off_loop(owner, len(body), decoding.peek, body, media)
 
-    async def off_loop(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Do work on `size` bytes: here if they are few, else in a thread."""
+    async def off_loop(self, owner: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on `size` bytes: here if they are few, else in a thread.
+
+        A key has one thread at a time, so that its large requests wait for one another and not others for them.
+        """
         if size < OFF_LOOP_BYTES:
             return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _decompressed(
         self, row: Operation[Any], media: str, body: bytes, encoding: str, hold: Hold
@@ -97,6 +106,7 @@ class Bodies:
             raise limit.error()
         hold.take(size)
         return await self.off_loop(
+            hold.owner,
             size,
             lambda: decode_body(
                 body, encoding, max_size=limit.bytes, too_large=lambda _: limit.error()

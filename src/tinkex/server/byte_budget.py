@@ -52,23 +52,23 @@ class ByteBudget:
 class Hold:
     """The bytes that one request has in memory."""
 
-    __slots__ = ("_budget", "_owner", "size")
+    __slots__ = ("_budget", "owner", "size")
 
     def __init__(self, budget: ByteBudget, owner: str) -> None:
         self._budget = budget
-        self._owner = owner
+        self.owner = owner
         self.size = 0
 
     def check(self, size: int) -> None:
         """Refuse `size` bytes that are announced, if there is no room for them."""
-        self._budget.check(self._owner, size, self.size)
+        self._budget.check(self.owner, size, self.size)
 
     def take(self, size: int) -> None:
         """Count `size` bytes more, or refuse them."""
         self.check(size)
-        self._budget.add(self._owner, size)
+        self._budget.add(self.owner, size)
         self.size += size
 
     def release(self) -> None:
-        self._budget.add(self._owner, -self.size)
+        self._budget.add(self.owner, -self.size)
         self.size = 0

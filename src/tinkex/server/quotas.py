@@ -49,6 +49,9 @@ def _limit(default: int, what: str, advice: str, retry_after: float | None = Non
 class Limits:
     """What one key may have at a time; names that end in `_bytes` are sizes."""
 
+    requests: int = _limit(
+        4_000, "requests that are being answered", "wait for some of the answers", 1.0
+    )
     pending: int = _limit(
         20_000, "requests that wait for their result", "send more when some of them are done", 1.0
     )
@@ -157,6 +160,7 @@ class Quota:
 class Quotas:
     """A quota for every row of `Limits`."""
 
+    requests: Quota
     pending: Quota
     results: Quota
     journal_bytes: Quota

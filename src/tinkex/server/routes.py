@@ -538,7 +538,7 @@ async def promise_response(
         return Response(payload, media_type="application/x-protobuf")
     sampled = promise.operation.name == "asample"
     convert = _sample_as_json if sampled else _pass_as_json
-    return _json(await service.bodies.off_loop(len(payload), convert, payload))
+    return _json(await service.bodies.off_loop(promise.owner, len(payload), convert, payload))
 
 
 def _sample_as_json(payload: bytes) -> bytes:
