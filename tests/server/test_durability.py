@@ -344,3 +344,39 @@ def test_an_unused_directory_takes_any_unused_database(tmp_path):
     for name in ("one.db", "two.db"):
         with start(tmp_path / "data", tmp_path / name) as running, Api(running.url) as api:
             assert api.got("healthz")["status"] == "ok"
+
+
+# -- samplers without a name -----------------------------------------------------------------------
+
+
+def test_a_session_keeps_the_unnamed_samplers_that_were_used_last(tmp_path):
+    with (
+        service("fake", data_dir=tmp_path, max_unnamed_samplers=3) as running,
+        Api(running.url) as api,
+    ):
+        model = api.model()
+        named = api.sampler(model.session_id, 99)
+        first = unnamed(model, 0)
+        made = [first, *(unnamed(model, number) for number in (1, 2))]
+        first.tokens()  # the oldest, and used last
+        made += [unnamed(model, number) for number in (3, 4)]
+        gone = [each for each in made if not (tmp_path / "samplers" / each.sampler_id).is_dir()]
+        assert gone == made[1:3]
+        refused = api.post("asample", gone[0].request())
+        assert refused.status_code == 404
+        assert "max_unnamed_samplers" in refused.json()["detail"]
+        assert first.tokens()
+        assert named.tokens()
+    # After a restart nobody knows which were used: the oldest goes.
+    with (
+        service("fake", data_dir=tmp_path, max_unnamed_samplers=3) as running,
+        Api(running.url) as api,
+    ):
+        unnamed(Model(api, model.model_id, model.next_seq), 5)
+        left = {file.name.rpartition(":")[2] for file in (tmp_path / "samplers").iterdir()}
+        assert left == {"3", "4", "5"}
+
+
+def unnamed(model: Model, number: int) -> Sampler:
+    made = model.do("save_weights_for_sampler", sampling_session_seq_id=number)
+    return Sampler(model.api, made["sampling_session_id"])

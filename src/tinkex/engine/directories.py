@@ -41,6 +41,7 @@ __all__ = [
     "checked_spec",
     "copy",
     "link",
+    "placed",
     "put",
     "read_json",
     "reading",
@@ -230,12 +231,19 @@ def _peft_config(spec: LoraSpec, base_model: str, target_modules: Iterable[str])
 
 def put(scratch: Path, directory: Path) -> None:
     """Put a finished directory in its place, instead of an older one if there is one."""
+    with placed(scratch, directory):
+        pass
+
+
+@contextmanager
+def placed(scratch: Path, directory: Path) -> Iterator[None]:
+    """Have a finished directory in its place; if what is done then fails, the older one comes back, or none."""
+    older = None
     if not directory.exists():
         scratch.replace(directory)
-        flush(directory.parent)
-        return
-    older = scratch
-    if not exchange(scratch, directory):
+    elif exchange(scratch, directory):
+        older = scratch
+    else:
         older = directory.with_name(f".{secrets.token_hex(8)}")
         directory.replace(older)
         try:
@@ -243,8 +251,18 @@ def put(scratch: Path, directory: Path) -> None:
         except BaseException:
             older.replace(directory)
             raise
-    flush(directory.parent)  # before the older one goes, so that one of the two is on the disk
-    shutil.rmtree(older, ignore_errors=True)
+    try:
+        flush(directory.parent)  # before the older one goes, so that one of the two is on the disk
+        yield
+    except BaseException:
+        if older is None:
+            directory.replace(scratch)
+        elif not (older is scratch and exchange(scratch, directory)):
+            directory.replace(scratch)
+            older.replace(directory)
+        raise
+    if older is not None:
+        shutil.rmtree(older, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -158,18 +158,21 @@ class Checkpoints:
         )
         replaced = await self._db(self._put, row, written)
         self._quota.add(owner, size_bytes - replaced)
-        await self._note(row, "checkpoint_created", {"size_bytes": size_bytes})
         return row
 
     def _put(self, row: CheckpointRow, written: Path | None) -> int:
         """Put a checkpoint in its place; the size of the one it replaces.
 
-        In one piece, or the replaced one could expire in between, and take the new files along.
+        In one piece, or the replaced one could expire in between, and take the new files along. If it cannot be
+        listed, the replaced one is in its place again.
         """
         there = self._store.checkpoint(row.run_id, row.kind, row.name)
-        if written is not None:
-            directories.put(written, self.place(row.run_id, row.kind, row.name))
-        self._store.put_checkpoint(row)
+        place = self.place(row.run_id, row.kind, row.name)
+        with (
+            nullcontext() if written is None else directories.placed(written, place),
+            self._noted(row, "checkpoint_created", {"size_bytes": row.size_bytes}),
+        ):
+            self._store.put_checkpoint(row)
         return 0 if there is None else there.size_bytes
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
@@ -180,36 +183,46 @@ class Checkpoints:
         """
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
-            if await self._db(self._take_off, row, doomed):
+            if await self._db(self._take_off, row, doomed, event):
                 self._quota.release(row.owner, row.size_bytes)
-                await self._note(row, event)
         finally:
             await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
 
-    def _take_off(self, row: CheckpointRow, doomed: Path) -> bool:
+    def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
         """In one piece, so that nobody puts another checkpoint there in between."""
-        there = self._store.checkpoint(row.run_id, row.kind, row.name)
-        if (
-            there is None
-            or there.created_at != row.created_at
-            or there.expires_at != row.expires_at
-        ):
+        there = self._there(row)
+        if there is None or there.expires_at != row.expires_at:
             return False
         with suppress(FileNotFoundError):  # a crash came between
             self.place(row.run_id, row.kind, row.name).replace(doomed)
-        return self._store.delete_checkpoint(row.run_id, row.kind, row.name)
+        with self._noted(row, event):
+            return self._store.delete_checkpoint(row.run_id, row.kind, row.name)
+
+    def _there(self, row: CheckpointRow) -> CheckpointRow | None:
+        """A checkpoint as it is now, unless it was deleted or another has taken its place."""
+        there = self._store.checkpoint(row.run_id, row.kind, row.name)
+        return there if there is not None and there.created_at == row.created_at else None
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
-        await self._db(self._store.update_checkpoint, row.run_id, row.kind, row.name, public=public)
-        await self._note(row, "checkpoint_published" if public else "checkpoint_unpublished")
+        event = "checkpoint_published" if public else "checkpoint_unpublished"
+        await self._db(self._change, row, event, {}, {"public": public})
 
     async def set_ttl(self, row: CheckpointRow, ttl_seconds: int | None) -> None:
         check_ttl(ttl_seconds)
         expires_at = _expiry(self._now(), ttl_seconds)
-        await self._db(
-            self._store.update_checkpoint, row.run_id, row.kind, row.name, expires_at=expires_at
-        )
-        await self._note(row, "checkpoint_ttl_set", {"ttl_seconds": ttl_seconds})
+        details = {"ttl_seconds": ttl_seconds}
+        await self._db(self._change, row, "checkpoint_ttl_set", details, {"expires_at": expires_at})
+
+    def _change(
+        self, row: CheckpointRow, event: str, details: Mapping[str, Any], changes: dict[str, Any]
+    ) -> None:
+        """Change what is listed of a checkpoint; never of another that has taken its name meanwhile."""
+        if self._there(row) is None:
+            raise NotFoundError(
+                f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
+            )
+        with self._noted(row, event, details):
+            self._store.update_checkpoint(row.run_id, row.kind, row.name, **changes)
 
     async def copy(
         self, row: CheckpointRow, run_id: str, owner: str, ttl_seconds: int | None
@@ -218,7 +231,12 @@ class Checkpoints:
         check_ttl(ttl_seconds)
         target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
         source = self.place(row.run_id, row.kind, row.name)
-        await asyncio.to_thread(directories.copy, source, target)
+        try:
+            await asyncio.to_thread(directories.copy, source, target)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"The checkpoint {tinker_path(row)!r:.300} was deleted meanwhile."
+            ) from None
         return await self.add(
             run_id,
             row.kind,
@@ -241,9 +259,11 @@ class Checkpoints:
         for leftover in self._directory.glob("*/*/.*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    async def _note(
+    @contextmanager
+    def _noted(
         self, row: CheckpointRow, event: str, details: Mapping[str, Any] | None = None
-    ) -> None:
+    ) -> Iterator[None]:
+        """Change a checkpoint and write that down for its owner, both or neither."""
         entry = AuditRow(
             self._now(),
             row.owner,
@@ -253,7 +273,9 @@ class Checkpoints:
             row.run_id,
             tinker_path(row),
         )
-        await self._db(self._store.add_audit, entry)
+        with self._store.one_transaction():
+            yield
+            self._store.add_audit(entry)
 
 
 def tinker_path(row: CheckpointRow) -> str:

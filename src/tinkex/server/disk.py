@@ -1,4 +1,4 @@
-"""What is said when there is no room to write."""
+"""What is said when the disk cannot be written to: it is full, read-only or broken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from tinkex.errors import InternalServerError
 
 __all__ = ["DiskFullError", "as_client_error"]
 
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+#: What to do about each error of a disk that cannot be written to.
+_ADVICE: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space and go on."),
+    **dict.fromkeys((errno.EROFS, errno.EIO), "Its operator has to mend that; then go on."),
+}
 
 
 class DiskFullError(InternalServerError):
@@ -17,9 +21,9 @@ class DiskFullError(InternalServerError):
 
 
 def as_client_error(error: BaseException) -> BaseException:
-    """The error that clients are told of: a full disk is one they can understand."""
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    """The error that clients are told of: a disk that cannot be written to is one they can understand."""
+    if isinstance(error, OSError) and error.errno in _ADVICE:
         return DiskFullError(
-            f"The service cannot write to its disk ({error.strerror}). Free some space and go on."
+            f"The service cannot write to its disk ({error.strerror}). {_ADVICE[error.errno]}"
         )
     return error

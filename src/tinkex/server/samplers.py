@@ -52,10 +52,12 @@ from .store import Database, SamplerRow
 from .usage import Usage
 from .worker import EngineDiedError
 
-__all__ = ["Samplers"]
+__all__ = ["UNNAMED_LIMIT", "Samplers"]
 
 #: Adapters that the engine keeps at hand for sampling.
 OPEN_LIMIT: Final = 32
+#: Samplers without a name that a session keeps.
+UNNAMED_LIMIT: Final = 100
 #: Samplers of one owner that are kept for requests without a session.
 PASSING_LIMIT: Final = 32
 #: Clients of one owner's samplers whose finished requests are kept in order; for others they are found anew.
@@ -104,6 +106,7 @@ class Samplers:
         limits: SampleLimits,
         now: Callable[[], datetime],
         open_limit: int = OPEN_LIMIT,
+        unnamed_limit: int = UNNAMED_LIMIT,
     ) -> None:
         self._directory = directory
         self._db, self._store = database, database.store
@@ -116,6 +119,7 @@ class Samplers:
         self._limits = limits
         self._now = now
         self._open_limit = open_limit
+        self._unnamed_limit = unnamed_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
         self._of_session: Counter[str] = Counter()  # how many count towards the quota
         self._passing: dict[str, _Passing] = {}
@@ -229,6 +233,18 @@ class Samplers:
         )
         (await self._add(row)).open_in = life
         await self._put_away()
+        await self._thin_out_unnamed(session_id)
+
+    async def _thin_out_unnamed(self, session_id: str) -> None:
+        """Delete the unnamed samplers of a session that were not used for longest: a training loop makes one a step."""
+        rows = await self._db(self._store.samplers_of_session, session_id)
+        unnamed = [row for row in rows if row.unnamed]
+        used = {sampler_id: place for place, sampler_id in enumerate(self._samplers)}
+        unnamed.sort(key=lambda row: used.get(row.sampler_id, -1))  # else by their age
+        for row in unnamed[: max(0, len(unnamed) - self._unnamed_limit)]:
+            sampler = self._samplers.get(row.sampler_id)
+            if sampler is None or not sampler.drawing:
+                await self._delete(row)
 
     async def _add(self, row: SamplerRow) -> _Sampler:
         kept = await self._db(self._store.add_sampler, row)
@@ -249,7 +265,11 @@ class Samplers:
         if sampler is None:
             row = await self._db(self._store.sampler, sampler_id)
             if row is None or row.owner != owner:
-                raise NotFoundError(f"There is no sampler {sampler_id!r:.200}.")
+                raise NotFoundError(
+                    f"There is no sampler {sampler_id!r:.200}. Of its samplers without a name a session keeps "
+                    f"the {self._unnamed_limit} that were used last (max_unnamed_samplers); weights saved "
+                    "under a name stay."
+                )
             sampler = self._know(row)
         if sampler.row.owner != owner:
             raise NotFoundError(f"There is no sampler {sampler_id!r:.200}.")
@@ -281,9 +301,12 @@ class Samplers:
         for row in await self._db(self._store.expired_samplers, self._now()):
             sampler = self._samplers.get(row.sampler_id)
             if sampler is None or not sampler.drawing:
-                await self._let_go(row.sampler_id)
-                await self._db(self._store.delete_sampler, row.sampler_id)
-                self._uncount(row)
+                await self._delete(row)
+
+    async def _delete(self, row: SamplerRow) -> None:
+        await self._let_go(row.sampler_id)
+        await self._db(self._store.delete_sampler, row.sampler_id)
+        self._uncount(row)
 
     async def _let_go(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)

@@ -39,7 +39,7 @@ from .private import close_to_others
 from .quotas import Limits, Quotas
 from .reports import Reports
 from .retention import Retention
-from .samplers import Samplers
+from .samplers import UNNAMED_LIMIT, Samplers
 from .sessions import Sessions
 from .set_aside import SetAside
 from .snapshots import Snapshots
@@ -137,6 +137,8 @@ class Settings:
     max_stop_tokens: int = SampleLimits.max_stop_tokens
     max_topk: int = SampleLimits.max_topk
     max_alternatives: int = SampleLimits.max_alternatives
+    #: Samplers without a name that a session keeps; beyond it, those not used for longest are deleted.
+    max_unnamed_samplers: int = UNNAMED_LIMIT
     #: What a traced loss may cost; see `LossLimits`.
     max_loss_bytes: int = LossLimits.max_loss_bytes
     max_loss_work: int = LossLimits.max_loss_work
@@ -245,6 +247,7 @@ class Service:
             quotas.samplers,
             limits=settings.sample_limits,
             now=settings.now,
+            unnamed_limit=settings.max_unnamed_samplers,
         )
         self.losses = Losses(
             data / "losses", self.database, self.sessions, self.promises, self.engine

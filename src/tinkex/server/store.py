@@ -185,6 +185,8 @@ _LEASE_KEEPALIVE: Final = (
 _NO_ROOM: Final = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 )
+#: Of its other errors of the disk, the last byte of their codes.
+_ERRNO: Final = {sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_IOERR: errno.EIO}
 SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
 #: Calls that share a transaction at most: the first of them should not wait long for the last.
 _SHARED_CALLS: Final = 100
@@ -738,9 +740,11 @@ class Store:
             ):
                 yield connection
         except sa.exc.OperationalError as error:
-            # Said as everywhere else that there is no room; nothing of the transaction was kept.
-            if getattr(error.orig, "sqlite_errorcode", None) in _NO_ROOM:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            # As the operating system says it; nothing of the transaction was kept.
+            code = getattr(error.orig, "sqlite_errorcode", None)
+            number = errno.ENOSPC if code in _NO_ROOM else _ERRNO.get((code or 0) & 0xFF)
+            if number is not None:
+                raise OSError(number, os.strerror(number)) from error
             raise
 
     @contextmanager
