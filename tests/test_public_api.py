@@ -161,6 +161,7 @@ ADDED_HERE = {
     "ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24",
     "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
     "GetSamplerResponse.tokenizer_sha256": "our service offers the tokenizer's files",
+    "HealthResponse.engine": "our service says how its engine is",
     "ModelData.tokenizer_sha256": "our service offers the tokenizer's files",
     "SupportedModel.model_id": "other services say it",
     "SupportedModel.arch": "other services say it",
