@@ -255,6 +255,7 @@ def nested(depth):
         ({"dtype": ["float32"]}, "kind 'dtype'"),
         ({"ref": ["logprobs"]}, "kind 'ref'"),
         ({"float": "1" * 50}, "kind 'float'"),
+        ({"float": ["nan"]}, "kind 'float'"),
         ({}, "kind ''"),
     ],
 )
@@ -375,3 +376,29 @@ def test_loss_that_selects_by_a_mask_trains_as_in_the_client(tinkex_tiny):
         assert ours["loss:sum"] == pytest.approx(theirs["loss:sum"], abs=1e-3)
     for ours, theirs in zip(final, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["out", "pin_memory"])
+def test_option_that_hides_memory_is_refused(option):
+    made = graph(call("x", "torch.mul", REF, REF, **{option: REF}))
+    with pytest.raises(tinkex.InvalidInputError, match=option):
+        check_graph(made)
+
+
+def test_device_does_not_matter():
+    """Neither allocates on another device while it is only looked at, nor fails."""
+    made = graph(
+        node("call_method", "moved", "to", REF, "cpu"),
+        node("call_method", "also", "to", ref("moved"), {"device": "cuda:0"}),
+        call("zeros", "torch.zeros_like", ref("also"), device="cuda"),
+        node("call_method", "typed", "to", REF, "cpu", {"dtype": "float64"}),
+        node("call_method", "full", "new_full", REF, {"tuple": [3]}, 0.0, device="cpu"),
+        call("picked", "operator.getitem", ref("also"), [0, 2, 1]),
+        total=node("call_method", "total", "sum", ref("picked")),
+    )
+    checked(made)
+    loss, _ = TracedLoss(made)(torch.arange(4.0, requires_grad=True), {})
+    assert loss.item() == 3.0
+    huge = graph(node("call_method", "x", "new_full", REF, {"tuple": [1 << 40]}, 0.0, device="cpu"))
+    with pytest.raises(tinkex.InvalidInputError, match="max_loss_bytes"):
+        checked(huge)

@@ -33,6 +33,9 @@ def test_diverged_run_of_one_key_leaves_samples_of_another_unchanged(two):
     model.step()
     ann.retrieve(model.forward_backward())
     ann.retrieve(model.optim_step(1e30))
+    # Its owner still gets results.
+    assert ann.retrieve(model.forward_backward())["metrics"]["loss:sum"] == "NaN"
+    assert "grad_norm" in ann.retrieve(model.optim_step())["metrics"]
     weights = model.save("diverged", "save_weights_for_sampler")
     diverged = ann.sampler(model.session_id, model_path=weights)
     # Bob's long sample keeps the batch going while Ann's come and go.

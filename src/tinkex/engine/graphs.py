@@ -77,6 +77,9 @@ CONSTANTS: Final = {
     "memory_format": ["contiguous_format", "preserve_format"],
 }
 
+#: Options that put a result where its size is not counted.
+_FORBIDDEN: Final = frozenset("out pin_memory".split())
+
 _CALLABLE: Final = (
     {f"torch.{name}" for name in TORCH}
     | {f"torch.nn.functional.{name}" for name in FUNCTIONAL}
@@ -123,6 +126,8 @@ def _check_operation(node: Mapping[str, Any]) -> None:
         raise _refused(f"reads {args[1:]!r:.100}, which a loss may not")
     if kind == "call_method" and (target not in METHODS or not args):
         raise _refused(f"calls the method {target!r:.100}, which a loss may not")
+    for name in _FORBIDDEN.intersection(node["kwargs"]):
+        raise _refused(f"passes {name!r} at {node['name']!r:.100}, which a loss may not")
     if kind in {"call_module", "get_attr"}:
         raise _refused(f"reads {target!r:.100}: a loss may use its inputs and numbers only")
 
@@ -152,7 +157,11 @@ def _is_marked(kind: str, value: Any) -> bool:
     if kind == "slice":
         return isinstance(value, list) and 1 <= len(value) <= 3
     if kind == "float":
-        return value in {"nan", "inf", "-inf"}
+        return value in (
+            "nan",
+            "inf",
+            "-inf",
+        )  # a tuple: the value may be a list, which has no hash
     return kind in {"ellipsis", "device"} or value in CONSTANTS.get(kind, ())
 
 

@@ -7,6 +7,7 @@ and the service looks whether that changes.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import tempfile
 from typing import IO, Final, Self
@@ -37,7 +38,13 @@ class Progress:
     @classmethod
     def shared(cls) -> Self:
         """New memory, for whoever gets its descriptor."""
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        # Where possible in memory alone: a full disk must not keep an engine from starting.
+        in_memory = getattr(os, "memfd_create", None)
+        file = (
+            os.fdopen(in_memory("tinkex-progress"), "r+b")
+            if in_memory
+            else tempfile.TemporaryFile()
+        )
         file.truncate(_RECORD.size)
         return cls(mmap.mmap(file.fileno(), _RECORD.size), file)
 

@@ -79,6 +79,12 @@ def _item(value: Any, index: Any) -> Any:
     return value[tuple(known)]
 
 
+def _converted(value: Tensor, *wanted: Any, **options: Any) -> Tensor:
+    """`value.to(…)` without a device: in a run without data there is none but the meta device."""
+    kept = [each for each in wanted if not isinstance(each, str | torch.device | None)]
+    return value.to(*kept, **options) if kept or options else value
+
+
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = (
     {f"torch.{name}": getattr(torch, name) for name in graphs.TORCH}
     | {f"torch.nn.functional.{name}": getattr(F, name) for name in graphs.FUNCTIONAL}
@@ -169,6 +175,7 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], inputs: Any) -> Any:
         return next(inputs)
     args = [_value(argument, known) for argument in node["args"]]
     options = {name: _value(argument, known) for name, argument in node["kwargs"].items()}
+    options.pop("device", None)  # everything is where the model is
     target: str = node["target"]
     if node["op"] == "call_function":
         value = _FUNCTIONS[target](*args, **options)
@@ -176,6 +183,8 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], inputs: Any) -> Any:
         raise TypeError(f"calls .{target}() of a {type(args[0]).__name__}")
     elif target == "masked_select":
         value = _masked_select(*args, **options)
+    elif target == "to":
+        value = _converted(*args, **options)
     else:
         value = getattr(args[0], target)(*args[1:], **options)
     _check_value(value)
@@ -216,5 +225,5 @@ def _value(argument: Any, known: Mapping[str, Any]) -> Any:
     if kind == "float":
         return float(value)
     if kind == "device":
-        return None  # everything is where the model is
+        return None
     return _CONSTANTS[kind][value]
