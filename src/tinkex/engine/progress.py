@@ -38,13 +38,10 @@ class Progress:
     @classmethod
     def shared(cls) -> Self:
         """New memory, for whoever gets its descriptor."""
-        # Where possible in memory alone: a full disk must not keep an engine from starting.
-        in_memory = getattr(os, "memfd_create", None)
-        file = (
-            os.fdopen(in_memory("tinkex-progress"), "r+b")
-            if in_memory
-            else tempfile.TemporaryFile()
-        )
+        if hasattr(os, "memfd_create"):  # a full disk must not keep an engine from starting
+            file: IO[bytes] = os.fdopen(os.memfd_create("tinkex-progress"), "r+b")
+        else:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as this object
         file.truncate(_RECORD.size)
         return cls(mmap.mmap(file.fileno(), _RECORD.size), file)
 
