@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -39,7 +39,6 @@ from tinkex.telemetry.calls import (
     attempt_events,
     current_call,
     current_metadata,
-    observed,
 )
 from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
 from tinkex.telemetry.reporter import Reporter
@@ -81,7 +80,6 @@ from .sample_stream import SampleEvents
 from .session import Session
 from .tokenizer_files import loadable_tokenizer
 from .tokenizers import load_tokenizer
-from .transport import RawResponse
 
 if TYPE_CHECKING:
     from .service import ServiceClient
@@ -247,15 +245,14 @@ class SamplingClient(SamplingClientAsync):
         if self._record_stability_info:
             fields["record_stability_info"] = True
         deadline = self._session.deadline(timeout)
-        future: SampleFuture[SampleResponse] = SampleFuture()
-        weight = input_bytes(prompt)
-        if wants(Event):
-            begin = partial(self._sample, fields, weight, deadline)
-            report = partial(_report_sample, prompt)
-            work = observed("sample", begin, self._session.clock, self._whose(), report)
-        else:
-            work = self._sample(fields, weight, deadline)
-        return self._session.submit(work, future, timeout=timeout)
+        return self._session.start(
+            "sample",
+            partial(self._sample, fields, input_bytes(prompt), deadline),
+            self._whose,
+            partial(_report_sample, prompt),
+            SampleFuture(),
+            timeout=timeout,
+        )
 
     def compute_logprobs(
         self,
@@ -298,13 +295,13 @@ class SamplingClient(SamplingClientAsync):
         def put(item: SampleStreamChunk | BaseException | None) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        work = self._session.observed(
+        streaming = self._session.start(
             "stream_sample",
             lambda: self._stream(request, put),
             self._whose,
             partial(_report_stream, request),
+            SampleFuture(),
         )
-        streaming = self._session.submit(work, SampleFuture())
         try:
             while (item := await queue.get()) is not None:
                 if isinstance(item, BaseException):
@@ -418,21 +415,15 @@ class SamplingClient(SamplingClientAsync):
         await session.opened()
         session.transport.admit(Pool.SAMPLING)
         flight = self._flight or self._take_off()
-        unanswered = _Unanswered()
-
-        async def once(_: int) -> SampleResponse:
-            return await self._attempt(fields, weight, deadline, flight, unanswered)
-
-        def waiting(error: TinkerError, tried: Tried, wait: float) -> None:
-            limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
-            if isinstance(error, BillingError):
-                limit = f"giving up {flight.policy.billing_window:.0f} s after the first"
-            notices = session.transport.notices
-            notices.retry("sample", error, tried.attempt, tried.elapsed, wait, limit)
-
+        sample = _Sample(flight, fields, weight, deadline)
         with flight.boarding():
             result = await retrying(
-                once, flight.policy, session.clock, waiting, deadline, attempt_events
+                partial(self._attempt, sample),
+                sample,
+                session.clock,
+                partial(self._tell_waiting, flight),
+                deadline,
+                attempt_events,
             )
         flight.progressed()
         check_answered(fields, result)
@@ -456,33 +447,30 @@ class SamplingClient(SamplingClientAsync):
         self._flight = _Flight(self._session, config, asked, self._sampling_session_id)
         return self._flight
 
-    async def _attempt(
-        self,
-        fields: dict[str, Any],
-        weight: int,
-        deadline: float | None,
-        flight: _Flight,
-        unanswered: _Unanswered,
-    ) -> SampleResponse:
-        """Submit once and wait for the result.
+    def _tell_waiting(self, flight: _Flight, error: TinkerError, tried: Tried, wait: float) -> None:
+        if isinstance(error, RateLimitError):
+            return  # `_slow_down` has said so
+        limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
+        if isinstance(error, BillingError):
+            limit = f"giving up {flight.policy.billing_window:.0f} s after the first"
+        notices = self._session.transport.notices
+        notices.retry("sample", error, tried.attempt, tried.elapsed, wait, limit)
 
-        While no promise has been read, the next attempt is the same request sent again: the service knows its
-        number if only the answer was lost. After that a new attempt is a new request.
-        """
-        session = self._session
+    async def _attempt(self, sample: _Sample, _: int) -> SampleResponse:
+        """Submit once and wait for the result."""
+        session, flight, deadline = self._session, sample.flight, sample.deadline
         watch = QueueWatch(self._observers)
         if not flight.room.try_take(1):
             await flight.room.take(1)
         try:
-            if unanswered.seq_id is None:
-                unanswered.seq_id = next(self._seq_ids or await self._join())
-            seq_id = unanswered.seq_id
+            if sample.seq_id is None:
+                sample.number(next(self._seq_ids or await self._join()), session)
+            seq_id = cast("int", sample.seq_id)
             if wants(HttpEvent) and (call := current_call()) is not None:
                 call.metadata = {**call.metadata, "seq_id": seq_id}
-            promise, seconds = await self._submit(
-                fields, seq_id, weight, deadline, watch, flight.throttle
-            )
-            unanswered.seq_id = None
+            promise = await self._post(sample, watch)
+            seconds = session.clock.monotonic() - sample.started
+            sample.seq_id = None
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
             request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
@@ -511,35 +499,20 @@ class SamplingClient(SamplingClientAsync):
         finally:
             flight.room.give_back(1)
 
-    async def _submit(
-        self,
-        fields: dict[str, Any],
-        seq_id: int,
-        weight: int,
-        deadline: float | None,
-        watch: QueueWatch,
-        throttle: ThrottlePolicy,
-    ) -> tuple[Any, float]:
-        """Post the request; a 429 slows all samples of the session down, and the request is sent again."""
+    async def _post(self, sample: _Sample, watch: QueueWatch) -> Any:
+        """The promise of a sample; a 429 slows all samples of the session down."""
         session, transport = self._session, self._session.transport
-        body = json_codec.encode({**fields, "seq_id": seq_id})
-        headers = {**_HEADERS, "x-idempotency-key": transport.new_idempotency_key()}
         url = transport.url(_ASAMPLE.path)
-        budget = session.service.sample_budget
-        started = session.clock.monotonic()
-
-        async def once(_: int) -> RawResponse:
-            with await budget.lease(weight):
-                response = await transport.exchange(_ASAMPLE, url, headers, body, deadline=deadline)
-            if response.status < 300:
-                return response
-            error = transport.error(_ASAMPLE, url, response)
-            if response.status == 429:
-                self._slow_down(error, weight, watch)
-            raise error
-
-        response = await retrying(once, throttle, session.clock, deadline=deadline)
-        return session.read_promise(_ASAMPLE, response), session.clock.monotonic() - started
+        with await session.service.sample_budget.lease(sample.weight):
+            response = await transport.exchange(
+                _ASAMPLE, url, sample.headers, sample.body, deadline=sample.deadline
+            )
+        if response.status < 300:
+            return transport.read_promise(_ASAMPLE, response)
+        error = transport.error(_ASAMPLE, url, response)
+        if response.status == 429:
+            self._slow_down(error, sample.weight, watch)
+        raise error
 
     def _slow_down(self, error: TinkerError, weight: int, watch: QueueWatch) -> None:
         watch.see(error.body)
@@ -652,13 +625,39 @@ async def open_sampling_session(
     return cast("str", created.sampling_session_id)
 
 
-class _Unanswered:
-    """The number of a sample that was sent and of which no promise is known."""
+@dataclass(slots=True)
+class _Sample:
+    """One sample on its way, and the policy of its retries.
 
-    __slots__ = ("seq_id",)
+    While no promise has been read, the next attempt is the same request sent again: the service knows its number if
+    only the answer was lost. After that a new attempt is a new request.
+    """
 
-    def __init__(self) -> None:
-        self.seq_id: int | None = None
+    flight: _Flight
+    fields: dict[str, Any]
+    weight: int
+    deadline: float | None
+    seq_id: int | None = None  # of the request that has no promise yet
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    started: float = 0.0
+    throttled: int = 0
+
+    def number(self, seq_id: int, session: Session) -> None:
+        """Make a new request of it."""
+        key = session.transport.new_idempotency_key()
+        self.seq_id, self.started = seq_id, session.clock.monotonic()
+        self.headers = {**_HEADERS, "x-idempotency-key": key}
+        self.body = json_codec.encode({**self.fields, "seq_id": seq_id})
+
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        """A 429 has a policy of its own and does not count as a try."""
+        if isinstance(error, RateLimitError):
+            self.throttled += 1
+            again = replace(tried, attempt=self.throttled - 1)
+            return self.flight.throttle.wait_before_retry(error, again)
+        again = replace(tried, attempt=tried.attempt - self.throttled)
+        return self.flight.policy.wait_before_retry(error, again)
 
 
 class StuckWatch:
@@ -702,13 +701,6 @@ class StuckWatch:
             self._schedule()
 
 
-class _FlightPolicy(SampleRetryPolicy):
-    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
-        if isinstance(error, RateLimitError):  # the dispatch has spent its retries on it
-            return None
-        return super().wait_before_retry(error, tried)
-
-
 class _Flight(StuckWatch):
     """What all samples of one client share while they are under way."""
 
@@ -716,7 +708,7 @@ class _Flight(StuckWatch):
         self, session: Session, config: RetryConfig, asked: RetryConfig, sampling_session_id: str
     ) -> None:
         super().__init__(session.clock, config)
-        self.policy = _FlightPolicy(config, session.transport.billing_window)
+        self.policy = SampleRetryPolicy(config, session.transport.billing_window)
         # A service that switches retries off still expects clients to slow down after a 429.
         self.throttle = ThrottlePolicy(asked)
         self.room: Budget = slots(config.max_connections or UNLIMITED)

@@ -26,7 +26,6 @@ from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import (
     APITimeoutError,
     ClientClosedError,
-    DecodeError,
     InvalidInputError,
     NotFoundError,
     TinkerError,
@@ -65,7 +64,7 @@ from .passes import TrainingWire
 from .polling import Poll
 from .queue_state import Observer, QueueWatch, observer_of
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
-from .transport import RawResponse, Transport
+from .transport import Transport
 
 __all__ = ["FinishReason", "Session", "refusing_bad_values"]
 
@@ -208,26 +207,23 @@ class Session:
         name: str,
         work: Callable[[], Coroutine[Any, Any, T]],
         facts: Callable[[], Mapping[str, Any]] = dict,
+        report: Callable[[calls.Call, T, float], object] | None = None,
+        future: APIFuture[T] | None = None,
         *,
         timeout: float | None = None,
     ) -> APIFuture[T]:
-        """Run one of the client's operations."""
-        self.deadline(timeout)  # refuses a bad one before any work begins
-        return self.submit(self.observed(name, work, facts), timeout=timeout)
+        """Run one of the client's operations; subscribers hear of it.
 
-    def observed(
-        self,
-        name: str,
-        work: Callable[[], Coroutine[Any, Any, T]],
-        facts: Callable[[], Mapping[str, Any]] = dict,
-        report: Callable[[calls.Call, T, float], object] | None = None,
-    ) -> Coroutine[Any, Any, T]:
-        """`work()`; where somebody listens, with its story told. `facts` say whose work it is."""
+        `facts` say whose work it is; `report(call, result, seconds)` may say more about a result.
+        """
+        check_timeout(timeout)  # refuses a bad one before any work begins
         if self.session_id is None:
             self.reporter.listen()  # else nobody would hear of the call that opens the session
         if not wants(Event):
-            return work()
-        return calls.observed(name, work, self.clock, {**self.metadata, **facts()}, report)
+            return self.submit(work(), future, timeout=timeout)
+        whose = {**self.metadata, **facts()}
+        told = calls.observed(name, work, self.clock, whose, report)
+        return self.submit(told, future, timeout=timeout)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something nobody waits for; it ends with the session, and belongs to no call."""
@@ -368,17 +364,7 @@ class Session:
         started = self.clock.monotonic()
         send = partial(self.transport.send, row, headers=headers, deadline=deadline)
         response = await self._labels.send(row.name, request, send)
-        return self.read_promise(row, response), self.clock.monotonic() - started
-
-    def read_promise(self, row: Operation[Any], response: RawResponse) -> Any:
-        try:
-            body = json_codec.parse(response.content)
-            kind = (
-                UntypedAPIFuture if isinstance(body, dict) and "request_id" in body else row.result
-            )
-            return json_codec.from_object(body, kind)
-        except DecodeError as error:
-            raise self.transport.misunderstood(row, response, error) from error
+        return self.transport.read_promise(row, response), self.clock.monotonic() - started
 
     async def outcome(
         self,

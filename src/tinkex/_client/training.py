@@ -580,10 +580,8 @@ class TrainingClient(TrainingClientAsync):
             )
         deadline = self._session.deadline(timeout)
         turn = self._turns.ticket()
-        observed = self._session.observed(
-            name, partial(work, turn, deadline, *args), self._whose, report
-        )
-        return self._session.submit(observed, timeout=timeout)
+        begin = partial(work, turn, deadline, *args)
+        return self._session.start(name, begin, self._whose, report, timeout=timeout)
 
     def _whose(self) -> Mapping[str, Any]:
         """What events of this model's operations say of it."""
@@ -763,7 +761,8 @@ class TrainingClient(TrainingClientAsync):
                 wire.protobuf = False
                 logger.info("The service reads no protobuf; passes are sent as JSON: %s", error)
         parts.note(response.headers)
-        return session.read_promise(row, response), session.clock.monotonic() - started
+        promised = session.transport.read_promise(row, response)
+        return promised, session.clock.monotonic() - started
 
     async def _send(
         self,

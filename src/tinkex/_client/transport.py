@@ -11,11 +11,11 @@ import secrets
 import sys
 import traceback
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from tinkex._retry import Clock, Tried, retrying
@@ -46,7 +46,7 @@ from tinkex.telemetry.events import (
     HttpRequestStart,
     HttpRequestStop,
 )
-from tinkex.types import EmptyResponse
+from tinkex.types import EmptyResponse, UntypedAPIFuture
 
 from .auth import Auth
 from .breaker import Circuits
@@ -208,6 +208,15 @@ class Transport:
         except DecodeError as error:
             raise self.misunderstood(operation, response, error) from error
 
+    def read_promise(self, operation: Operation[Any], response: RawResponse) -> Any:
+        """The promise of a queued operation, or its result if the service has it at once."""
+        try:
+            body = json_codec.parse(response.content)
+            promised = isinstance(body, dict) and "request_id" in body
+            return json_codec.from_object(body, UntypedAPIFuture if promised else operation.result)
+        except DecodeError as error:
+            raise self.misunderstood(operation, response, error) from error
+
     def misunderstood(
         self, operation: Operation[Any], response: RawResponse, error: TinkerError
     ) -> APIResponseValidationError:
@@ -349,18 +358,20 @@ class Transport:
         call = current_call()
         return self.metadata if call is None else call.metadata
 
-    async def _perform(
+    def _perform(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
-    ) -> RawResponse:
+    ) -> Awaitable[RawResponse]:
         client = self._clients[pool]
+        answer: Awaitable[RawResponse]
         if method == "POST":
-            return cast("RawResponse", await client.post(url, headers=headers, content=body))
-        if method == "GET":
-            return cast("RawResponse", await client.get(url, headers=headers))
-        if method == "PUT":
-            put = _method_of(client, "put")
-            return cast("RawResponse", await put(url, headers=headers, content=body))
-        return cast("RawResponse", await client.delete(url, headers=headers))
+            answer = client.post(url, headers=headers, content=body)
+        elif method == "GET":
+            answer = client.get(url, headers=headers)
+        elif method == "PUT":
+            answer = _method_of(client, "put")(url, headers=headers, content=body)
+        else:
+            answer = client.delete(url, headers=headers)
+        return answer
 
     @asynccontextmanager
     async def stream(
