@@ -115,6 +115,7 @@ class Session:
         self._background: set[asyncio.Task[Any]] = set()
         self._configuring: asyncio.Task[Configured] | None = None
         self._opening: asyncio.Task[Opened] | None = None
+        self._current: Opened | None = None
         self._closing: APIFuture[None] | None = None
         self._close_lock = threading.Lock()
         self._numbers = Numbers()
@@ -137,7 +138,7 @@ class Session:
     def _begin_anew(self) -> None:
         """In a forked child: go on in the same session, with connections, tasks and numbers of its own."""
         leave_behind(self._group, self._background, self._configuring, self._opening)
-        self._configuring = self._opening = None
+        self._configuring = self._opening = self._current = None
         self._group, self._background = TaskGroup(), set()
         self._close_lock = threading.Lock()
         self.reporter.begin_anew()
@@ -261,7 +262,9 @@ class Session:
 
     async def opened(self) -> str:
         """The id of the open session."""
-        opened: Opened = await _shared(self, "_opening", self._open)
+        opened = self._current
+        if opened is None:
+            opened = await _shared(self, "_opening", self._open)
         call = calls.current_call()
         if call is not None and "session_id" not in call.metadata:
             # The call that opened the session began without its id.
@@ -298,7 +301,7 @@ class Session:
             ):
                 if message:
                     say("%s", message)
-        opened = Opened(self.session_id, is_owner)
+        self._current = opened = Opened(self.session_id, is_owner)
         self._tell_opened(opened)
         self._carrier.transport = transport
         heartbeat = Heartbeat(
@@ -437,9 +440,8 @@ class Session:
             # Without a session the service has not answered yet; it probably will not now.
             limit = None if self.session_id is not None else _UNOPENED_CLOSE_LIMIT
             endings: list[Awaitable[object]] = [self.reporter.close(limit)]
-            opened = _result_of(self._opening)
-            if opened is not None and opened.is_owner:
-                endings.append(self._finish(opened.session_id, reason, detail))
+            if self._current is not None and self._current.is_owner:
+                endings.append(self._finish(self._current.session_id, reason, detail))
             await asyncio.gather(*endings)
         finally:
             await self._connection.close()
@@ -545,18 +547,11 @@ async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]])
     The work is a task of its own, so that one asker's cancellation does not take it from the others.
     """
     task: asyncio.Task[T] | None = getattr(session, slot)
-    if (known := _result_of(task)) is not None:
-        return known
+    if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+        return task.result()
     if task is None or task.done():
         task = asyncio.ensure_future(work())
         setattr(session, slot, task)
         session.keep(task)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
-
-
-def _result_of(task: asyncio.Task[T] | None) -> T | None:
-    """What a task returned; None if it did not yet, or failed."""
-    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-        return None
-    return task.result()
