@@ -17,6 +17,7 @@ from tinkex.errors import BadRequestError, ConflictError, NotFoundError
 from ..cli.commands import run
 from ..client.helpers import PROMPT, datum
 from ..scripted import Answer
+from .letters import Letters
 from .skyrl import DRAWN, SkyRL
 
 TWO = types.SamplingParams(max_tokens=2)
@@ -185,22 +186,6 @@ def test_a_command_names_the_endpoint_that_the_server_lacks(skyrl, command, endp
     assert refused.code == 1
     assert f"has no {endpoint}" in refused.err
     assert skyrl.url in refused.err
-
-
-class Letters:
-    """A tokenizer of letters; 2 is its end token, 3 the one that ends a turn."""
-
-    chat_template = "yes"
-    eos_token_id = 2
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, return_dict: bool, add_generation_prompt: bool
-    ) -> list[int]:
-        said = [[*(ord(letter) for letter in each["content"]), 3] for each in messages]
-        return [token for tokens in said for token in tokens]
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(96 + each) for each in ids if each > 3 or not skip_special_tokens)
 
 
 def test_an_answer_ends_at_the_end_token_though_the_server_has_no_default(skyrl):
