@@ -150,7 +150,8 @@ def test_prompt_logprobs_are_asked_for_refused_or_not_mentioned(server, sampler,
 def test_everything_else_is_sent_only_when_asked_for(server, service):
     table = {"dtype": "float32", "shape": [2, 1], "data": [-1.0, -2.0]}
     drawn = {"tokens": {**table, "dtype": "int64", "data": [1, 2]}, "logprobs": table}
-    server.on(SAMPLE, sampled(7, prompt_alt_tokens=drawn, prompt_logprobs=[None, None, -1.0]))
+    scored = {"prompt_logprobs": [None, None, -1.0], "target_prompt_logprobs": table}
+    server.on(SAMPLE, sampled(7, prompt_alt_tokens=drawn, **scored))
     sampler = new_sampler(service(), record_stability_info=True)
     targets = types.TensorData([4, 5], "int64", [2, 1])
     sampler.sample(

@@ -12,7 +12,12 @@ import pytest
 import tinkex
 from tinkex import types
 from tinkex._client.tokenizers import set_tokenizer_loader
-from tinkex.errors import BadRequestError, ConflictError, NotFoundError
+from tinkex.errors import (
+    APIResponseValidationError,
+    BadRequestError,
+    ConflictError,
+    NotFoundError,
+)
 
 from ..cli.commands import run
 from ..client.helpers import PROMPT, datum
@@ -52,6 +57,19 @@ def test_the_sum_of_other_losses_is_that_of_the_losses_per_token(trainer):
     weighted = types.Datum(PROMPT, {**scored, "weights": [1.0, 1.0, 0.0]})
     result = trainer.forward_backward([weighted], "importance_sampling").result(10)
     assert result.loss == pytest.approx(1.0)
+
+
+def test_a_custom_loss_is_warned_of(trainer, caplog):
+    """The server divides by the sum of the weights, which carry the gradient of the custom loss."""
+
+    def loss(_: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return -sum(each.sum() for each in logprobs), {}
+
+    with caplog.at_level("WARNING", "tinkex"):
+        for _ in range(2):
+            trained = trainer.forward_backward_custom([datum(1, 2)], loss).result(30)
+            assert trained.loss == pytest.approx(1.0)
+    assert len([each for each in caplog.messages if "divides the loss" in each]) == 1
 
 
 def test_a_name_that_is_taken_is_refused_at_once(skyrl, trainer, clock):
@@ -124,6 +142,13 @@ def test_alternatives_that_were_asked_for_and_did_not_come_are_said(client, capl
             assert drawn.sequences[0].tokens == DRAWN[:2]
     said = [each for each in caplog.messages if "topk_sample_logprobs" in each]
     assert len(said) == 1  # once a sampler, not once a sample
+
+
+def test_targets_that_the_server_ignores_are_an_error(client):
+    sampler = client.create_sampling_client(base_model="some/model")
+    targets = types.TensorData([1, 2], "int64", [2, 1])
+    with pytest.raises(APIResponseValidationError, match="ignores target_prompt_logprobs"):
+        sampler.sample(PROMPT, 1, TWO, target_prompt_logprobs=targets).result(10)
 
 
 def test_a_stream_falls_back_to_a_sample(client):

@@ -8,7 +8,8 @@ import pytest
 
 import tinkex
 from tinkex import types
-from tinkex.errors import UnprocessableEntityError
+from tinkex._client.downloads import download_checkpoint
+from tinkex.errors import APIResponseValidationError, UnprocessableEntityError
 
 from ..client.helpers import PROMPT, datum
 from .tuft import TuFT
@@ -82,3 +83,10 @@ def test_every_request_has_only_fields_that_the_server_knows(tuft, trainer):
     """The dialect refuses a field it does not know with 422; none of the calls above was refused."""
     trainer.unload_model().result(10)
     assert tuft.asked("POST /api/v1/unload_model")
+
+
+def test_an_archive_on_the_disk_of_the_server_is_said(client, tmp_path):
+    rest = client.create_rest_client()
+    with pytest.raises(APIResponseValidationError, match="a file on its own disk, file:///check"):
+        download_checkpoint(rest, "tinker://a-run/sampler_weights/final", tmp_path)
+    assert list(tmp_path.iterdir()) == []

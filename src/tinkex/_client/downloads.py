@@ -213,6 +213,10 @@ class _DownloadPolicy:
 
 def _link(url: str | Callable[[], str]) -> str:
     link = url if isinstance(url, str) else url()
+    if link.startswith("file:"):
+        raise APIResponseValidationError(
+            message=f"The service names a file on its own disk, {link:.200}; copy it from that machine."
+        )
     if not link.startswith(("http://", "https://")):
         raise APIResponseValidationError(
             message=f"The service sent a URL that is none: {link:.200}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinkex.types import Datum, ForwardBackwardOutput
 
-__all__ = ["with_loss_sum"]
+__all__ = ["divides_by_weights", "with_loss_sum"]
 
 _SUM: Final = "loss:sum"
 #: What SkyRL's training backends call it.
@@ -54,3 +54,9 @@ def _added_up(result: ForwardBackwardOutput) -> float | None:
     return float(
         sum(loss.to_numpy().astype(np.float64).sum() for loss in losses if loss is not None)
     )
+
+
+def divides_by_weights(result: ForwardBackwardOutput) -> bool:
+    """Whether a result looks like one of SkyRL's JAX backend, where the loss of a datum is a weighted mean."""
+    outputs = result.loss_fn_outputs
+    return not result.metrics and any(_ELEMENTWISE in output for output in outputs)

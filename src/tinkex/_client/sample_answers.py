@@ -18,6 +18,8 @@ def check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
     ignored = None
     if fields.get("prompt_alt_tokens_k") and result.prompt_alt_tokens is None:
         ignored = "prompt_alt_tokens_k"
+    if fields.get("target_prompt_logprobs") is not None and result.target_prompt_logprobs is None:
+        ignored = "target_prompt_logprobs"
     last, scored = fields.get("prompt_logprobs_last_n"), result.prompt_logprobs_np
     if last is not None and scored is not None and not np.isnan(scored[:-last]).all():
         ignored = "prompt_logprobs_last_n"

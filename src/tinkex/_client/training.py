@@ -54,7 +54,7 @@ from ._async_twins import TrainingClientAsync
 from .budget import Lease
 from .checks import check_data, check_loss, check_name, check_retry_config
 from .custom_loss import CustomLossFn
-from .loss_sums import with_loss_sum
+from .loss_sums import divides_by_weights, with_loss_sum
 from .notices import logger
 from .passes import Parts, TrainingWire
 from .queue_state import Observer, QueueLogger, observer_of
@@ -104,6 +104,7 @@ class TrainingClient(TrainingClientAsync):
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
         self._after_step: tuple[Callable[[], object], ...] = ()
         self._tokenizer_id: str | None = None
+        self._told_of_division = False
         self._sampler_names: set[str] = set()  # of the sampler checkpoints saved here
 
     def __repr__(self) -> str:
@@ -644,6 +645,12 @@ class TrainingClient(TrainingClientAsync):
                 turn, "forward", first_pass, "cross_entropy", None, deadline
             )
             forward = await self._combined("forward", *sent, deadline)
+            if divides_by_weights(forward) and not self._told_of_division:
+                self._told_of_division = True
+                logger.warning(
+                    "The service answers as SkyRL's JAX backend does, which divides the loss of a datum by the sum of "
+                    "its weights: the gradient of a custom loss is wrong there."
+                )
             _computing_loss_of.set(self)  # only this task and the thread of the loss see it
             evaluate = partial(custom_loss.surrogate, data, forward, loss_fn, pipeline)
             surrogate = await self._in_time(deadline, evaluate)
