@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tinkex.server.auth import Keys
 from tinkex.server.connections import MAX_PIPELINED, affordable_connections
 from tinkex.server.serve import _serve
 from tinkex.server.service import Settings
@@ -297,6 +298,51 @@ def test_when_all_connections_are_in_use_the_longest_idle_makes_room(tmp_path):
             assert await is_open(fourth)
             assert await first.rest() == b""
             assert await is_open(second)
+
+    on_skipping_loop(scenario)
+
+
+def test_a_refused_request_whose_body_does_not_come_makes_room(tmp_path):
+    async def scenario(_: SkippingLoop) -> None:
+        async with serving(tmp_path, max_connections=2) as connect:
+            refused = [await connect() for _ in range(2)]
+            for peer in refused:
+                peer.send(POST.replace(b"json", b"x") + b"content-length: 100\r\n\r\n")
+                assert status(await peer.reader.readuntil(b"\r\n\r\n")) == 415
+            assert await is_open(await connect())
+
+    on_skipping_loop(scenario)
+
+
+def test_an_idle_connection_is_closed_although_its_last_body_came_after_the_answer(tmp_path):
+    async def scenario(loop: SkippingLoop) -> None:
+        async with serving(tmp_path) as connect:
+            late = await connect()
+            late.send(POST.replace(b"json", b"x") + b"content-length: 5\r\n\r\n")
+            head = await late.reader.readuntil(b"\r\n\r\n")
+            await late.reader.readexactly(_length(head))
+            late.send(b"12345")
+            assert await is_open(late)
+            late.send(POST.replace(b"json", b"x") + b"content-length: 5\r\n\r\n")
+            head = await late.reader.readuntil(b"\r\n\r\n")
+            await late.reader.readexactly(_length(head))
+            late.send(b"12345")
+            assert await is_open(await connect())  # by now the body has arrived
+            loop.skipped += 301.0
+            assert await late.rest() == b""
+
+    on_skipping_loop(scenario)
+
+
+def test_without_a_key_no_body_is_waited_for(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-key-of-ann\n")
+
+    async def scenario(_: SkippingLoop) -> None:
+        async with serving(tmp_path / "data", keys=Keys.from_file(file)) as connect:
+            stranger = await connect()
+            stranger.send(POST + b"content-length: 50000000\r\n\r\n")
+            assert status(await stranger.reader.readuntil(b"\r\n\r\n")) == 401
 
     on_skipping_loop(scenario)
 

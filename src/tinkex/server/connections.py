@@ -12,6 +12,7 @@ import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nsmallest
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -94,21 +95,27 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             self.refuse(503, "All connections of the service are in use; try again later.")
 
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether nothing is lost but time when the connection is closed: no request on it is being answered."""
+        refused = self.phase is Phase.BODY and self.cycle.response_complete
+        return refused or self.phase in {Phase.HEAD, Phase.IDLE}
+
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its peer, if there is one."""
+        """Close the connections that have waited longest for their peers, if there are any.
+
+        Some at a time: looking for them means looking at all.
+        """
         waiting = [
             other
             for other in self.connections
-            if isinstance(other, BoundedProtocol)
-            and other is not self
-            and other.phase in {Phase.HEAD, Phase.IDLE}
+            if isinstance(other, BoundedProtocol) and other is not self and other.waits_for_peer
         ]
-        if not waiting:
-            return False
-        oldest = min(waiting, key=lambda other: other.since)
-        self.connections.discard(oldest)  # at once: it counts until its transport has closed
-        oldest.transport.close()
-        return True
+        count = max(1, self._limits.max_connections // 100)
+        for oldest in nsmallest(count, waiting, key=lambda other: other.since):
+            self.connections.discard(oldest)  # at once: it counts until its transport has closed
+            oldest.transport.close()
+        return bool(waiting)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -208,6 +215,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.refuse(408, "The head of the request took too long.")
             else:
                 self.transport.close()
+        elif self.phase is Phase.IDLE and now - self.since > self.timeout_keep_alive:
+            # uvicorn has a timer for this, but forgets it when a body ends after its answer.
+            self.transport.close()
         elif self.phase is Phase.BODY and self._is_slow(now):
             if self.cycle.response_complete:
                 self.transport.close()
