@@ -73,8 +73,9 @@ class LossLimits:
 
     #: Bytes that one example may need at a time, forward and backward.
     max_loss_bytes: int = 1 << 30
-    #: Elements that all examples of a pass may compute, forward and backward: some ten seconds of one core.
-    max_loss_work: int = 10**10
+    #: Elements that all examples of a pass may compute, forward and backward: some five seconds of one core, in
+    #: which nobody else gets a turn.
+    max_loss_work: int = 4 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
