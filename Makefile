@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Without the notice on its successor (docs/decisions/0002). Not --quiet: that makes --strict let everything pass.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install demo test check fix chaos bench cookbook docs clean
+.PHONY: install demo quick test wheel check fix chaos bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -21,8 +21,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/tinkex demo $(ARGS)
 
+# Everything that needs neither torch, nor an official client, nor a database server; about a minute.
+quick: install
+	$(BIN)/python -m pytest --quick --numprocesses 2 --dist loadfile
+
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# The wheel as users install it, without dev extras: the base, and [local] with its gigabyte of torch.
+wheel: install
+	$(BIN)/python -m pytest tests/wheel --wheel
 
 check: install
 	$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ import tinkex
 from tinkex.telemetry import bus
 from tinkex.telemetry.events import Event
 
+from .quick import Quick
 from .scripted import FakeClock, ScriptedServer
 
 pytest_plugins = ["pytester"]
@@ -26,6 +27,15 @@ hypothesis.settings.load_profile("patient")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the long form of tests/chaos")
+    parser.addoption("--wheel", action="store_true", help="also the wheel with the extra [local]")
+    parser.addoption(
+        "--quick", action="store_true", help="only what needs no torch, official client or database"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        config.pluginmanager.register(Quick())
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,13 +43,29 @@ class Connection:
 
     @contextmanager
     def service(self, *, patient: bool = True, **options: Any) -> Iterator[ServiceClient]:
-        """A client for long work, or with `patient=False` for an answer somebody is waiting for."""
+        """A client for long work, or with `patient=False` for an answer somebody is waiting for.
+
+        Long work outlasts a service that is away for minutes, but does not wait for one that is not there at its start.
+        """
         from tinkex._client.service import ServiceClient
 
-        if not patient:
+        if patient:
+            self._reach()
+        else:
             options |= _IMPATIENT
         with ServiceClient(config=self.config(**options)) as client:
             yield client
+
+    def _reach(self) -> None:
+        """Raise if the service cannot be reached; what it answers does not matter."""
+        from tinkex._client.service import ServiceClient
+        from tinkex.config import LOCAL
+        from tinkex.errors import APIStatusError
+
+        config = self.config(**_IMPATIENT)
+        if config.base_url != LOCAL:  # which is started when it is needed
+            with ServiceClient(config=config) as client, suppress(APIStatusError):
+                client.health()
 
     def config(self, **options: Any) -> Config:
         from tinkex._client.auth import config_with_login

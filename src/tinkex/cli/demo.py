@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ import click
 
 from tinkex.errors import InvalidInputError
 
+from .connection import Connection
 from .human import clock
 from .run_file import Run, Settings
 
@@ -93,11 +94,13 @@ def _files_of(output: Path) -> Iterator[None]:
         raise click.ClickException(f"{error.filename or output}: {error.strerror}") from error
 
 
-def _service(base_url: str | None, base_model: str) -> ServiceClient:
+def _service(
+    base_url: str | None, base_model: str
+) -> AbstractContextManager[ServiceClient, bool | None]:
     import tinkex
 
     if base_url is not None:
-        return tinkex.ServiceClient(base_url=base_url)
+        return Connection(base_url, None, None).service()
     click.echo(f"Starting a service with {base_model} on this machine …", err=True)
     return tinkex.local(base_models=[base_model])
 
