@@ -484,7 +484,9 @@ def test_no_snapshot_says_that_more_was_done_than_it_holds(tmp_path, monkeypatch
             body = {"model_id": model.model_id, "forward_input": inputs()}
             await told(client, "forward", body)
             await asyncio.gather(*made.models._tasks)
-            assert committed == [(7, 7)]
+            # Everything that was lost is done again first, and then each snapshot says what it holds.
+            assert committed
+            assert all(changes == next_seq >= 6 for changes, next_seq in committed)
 
     asyncio.run(scenario())
 

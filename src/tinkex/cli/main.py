@@ -17,6 +17,7 @@ __all__ = ["cli", "main", "run"]
 #: Commands by name: the module that has them, and a line for the list, so that `--help` loads none.
 _COMMANDS: Final = {
     "auth": ("tinkex.cli.auth", "The key a service is called with: store, forget, look at it."),
+    "backup": ("tinkex.cli.backup", "Copy the data of a local service, also while it runs."),
     "billing": ("tinkex.cli.billing", "Hourly usage and storage, also as CSV."),
     "chat": ("tinkex.cli.chat", "Talk with a base model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint", "List, keep, share, fetch and delete checkpoints."),
