@@ -80,7 +80,12 @@ def test_a_key_with_many_requests_waiting_is_told_to_wait_and_others_are_not(run
                 "custom_loss_seq_id": 0,
                 "name": "loss",
                 "inputs": [{"name": "logprobs", "rank": 1}],
-                "graph": {"nodes": []},
+                "graph": {
+                    "nodes": [
+                        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+                        {"op": "output", "name": "o", "target": "o", "args": [{"ref": "logprobs"}]},
+                    ]
+                },
             },
             "asample": sampler.request(),
             "stream_sample": sampler.request(),
