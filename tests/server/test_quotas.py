@@ -193,7 +193,9 @@ def test_counts_are_the_same_after_a_restart(tmp_path):
             assert before["sessions"] == 2
             assert before["models"] == 1
             assert before["samplers"] == 2
-            assert all(before[name] for name in before if name not in {"requests", "pending"})
+            assert all(
+                before[name] for name in before if name not in {"requests", "pending", "losses"}
+            )
         async with housed_for_two(tmp_path) as (service, ann, _):
             assert counts(service) == before
             await told(ann, "unload_model", {"model_id": model, "seq_id": 6})
@@ -298,6 +300,44 @@ def test_checkpoints_of_a_key_are_limited_and_deleting_one_makes_room(tmp_path):
             gone = await ann.delete(f"training_runs/{model}/checkpoints/weights/a")
             assert gone.status_code == 200
             assert "path" in await save("save_weights", path="b")
+
+    asyncio.run(scenario())
+
+
+def test_losses_of_a_key_are_limited_and_a_restart_does_not_forget_them(tmp_path):
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "output", "name": "o", "target": "o", "args": [{"ref": "logprobs"}]},
+    ]
+
+    def traced(session: str, number: int) -> dict[str, Any]:
+        return {
+            "session_id": session,
+            "custom_loss_seq_id": number,
+            "name": "l",
+            "inputs": [{"name": "logprobs", "rank": 1}],
+            "graph": {"nodes": nodes},
+        }
+
+    async def scenario() -> None:
+        async with housed_for_two(tmp_path, "losses=1") as (service, ann, _):
+            session = (await told(ann, "create_session", SESSION))["session_id"]
+            # The fake engine runs no losses; a loss that failed does not count.
+            failed = await told(ann, "create_custom_loss", traced(session, 0))
+            assert failed["category"] == "user"
+            assert service.quotas.losses.used("ann") == 0
+            losses = tmp_path / "data" / "losses"
+            losses.mkdir(exist_ok=True)
+            (losses / f"{session}:loss:1.json").write_text("{}")
+        async with housed_for_two(tmp_path, "losses=1") as (service, ann, bob):
+            assert service.quotas.losses.used("ann") == 1
+            refused = await ann.post("create_custom_loss", json=traced(session, 2))
+            assert not says_what_to_do(refused, "losses")
+            other = (await told(bob, "create_session", SESSION))["session_id"]
+            accepted = await bob.post("create_custom_loss", json=traced(other, 0))
+            assert accepted.status_code == 200
+            await ann.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
+            assert service.quotas.losses.used("ann") == 0
 
     asyncio.run(scenario())
 

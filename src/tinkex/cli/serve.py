@@ -81,7 +81,7 @@ __all__ = ["command"]
     multiple=True,
     metavar="NAME=VALUE",
     help="What each key may use at a time, such as models=20 or checkpoint_bytes=50GiB. May be given more "
-    "than once. Names: requests, pending, results, journal_bytes, sessions, models, samplers, checkpoint_bytes, "
+    "than once. Names: requests, pending, results, journal_bytes, sessions, models, samplers, losses, checkpoint_bytes, "
     "telemetry_bytes.",
 )
 @click.option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
 
 from .engine import Supervisor
 from .futures import Promise, Promises
+from .quotas import Quota
 from .sessions import Sessions
 from .store import Database
 
@@ -36,8 +38,11 @@ class Losses:
         sessions: Sessions,
         promises: Promises,
         engine: Supervisor,
+        quota: Quota,
     ) -> None:
         self._directory = directory
+        self._quota = quota
+        self._of_session: Counter[tuple[str, str]] = Counter()  # by owner and session
         self._db = database
         self._sessions = sessions
         self._promises = promises
@@ -51,6 +56,7 @@ class Losses:
         scope = f"{request.session_id}:loss"
         known = self._promises.duplicate(scope, request.custom_loss_seq_id)
         if known is None:
+            self._quota.check(owner)
             number = request.custom_loss_seq_id
             known = self._promises.accept(_CREATE, owner, scope, number, request, body, "json")
             self.resume(known)
@@ -59,6 +65,7 @@ class Losses:
 
     def resume(self, promise: Promise) -> None:
         """Do what was accepted, now or before a restart."""
+        self._count(promise.owner, promise.scope.removesuffix(":loss"))
         task = asyncio.ensure_future(self._create(promise))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -71,9 +78,25 @@ class Losses:
             await self._engine.persist(lambda: self._engine.worker.call_now("check_traced", graph))
             await self._db(self._write, loss_id, json.dumps(asdict(graph)))
         except Exception as error:
+            self._count(promise.owner, promise.scope.removesuffix(":loss"), -1)
             self._promises.fail(promise, error)
         else:
             self._promises.finish(promise, CreateCustomLossResponse(loss_id=loss_id))
+
+    async def restore(self) -> None:
+        """Count the losses of sessions that have not ended."""
+        names = await self._db(
+            lambda: [file.stem for file in self._directory.glob("*:loss:*.json")]
+        )
+        for name in names:
+            session_id = name.partition(":loss:")[0]
+            owner = self._sessions.owner(session_id)
+            if owner is not None:
+                self._count(owner, session_id)
+
+    def _count(self, owner: str, session_id: str, change: int = 1) -> None:
+        self._quota.add(owner, change)
+        self._of_session[owner, session_id] += change
 
     async def graph(self, loss_id: Any, session_id: str) -> TracedGraph:
         """A loss of the same session."""
@@ -104,6 +127,8 @@ class Losses:
                 file.unlink(missing_ok=True)
 
         await self._db(forget)
+        for owner, session in [key for key in self._of_session if key[1] == session_id]:
+            self._quota.release(owner, self._of_session.pop((owner, session)))
 
     async def stop(self) -> None:
         for task in list(self._tasks):

@@ -72,6 +72,7 @@ class Limits:
     )
     models: int = _limit(100, "live models", "unload some, or finish their sessions")
     samplers: int = _limit(10_000, "samplers of active sessions", "finish some sessions")
+    losses: int = _limit(1_000, "traced losses of active sessions", "finish some sessions")
     checkpoint_bytes: int = _limit(
         500 << 30, "of checkpoints", "delete some, or save with ttl_seconds"
     )
@@ -167,6 +168,7 @@ class Quotas:
     sessions: Quota
     models: Quota
     samplers: Quota
+    losses: Quota
     checkpoint_bytes: Quota
     telemetry_bytes: Quota
 

@@ -250,7 +250,12 @@ class Service:
             unnamed_limit=settings.max_unnamed_samplers,
         )
         self.losses = Losses(
-            data / "losses", self.database, self.sessions, self.promises, self.engine
+            data / "losses",
+            self.database,
+            self.sessions,
+            self.promises,
+            self.engine,
+            quotas.losses,
         )
         self.snapshots = Snapshots(data / "snapshots")
         work = ModelWork(
@@ -312,6 +317,7 @@ class Service:
             self.ready = await self.engine.start()
             await self.sessions.restore()
             await self.samplers.restore()
+            await self.losses.restore()
             await self.checkpoints.restore()
             await self.reports.restore()
             await self._restore(records)

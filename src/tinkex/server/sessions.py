@@ -121,6 +121,11 @@ class Sessions:
             raise NotFoundError(f"There is no session {session_id!r:.100}.")
         return live
 
+    def owner(self, session_id: str) -> str | None:
+        """Whose session it is; None if it has ended or never was."""
+        live = self._live.get(session_id)
+        return None if live is None else live.owner
+
     async def check_active(self, session_id: str, owner: str) -> None:
         """Refuse work for a session that has ended."""
         live = await self.find(session_id, owner)
