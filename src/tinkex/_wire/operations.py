@@ -71,9 +71,9 @@ class BodyLimits:
 _STORED: Final = BodyLimits(json=256 << 10)
 #: Clients send at most a hundred events at a time.
 _EVENTS: Final = BodyLimits(items=5_000)
-_SAMPLE: Final = BodyLimits(json=8 << 20, items=10_000)
+_SAMPLE: Final = BodyLimits(json=4 << 20, items=10_000)
 # Official clients send up to 1,024 examples and 5 MB a request, more only if a single example is larger.
-_PASS: Final = BodyLimits(json=16 << 20, protobuf=64 << 20, items=100_000)
+_PASS: Final = BodyLimits(json=16 << 20, protobuf=32 << 20, items=100_000)
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
