@@ -269,6 +269,18 @@ def test_a_service_that_answers_at_once_is_not_stormed(polls, answer, most):
     assert 10 < len(polls.asked) <= most  # in one hour
 
 
+@pytest.mark.parametrize("other", [Answer({}, 409), Answer({}, 502), Answer({}, 429)])
+def test_answers_that_alternate_are_no_way_around_the_waits(polls, other):
+    error = polls.fail(*[other, Answer(not_yet())] * 2000, timeout=600)
+    assert isinstance(error, APITimeoutError)
+    assert len(polls.asked) < 300  # in ten minutes
+
+
+def test_a_wait_of_a_millisecond_is_not_granted(polls):
+    polls.finish(Answer({}, 503, {"retry-after-ms": "1"}), DONE)
+    assert polls.clock.slept == [0.1]
+
+
 @pytest.mark.parametrize("status", [408, 500, 502, 503])
 def test_errors_without_a_useful_answer_are_given_up_after_two_hours(polls, status):
     error = polls.fail(Answer({"detail": "no"}, status))

@@ -520,6 +520,15 @@ def test_a_service_that_has_read_protobuf_is_believed_when_it_refuses_a_pass(ser
     assert len(server.asked(PASS)) == 2
 
 
+def test_a_refusal_that_json_does_not_change_is_raised_as_it_was(server, trainer):
+    refused = Answer({"detail": "data.0: content type of the image"}, 422)
+    server.on(PASS, refused, Answer({"detail": "request 1 was refused before"}, 400))
+    with pytest.raises(tinkex.UnprocessableEntityError, match="content type of the image"):
+        trainer.forward_backward([datum(1)], "cross_entropy").result(10)
+    kinds = [request.headers["content-type"] for request in server.asked(PASS)]
+    assert kinds == ["application/x-protobuf", "application/json"]
+
+
 def test_other_refusals_are_not_taken_for_a_lack_of_protobuf(server, trainer):
     server.on(PASS, Answer({"detail": "data.0: too long"}, 422))
     with pytest.raises(tinkex.UnprocessableEntityError):

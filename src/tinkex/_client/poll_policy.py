@@ -43,7 +43,7 @@ FIRST_PAUSED_WAIT: Final = 1.0
 MAX_NOT_YET_WAIT: Final = 5.0
 FIRST_TROUBLE_WAIT: Final = 1.0
 MAX_TROUBLE_WAIT: Final = 30.0
-#: Shortest and longest wait a "not yet" may ask for.
+#: Shortest wait that an answer may ask for, and the longest of a "not yet".
 LEAST_ASKED: Final = 0.1
 MOST_ASKED: Final = 60.0
 #: Seconds without a useful answer after which the service is taken to be gone for good …
@@ -114,6 +114,9 @@ class PollPolicy:
     last_useful: float = 0.0  # when the last useful answer came, in seconds after the first poll
     failed: int = 0  # polls since the last useful answer
     out_of_time: bool = False  # it was the caller's deadline that ended the polls
+    #: "Not yet" answers since the last one that was held; errors in between do not reset it, so that a service whose
+    #: answers alternate is not stormed.
+    _immediate: int = 0
     _doubts: dict[int | None, int] = field(default_factory=dict)
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
@@ -159,9 +162,11 @@ class PollPolicy:
             if error.asked is not None:
                 return min(max(error.asked, LEAST_ASKED), MOST_ASKED)
         if tried.took >= HELD:
-            self.repeats = -1  # a hold ends a row of immediate answers
+            self._immediate = 0
             return 0.0
-        return full_jitter(exponential(self.repeats, first, MAX_NOT_YET_WAIT), tried.chance)
+        self._immediate += 1
+        wait = exponential(self._immediate - 1, first, MAX_NOT_YET_WAIT)
+        return full_jitter(wait, tried.chance)
 
     def _trouble(self, error: Exception, tried: Tried) -> float | None:
         silent = tried.elapsed - self.last_useful
@@ -187,4 +192,5 @@ class PollPolicy:
 
 
 def _asked(error: Exception) -> float | None:
-    return asked_wait(error) if isinstance(error, TinkerError) else None
+    asked = asked_wait(error) if isinstance(error, TinkerError) else None
+    return None if asked is None else max(asked, LEAST_ASKED)

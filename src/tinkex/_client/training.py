@@ -764,7 +764,12 @@ class TrainingClient(TrainingClientAsync):
                 if not wire.may_fall_back(error):
                     raise
                 plain = TrainingWire(protobuf=False)
-                row, response = await self._send(plain, request, weight, tag, deadline)
+                try:
+                    row, response = await self._send(plain, request, weight, tag, deadline)
+                except TinkerError:
+                    if error.status_code == 415:
+                        raise
+                    raise error from None  # it was about the content after all
                 wire.protobuf = False
                 logger.info("The service reads no protobuf; passes are sent as JSON: %s", error)
         parts.note(response.headers)
