@@ -30,7 +30,7 @@ def clock():
 
 @pytest.fixture
 def running(clock):
-    with service("fake", now=clock) as started:
+    with service("fake", now=clock, monotonic=lambda: clock().timestamp()) as started:
         yield started
 
 

@@ -33,6 +33,9 @@ Two = tuple[Service, httpx.AsyncClient, httpx.AsyncClient]
 @contextlib.asynccontextmanager
 async def housed_for_two(place: Path, *limits: str, **settings: Any) -> AsyncIterator[Two]:
     """A service that runs in this loop, and its users Ann and Bob."""
+    if "now" in settings:
+        now = settings["now"]
+        settings["monotonic"] = lambda: now().timestamp()
     (place / "keys").write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     service = Service(
         Settings(

@@ -560,7 +560,13 @@ def on_disk(directory: Path) -> int:
 
 @contextlib.asynccontextmanager
 async def housed(data_dir: Path, **settings: Any):
-    """A service whose parts can be reached, and a client of it, without a network between."""
+    """A service whose parts can be reached, and a client of it, without a network between.
+
+    With a clock of the test (`now`), both clocks of the service go by it.
+    """
+    if "now" in settings:
+        now = settings["now"]
+        settings.setdefault("monotonic", lambda: now().timestamp())
     made = Service(
         Settings(
             data_dir=data_dir,

@@ -42,12 +42,14 @@ class Checkpoints:
         database: Database,
         quota: Quota,
         now: Callable[[], datetime] = now_utc,
+        expiry: Callable[[], datetime] | None = None,
     ) -> None:
         self._directory = directory
         self._quota = quota
         self._db = database
         self._store = database.store
         self._now = now
+        self._expiry = expiry or now  # up to when checkpoints have expired
 
     async def restore(self) -> None:
         """Count what each owner has."""
@@ -76,7 +78,7 @@ class Checkpoints:
 
     def has_expired(self, row: CheckpointRow) -> bool:
         """Whether its time is over; it is deleted soon after."""
-        return row.expires_at is not None and row.expires_at <= self._now()
+        return row.expires_at is not None and row.expires_at <= self._expiry()
 
     async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
         """A checkpoint of one's own, by the id REST paths use."""
@@ -249,7 +251,7 @@ class Checkpoints:
 
     async def delete_expired(self) -> int:
         """Let go of what has outlived its time."""
-        expired = await self._db(self._store.expired_checkpoints, self._now())
+        expired = await self._db(self._store.expired_checkpoints, self._expiry())
         for row in expired:
             await self.delete(row, "checkpoint_expired")
         return len(expired)

@@ -105,6 +105,7 @@ class Samplers:
         *,
         limits: SampleLimits,
         now: Callable[[], datetime],
+        expiry: Callable[[], datetime] | None = None,
         open_limit: int = OPEN_LIMIT,
         unnamed_limit: int = UNNAMED_LIMIT,
     ) -> None:
@@ -118,6 +119,7 @@ class Samplers:
         self._quota = quota
         self._limits = limits
         self._now = now
+        self._expiry = expiry or now  # up to when samplers have expired
         self._open_limit = open_limit
         self._unnamed_limit = unnamed_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
@@ -298,7 +300,7 @@ class Samplers:
 
     async def delete_expired(self) -> None:
         """Let go of what has outlived its time, once nobody draws from it."""
-        for row in await self._db(self._store.expired_samplers, self._now()):
+        for row in await self._db(self._store.expired_samplers, self._expiry()):
             sampler = self._samplers.get(row.sampler_id)
             if sampler is None or not sampler.drawing:
                 await self._delete(row)
@@ -437,7 +439,7 @@ class Samplers:
             sampler = await self._find(request.sampling_session_id, owner)
             await self._sessions.check_active(sampler.row.session_id, owner)
             expires_at = sampler.row.expires_at
-            if expires_at is not None and expires_at <= self._now():
+            if expires_at is not None and expires_at <= self._expiry():
                 raise NotFoundError(f"The sampler {sampler.row.sampler_id!r:.200} has expired.")
             return sampler
         if request.base_model is None and request.model_path is None:

@@ -27,6 +27,7 @@ from .archives import Signer
 from .auth import Keys
 from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
+from .clock import Clock
 from .damage import Lost
 from .engine import Supervisor
 from .futures import Promise, Promises
@@ -145,8 +146,9 @@ class Settings:
     use_retrieve_futures: bool = False
     #: Whether a proxy on this machine forwards requests of others: then no request counts as made on this machine.
     behind_proxy: bool = False
-    #: What time it is.
+    #: What time it is, and a clock that nobody sets. What expires does so when both say that its time is over.
     now: Callable[[], datetime] = now_utc
+    monotonic: Callable[[], float] = time.monotonic
 
     @property
     def sample_limits(self) -> SampleLimits:
@@ -206,12 +208,13 @@ class Service:
             max_inflight_bytes=settings.max_inflight_bytes,
         )
         set_aside = SetAside(data, settings.now)
+        self._clock = clock = Clock(settings.now, settings.monotonic)
         self.journal = Journal(data / "journal", set_aside=set_aside.copy)
         self.quotas = quotas = Quotas.of(settings.limits)
         self.promises = Promises(
             self.journal,
             quotas=quotas,
-            clock=lambda: settings.now().timestamp(),
+            clock=clock.steady,
         )
         self.engine = Supervisor(
             Worker(
@@ -233,7 +236,11 @@ class Service:
             self.database, quotas.sessions, expiry=settings.session_expiry, now=settings.now
         )
         self.checkpoints = Checkpoints(
-            data / "checkpoints", self.database, quotas.checkpoint_bytes, settings.now
+            data / "checkpoints",
+            self.database,
+            quotas.checkpoint_bytes,
+            settings.now,
+            clock.expiry,
         )
         self.reports = Reports(self.database, quotas.telemetry_bytes)
         self.samplers = Samplers(
@@ -247,6 +254,7 @@ class Service:
             quotas.samplers,
             limits=settings.sample_limits,
             now=settings.now,
+            expiry=clock.expiry,
             unnamed_limit=settings.max_unnamed_samplers,
         )
         self.losses = Losses(
@@ -480,7 +488,7 @@ class Service:
 
     async def _forget_old_reports(self) -> None:
         kept = timedelta(seconds=self.settings.telemetry_retention)
-        await self.reports.forget(self.settings.now() - kept)
+        await self.reports.forget(self._clock.expiry() - kept)
 
     async def _forget_results(self) -> None:
         self.retention.forget()
