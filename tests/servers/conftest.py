@@ -38,3 +38,9 @@ def client_of(clock: FakeClock) -> Iterator[Callable[..., tinkex.ServiceClient]]
     yield make
     for client in made:
         client.close().result(10)
+
+
+@pytest.fixture
+def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
+    """A new model of the server that the test's own module chooses with its fixture `client`."""
+    return client.create_lora_training_client("some/model", rank=4)

@@ -33,11 +33,6 @@ def client(skyrl: SkyRL, client_of: Callable[..., tinkex.ServiceClient]) -> tink
     return client_of(skyrl)
 
 
-@pytest.fixture
-def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
-    return client.create_lora_training_client("some/model", rank=4)
-
-
 # -- training ------------------------------------------------------------------------------------
 
 

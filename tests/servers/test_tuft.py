@@ -22,11 +22,6 @@ def client(tuft: TuFT, client_of: Callable[..., tinkex.ServiceClient]) -> tinkex
     return client_of(tuft)
 
 
-@pytest.fixture
-def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
-    return client.create_lora_training_client("some/model", rank=4)
-
-
 def test_a_model_is_made_and_trained(trainer):
     result = trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
     assert result.loss == result.metrics["loss:sum"] == 1.0
