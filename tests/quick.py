@@ -23,7 +23,10 @@ HEAVY: Final = frozenset(
     _TESTS / name
     for name in (
         "chaos",
+        "cli/test_chat.py",
         "cli/test_checkpoint_files.py",
+        "cli/test_demo.py",
+        "cli/test_train.py",
         "client/test_training.py",
         "contract",
         "engine",
@@ -43,8 +46,10 @@ HEAVY: Final = frozenset(
         "wheel",
     )
 )
-#: Fixtures with a service that computes with torch.
-_HEAVY_FIXTURES: Final = frozenset({"here", "tinkex_tiny"})
+#: Fixtures with a service that computes with torch, or with a tokenizer of transformers.
+_HEAVY_FIXTURES: Final = frozenset({"here", "tinkex_tiny", "tokenizer"})
+#: How the ids of parametrized cases begin that need one.
+_HEAVY_CASES: Final = ("[postgres", "[torch", "[tinkex.regularizers")
 _FORBIDDEN: Final = frozenset({"torch", "transformers", "peft"})
 
 
@@ -82,5 +87,5 @@ def _is_heavy(item: pytest.Item) -> bool:
     return (
         item.get_closest_marker("heavy") is not None
         or not _HEAVY_FIXTURES.isdisjoint(fixtures)
-        or any(engine in item.name for engine in ("[postgres", "[torch", "[tinkex.regularizers"))
+        or any(case in item.name for case in _HEAVY_CASES)
     )

@@ -70,6 +70,8 @@ MODULES = [
     ".".join(path.relative_to(ROOT.parent.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(ROOT.parent.rglob("*.py"))
     if not path.stem.endswith(("_pb2", "__main__"))
+    # Importing the shim makes tinkex answer to the name `tinker`, which other tests would then find.
+    and "_shim" not in path.parts
 ]
 
 

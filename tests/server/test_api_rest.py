@@ -72,6 +72,7 @@ def test_who_one_is_without_a_key(api):
     assert api.told("auth/token")["jwt"].startswith("eyJ")
 
 
+@pytest.mark.heavy
 def test_the_fake_engine_refuses_traced_losses(api):
     logprobs = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
     output = {"op": "output", "name": "output", "target": "output", "args": [{"ref": "logprobs"}]}
