@@ -81,6 +81,7 @@ def test_blocking_code_cannot_wait_for_an_event_loop():
 
 #: Periodic work and waits that are not retries: heartbeats, rounds of telemetry, budgets, progress bars.
 PERIODIC = {
+    "_client/heartbeat.py",
     "_client/session.py",
     "_client/auth.py",
     "_client/budget.py",
