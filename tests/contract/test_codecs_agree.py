@@ -150,7 +150,11 @@ def test_a_description_means_the_same_to_both(official, version, description):
 @by_name(EVERYWHERE)
 def test_we_write_the_json_requests_word_for_word(newest, description):
     body = json.loads(json_codec.encode(ours(description)))
-    assert body == newest.ask("encode_json", description, False)
+    theirs = newest.ask("encode_json", description, False)
+    # The default optimizer is left out, as official clients before 0.26 do: TuFT refuses the field.
+    if theirs.get("optimizer_config") == {"type": "adamw"}:
+        del theirs["optimizer_config"]
+    assert body == theirs
 
 
 # -- optimizer steps, whose fields have two names ------------------------------------------------

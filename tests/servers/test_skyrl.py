@@ -54,6 +54,7 @@ def test_the_sum_of_other_losses_is_that_of_the_losses_per_token(trainer):
     assert result.loss == pytest.approx(1.0)
 
 
+@pytest.mark.heavy  # a custom loss needs torch
 def test_a_custom_loss_is_warned_of(trainer, caplog):
     """The server divides by the sum of the weights, which carry the gradient of the custom loss."""
 

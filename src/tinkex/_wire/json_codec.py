@@ -91,7 +91,7 @@ def _(value: CreateSessionRequest) -> Any:
 
 @_written.register
 def _(value: CreateModelRequest) -> Any:
-    # AdamW goes without saying: services older than 0.29.1 refuse the field.
+    # The default optimizer is left out: services older than 0.29.1 refuse the field.
     written = dict(value.__dict__)
     if written["optimizer_config"] == AdamOptimizerConfig():
         del written["optimizer_config"]
