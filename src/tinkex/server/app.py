@@ -35,17 +35,19 @@ from tinkex.types import (
     TelemetryResponse,
 )
 
-from . import archives, imports, openapi, pages, reports, tokenizers
+from . import imports, openapi, pages, reports, tokenizers
 from .bodies import Received
 from .byte_budget import Hold
 from .disk import as_client_error
 from .guard import refusal
 from .leases import Leases
 from .metrics import Metrics
+from .names import validate_name
 from .nearness import is_near
 from .ranges import asked_range
 from .routes import HANDLERS, Call, owner_of
 from .service import Service
+from .tars import Tar
 from .tracing import Tracing
 
 __all__ = ["build_app"]
@@ -365,7 +367,7 @@ async def _archive(service: Service, request: Request) -> Response:
     """A checkpoint as a tar, or the part of it that a transfer still lacks."""
     directory = await _directory(service, request)
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
-    tar = archives.Tar.of(directory, names)
+    tar = Tar.of(directory, names)
     tag = f'"{tar.tag}"'
     asked_about = request.method == "HEAD"  # which knows no parts
     part = None if asked_about else asked_range(request.headers, tar.size, tag)
@@ -389,7 +391,7 @@ async def _archive(service: Service, request: Request) -> Response:
 
 async def _file(service: Service, request: Request) -> Response:
     directory = await _directory(service, request)
-    file = directory / archives.validate_name(request.path_params["file"])
+    file = directory / validate_name(request.path_params["file"])
     if file.is_symlink() or not file.is_file():
         raise NotFoundError("There is no such file in the checkpoint.")
     return FileResponse(file)

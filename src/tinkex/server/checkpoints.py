@@ -15,8 +15,8 @@ from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
 
-from . import archives
 from .inputs import check_ttl
+from .names import validate_name
 from .quotas import Quota
 from .store import AuditRow, CheckpointRow, Database
 
@@ -113,7 +113,7 @@ class Checkpoints:
 
         A size that is not known before counts as one byte, so the last checkpoint may exceed the limit.
         """
-        archives.validate_name(name)
+        validate_name(name)
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
             # Now, or it would be done when the new one is there.

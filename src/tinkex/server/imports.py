@@ -34,8 +34,8 @@ from tinkex.types import (
     FinishSessionRequest,
 )
 
-from . import archives
 from .checkpoints import checkpoint_of
+from .names import ADAPTER_FILES, validate_name
 from .nearness import is_near, was_forwarded
 from .service import Service
 from .store import RunRow
@@ -50,7 +50,7 @@ LIMIT: Final = 8 << 30
 _MANIFEST: Final = "tinkex.json"
 _READ_LIMIT: Final = 1 << 20
 #: What an archive may hold: an adapter, and what a checkpoint of ours has besides.
-_ALLOWED: Final = frozenset({*archives.ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
+_ALLOWED: Final = frozenset({*ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
 _KINDS: Final[Mapping[str, tuple[CheckpointType, ...]]] = {
     "training": ("training",),
     "sampler": ("sampler",),
@@ -143,7 +143,7 @@ def _asked(request: Request) -> _Asked:
         raise InvalidInputError(
             f"must be one of {', '.join(_KINDS)}, not {kind!r:.80}", field="type"
         )
-    return _Asked(query["base_model"], archives.validate_name(query["name"]), _KINDS[kind])
+    return _Asked(query["base_model"], validate_name(query["name"]), _KINDS[kind])
 
 
 # -- the archive -----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
         raise InvalidInputError("the archive holds a file twice", field="archive") from None
     except (tarfile.TarError, EOFError) as error:
         raise InvalidInputError(f"is no tar that can be read: {error}", field="archive") from error
-    missing = [name for name in archives.ADAPTER_FILES if not (target / name).is_file()]
+    missing = [name for name in ADAPTER_FILES if not (target / name).is_file()]
     if missing:
         raise InvalidInputError(f"the archive lacks {' and '.join(missing)}", field="archive")
 

@@ -49,9 +49,9 @@ from tinkex.types import (
     UnloadModelResponse,
 )
 
-from . import archives
 from .checkpoints import Checkpoints, tinker_path
 from .engine import Supervisor
+from .exports import export
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
 from .losses import Losses
@@ -452,7 +452,7 @@ class ModelWork:
         try:
             await self._call("save_state", model.model_id, scratch, optimizer=False)
             recipients = request.age_encryption_recipients or ()
-            size = await asyncio.to_thread(archives.export, scratch, place, recipients)
+            size = await asyncio.to_thread(export, scratch, place, recipients)
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         row = await self._checkpoints.add(

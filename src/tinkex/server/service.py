@@ -23,7 +23,6 @@ from tinkex.errors import ConfigError
 from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
 
 from . import identity
-from .archives import Signer
 from .auth import Keys
 from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
@@ -43,6 +42,7 @@ from .retention import Retention
 from .samplers import UNNAMED_LIMIT, Samplers
 from .sessions import Sessions
 from .set_aside import SetAside
+from .signing import Signer
 from .snapshots import Snapshots
 from .store import Database, Store
 from .usage import Usage
