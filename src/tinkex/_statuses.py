@@ -1,6 +1,6 @@
-"""What each HTTP status means for asking again: the one table, read by errors, retries, polls and downloads.
+"""What each HTTP status means for a retry: the one table, read by errors, retries, polls and downloads.
 
-| status     | may pass | user's fault | a poll believes it       | a signed link: expired |
+| status     | may pass | user's fault | a poll raises it         | a signed link: expired |
 |------------|----------|--------------|--------------------------|------------------------|
 | 400        | no       | yes          | after 3 repetitions      | yes                    |
 | 401, 403   | no       | yes          | at once                  | yes                    |
@@ -30,9 +30,9 @@ class StatusFacts:
     may_pass: bool = False
     #: The caller has to change the request.
     user_fault: bool = False
-    #: A poll doubts the answer this many times in a row: a proxy may have sent it, and it would end a training run.
+    #: A poll retries the status this many times in a row: a proxy may have sent it, and raising it ends a training run.
     poll_doubts: int = 0
-    #: File stores answer this to a signed link whose time is over.
+    #: File stores send this status for a signed link that has expired.
     expired_link: bool = False
 
 
@@ -52,7 +52,7 @@ _UNKNOWN: Final = StatusFacts()
 
 
 def facts_of(status: int | None) -> StatusFacts:
-    """The row of a status; a status outside 4xx and 5xx has no fault and does not pass."""
+    """The row of a status; a status outside 4xx and 5xx is nobody's fault and is not retried."""
     if status is None:
         return _UNKNOWN
     row = _TABLE.get(status)

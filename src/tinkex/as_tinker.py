@@ -1,9 +1,9 @@
-"""Run unmodified code with tinkex in the place of the official SDK.
+"""Run unmodified code with tinkex in place of the official SDK.
 
 python -m tinkex.as_tinker script.py [arguments…]
 python -m tinkex.as_tinker -m module [arguments…]
 
-Processes that the code starts find tinkex as `tinker` too.
+Child processes of the code import tinkex as `tinker` too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _pass_on() -> None:
-    """Have processes that inherit the environment find tinkex as `tinker`."""
+    """Make child processes, which inherit the environment, import tinkex as `tinker`."""
     inherited = (read_env("PYTHONPATH") or "").split(os.pathsep)
     others = [path for path in inherited if path and path != str(SHIM)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *others])

@@ -1,8 +1,8 @@
-"""tinkex in the place of the official SDK.
+"""tinkex in place of the official SDK.
 
 After `install_as_tinker()`, `import tinker`, `from tinker import types`, `tinker.lib.public_interfaces…` and the
-version of the distribution `tinker` are tinkex's. Modules are made when they are asked for, by the table below;
-everything else of the process stays as it is.
+version of the distribution `tinker` come from tinkex. The modules are created on import from the table below;
+nothing else in the process changes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ._version import PARITY_VERSION
 
 __all__ = ["SHIM", "install_as_tinker"]
 
-#: A directory that, on the path of any Python process, makes tinkex its `tinker`.
+#: On the import path of any Python process, this directory makes tinkex its `tinker`.
 SHIM: Final = Path(__file__).parent / "_shim"
 
-#: Official module → where tinkex has its names, and those that are called differently there.
+#: Official module → the tinkex modules that have its names, and the names that tinkex spells differently.
 _ALIASES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "_exceptions": (("tinkex.errors",), {}),
     "_models": (
@@ -130,7 +130,7 @@ _ALIASES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     ),
 }
 
-#: Names at the root that tinkex keeps elsewhere.
+#: Names at the root of `tinker` that tinkex has elsewhere.
 _ROOT: Final = {
     "AsyncAPIResponse": "tinkex._client.http:APIResponse",
     "RequestOptions": "tinkex._client.options:RequestOptions",
@@ -139,14 +139,16 @@ _ROOT: Final = {
 
 
 def install_as_tinker() -> None:
-    """Make tinkex answer to the name `tinker` in this process and in those it spawns.
+    """Make `import tinker` import tinkex, in this process and in those it spawns.
 
-    An official SDK that is installed stays installed but is no longer found; one that was imported already
-    is replaced for later imports.
+    An installed official SDK stays installed but is no longer found. If it is imported already, later imports
+    get tinkex.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    if str(SHIM) not in sys.path:  # carries the distribution's metadata, and spawned children along
+    if (
+        str(SHIM) not in sys.path
+    ):  # has the distribution's metadata; spawned children inherit the path
         sys.path.insert(0, str(SHIM))
     for name in [name for name in sys.modules if name == "tinker" or name.startswith("tinker.")]:
         if not isinstance(sys.modules[name], _Alias):
@@ -155,10 +157,10 @@ def install_as_tinker() -> None:
 
 
 class _Alias(ModuleType):
-    """A module whose names are looked up elsewhere."""
+    """A module that looks up its names in other modules."""
 
     def __init__(self, name: str, homes: Sequence[str], renamed: dict[str, str]) -> None:
-        super().__init__(name, f"{name}, as tinkex provides it.")
+        super().__init__(name, f"{name}, provided by tinkex.")
         self._homes = tuple(homes)
         self._renamed = renamed
         self.__path__: list[str] = []
@@ -195,7 +197,7 @@ class _Alias(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers for `tinker` and what is below it."""
+    """Finds `tinker` and its submodules."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -215,7 +217,7 @@ class _Finder(MetaPathFinder, Loader):
         return _Alias(spec.name, *_ALIASES.get(inner, _ALIASES["types"]))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: names are looked up when they are used."""
+        """Nothing to run: names are looked up on first use."""
 
 
 def _root_names() -> list[str]:
@@ -232,7 +234,7 @@ def _knows(name: str) -> bool:
 
 
 def _is_module_of_types(inner: str) -> bool:
-    """The official SDK has a module for nearly every type: `types.tensor_data` for TensorData."""
+    """Whether it is one of the official one-type modules, such as `types.tensor_data` for TensorData."""
     package, _, module = inner.rpartition(".")
     if inner in {"types.shared", "types._pydantic_types"}:
         return True
@@ -247,7 +249,7 @@ def _snake_names() -> frozenset[str]:
     return frozenset({*map(_snake, types), *_GROUPED})
 
 
-#: Official modules that are not called after one type of the same name.
+#: Official modules that are not named after one type.
 _GROUPED: Final = (
     "billing_usage_request",
     "current_checkpoint_storage_usage_request",

@@ -3,14 +3,14 @@
     >>> config = Config(api_key="tml-...", timeout=30)
     >>> patient = config.replace(timeout=300)
 
-Each field of `Config` is one row of a table that says where its value comes from, what it may be and
-how much of it may be shown. A value is looked up in this order, and the first one found is used:
+Each field of `Config` is one row of a table. The row says where the value comes from, which values are
+valid and how much of it may be shown. A value is looked up in this order; the first one found is used:
 
     argument  >  process default (`set_defaults`)  >  environment  >  built-in default
 
-Pool sizes are looked up in the environment before the process defaults, so that the user of a
-program can size its pools. `None` means "not given"; any other value, `False`, `0` and `""` too, is a choice.
-Times are seconds.
+Pool sizes are the exception: the environment goes before the process defaults, so that the user of a
+program can size its pools. `None` means "not given"; any other value is a choice, also `False`, `0` and `""`.
+Times are in seconds.
 """
 
 # ruff: noqa: RUF009 - `setting()` is `dataclasses.field()` with our metadata
@@ -61,12 +61,12 @@ __all__ = [
 ]
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-LOCAL = "local"  # the base_url of a private service, started in a process of its own when needed
-KEYLESS = "tml-local"  # sent where no key is needed, because every request carries one
+LOCAL = "local"  # base_url of a private service, which the client starts in a separate process
+KEYLESS = "tml-local"  # sent to services that need no key, because every request carries one
 REDACTED = "[REDACTED]"
 
-# The two profiles of `parity_mode`: the patience of the official Python SDK, or that of tinkex on
-# the BEAM, which was the default there before its 0.1.20.
+# The two profiles of `parity_mode`: timeout and retries of the official Python SDK, or those of tinkex on
+# the BEAM, which were the default there before its version 0.1.20.
 PYTHON_TIMEOUT, PYTHON_MAX_RETRIES = 60.0, 10
 BEAM_TIMEOUT, BEAM_MAX_RETRIES = 120.0, 2
 DEFAULT_TIMEOUT, DEFAULT_MAX_RETRIES = PYTHON_TIMEOUT, PYTHON_MAX_RETRIES
@@ -100,14 +100,14 @@ _SECRET_HEADERS = {
 
 
 def mask_key(key: str) -> str:
-    """Enough of a key to recognise it by: `tml-abcdef123456` becomes `tml-ab...3456`."""
+    """A key shortened so that it can be recognised but not used: `tml-abcdef123456` becomes `tml-ab...3456`."""
     if len(key) <= 4:
         return "*" * len(key)
     return f"{key[: min(6, len(key) - 2)]}...{key[-4:]}"
 
 
 def redact_headers(headers: Mapping[str, Any]) -> dict[str, str]:
-    """The same headers with credentials blanked out, fit for a log."""
+    """The same headers with credentials replaced by `[REDACTED]`, for logs."""
     return {
         name: REDACTED if name.strip().lower() in _SECRET_HEADERS else str(value)
         for name, value in headers.items()
@@ -119,7 +119,7 @@ def _hide(value: object) -> str | None:
 
 
 def _without_userinfo(url: object) -> str:
-    # Cut at the last "@" of the whole text, not of the authority: a password may hold a "/".
+    # Cut at the last "@" of the whole text, not of the authority: a password may contain a "/".
     before, at, address = str(url).rpartition("@")
     if not at:
         return address
@@ -127,7 +127,7 @@ def _without_userinfo(url: object) -> str:
     return f"{scheme}{REDACTED}@{address}"
 
 
-# Reading the environment: text that makes no sense is read as None and counts as unset.
+# Reading the environment: text that is not valid for a setting is read as None and counts as unset.
 
 _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _BOOLEANS |= dict.fromkeys(("0", "false", "no", "off"), False)
@@ -177,12 +177,12 @@ def _read_pairs(text: str) -> list[Any]:
     return [entry for entry in _json(list)(text) or () if _is_pair(entry)]
 
 
-# Checking and normalising: each function takes what may be given and returns what `Config` holds;
-# given that again, it returns it unchanged.
+# Checking and normalising: each function takes a value a user may pass and returns the value `Config` holds.
+# It is idempotent: given its own result, it returns it unchanged.
 
 
 class _SettingError(ValueError):
-    """A value that a setting cannot take; `_checked` adds the name and makes it a `ConfigError`."""
+    """A value that is not valid for a setting; `_checked` adds the name and makes it a `ConfigError`."""
 
     def __init__(self, problem: str, advice: str | None = None) -> None:
         super().__init__(problem)
@@ -200,7 +200,7 @@ def _text(value: Any) -> str:
 
 
 def _text_or_off(value: Any) -> str | None:
-    """An empty string turns off what the environment or the process turned on."""
+    """An empty string turns the setting off, even if the environment or a process default sets it."""
     return None if value == "" else _text(value)
 
 
@@ -222,7 +222,7 @@ def _whole(minimum: int) -> Callable[[Any], int]:
 
 
 def _is_wait(value: Any) -> bool:
-    # Beyond TIMEOUT_MAX, some 290 years, waiting overflows.
+    # Python cannot wait longer than TIMEOUT_MAX (some 290 years).
     return (_is_int(value) or isinstance(value, float)) and 0 < value <= threading.TIMEOUT_MAX
 
 
@@ -255,7 +255,7 @@ def _string_mapping(value: Any) -> Mapping[str, str]:
 
 
 def _to_string(value: Any) -> str:
-    _require(isinstance(value, str | int | float), "may only hold strings, numbers and booleans")
+    _require(isinstance(value, str | int | float), "may only contain strings, numbers and booleans")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -287,7 +287,7 @@ def _http_client(value: Any) -> Any:
         _require(module != "" and attribute != "", 'must be written "module:attribute"')
     else:
         verbs = (getattr(value, verb, None) for verb in ("post", "get", "delete"))
-        _require(all(map(callable, verbs)), "must offer post, get and delete")
+        _require(all(map(callable, verbs)), "must have the methods post, get and delete")
     return value
 
 
@@ -312,7 +312,7 @@ def _base_url(value: Any) -> str:
 
 
 def normalize_base_url(url: str) -> str:
-    """`scheme://host[:port]`, lower-cased, without a default port: what can share connections."""
+    """`scheme://host[:port]`, lower-cased, without a default port. Equal results can share connections."""
     if url == LOCAL:
         return url
     from urllib.parse import urlsplit
@@ -326,14 +326,14 @@ def normalize_base_url(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
+    """Whether a host name or address always means this machine."""
     from ipaddress import ip_address
 
     if host.lower() == "localhost":
         return True
     try:
         return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:  # another name; what it resolves to may change
+    except ValueError:  # a host name, which may resolve to any address
         return False
 
 
@@ -343,7 +343,7 @@ def _bracketed(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy. Credentials live in `headers`, which are never shown."""
+    """An HTTP proxy. Credentials are in `headers`, which are never shown."""
 
     scheme: str
     host: str
@@ -352,7 +352,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Address without credentials; always with a port, as clients disagree on its default."""
+        """Address without credentials; always with a port, because clients disagree about its default."""
         return f"{self.scheme}://{_bracketed(self.host)}:{self.port}"
 
     def __str__(self) -> str:
@@ -360,7 +360,7 @@ class Proxy:
 
 
 def _proxy(value: Any) -> Proxy | None:
-    """An empty string means a direct connection, whatever the environment says."""
+    """An empty string means a direct connection, even if the environment names a proxy."""
     if value == "":
         return None
     if isinstance(value, str):
@@ -376,7 +376,7 @@ def _proxy(value: Any) -> Proxy | None:
     _require(bool(named), "must name a host")
     _require(_is_int(port) and 1 <= port <= 65535, "must have a port from 1 to 65535")
     bare = isinstance(options, Mapping) and not set(options) - {"headers"}
-    _require(bare, 'takes no option but "headers"')
+    _require(bare, 'accepts only the option "headers"')
     return Proxy(scheme.lower(), host.lower(), port, _header_pairs(options.get("headers", ())))
 
 
@@ -390,7 +390,7 @@ def _split_proxy_url(url: str) -> tuple[str, str | None, int | None, dict[str, H
     except ValueError:
         raise _SettingError("must be a URL with a port from 1 to 65535") from None
     bare = parts.path in {"", "/"} and not parts.query and not parts.fragment
-    _require(bare, "must be scheme://[user:password@]host[:port] and nothing more")
+    _require(bare, "must have only scheme://[user:password@]host[:port]")
     options: dict[str, HeaderPairs] = {}
     if parts.username or parts.password:
         userinfo = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
@@ -412,12 +412,12 @@ def _poll_backoff(value: Any) -> PollBackoff:
             return ("exponential", initial, maximum)
     raise _SettingError(
         'must be a bool, "none", "exponential", ("exponential", initial, max >= initial) '
-        "or a function from the iteration to seconds"
+        "or a function that returns seconds for an iteration"
     )
 
 
 def poll_delay(poll_backoff: PollBackoffOption | None, iteration: int) -> float:
-    """Seconds to wait after the failed poll number `iteration`, counted from 0."""
+    """Seconds to wait after failed poll number `iteration`, which counts from 0."""
     backoff: PollBackoff = _checked("poll_backoff", poll_backoff)
     if backoff is None:
         return 0.0
@@ -425,12 +425,12 @@ def poll_delay(poll_backoff: PollBackoffOption | None, iteration: int) -> float:
         delay = backoff(iteration)
         return float(delay) if _is_wait(delay) else 0.0
     _, initial, maximum = backoff
-    # Sixty doublings pass any maximum that matters and stay far from overflow.
+    # Sixty doublings exceed any useful maximum and do not overflow.
     return min(initial * 2.0 ** min(iteration, 60), maximum)
 
 
 def is_breakdown(status: int) -> bool:
-    """Whether the service is unwell."""
+    """Whether a status means that the service itself is failing."""
     return status >= 500
 
 
@@ -441,12 +441,12 @@ def _function(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreaker:
-    """When to stop asking a service that fails, and for how many seconds.
+    """When the client stops calling a failing service, and for how long.
 
-    After `failure_threshold` failures in a row no new call of that kind (session, training, sampling) is begun for
-    `reset_timeout` seconds; then `half_open_max_calls` of them find out how the service is. Calls that are under way
-    go on. No answer is a failure; `is_failure` judges the status of those that come. As part of a sampling client that
-    is pickled it must be a function with a name, not a lambda.
+    After `failure_threshold` failures in a row, the client refuses new calls of that kind (session, training,
+    sampling) for `reset_timeout` seconds. Then it admits `half_open_max_calls` as probes. Calls in flight are not
+    affected. A call without an answer counts as a failure; `is_failure` decides by status about the others. In a
+    sampling client that is pickled, `is_failure` must be a named function, not a lambda.
     """
 
     failure_threshold: int = 5
@@ -482,7 +482,7 @@ def _circuit_breaker(value: Any) -> CircuitBreaker | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row: what a setting may be, where it comes from and how it is shown."""
+    """One row: valid values of a setting, where its value comes from and how it is shown."""
 
     doc: str
     check: Callable[[Any], Any] = _text
@@ -491,7 +491,7 @@ class Setting:
     read: Callable[[str], Any] = str
     redact: Callable[[Any], object] | None = None
     env_first: bool = False  # the environment goes before the process defaults
-    blank: Any = None  # what a variable means that is set to nothing
+    blank: Any = None  # the value if the variable is set to an empty text
 
     def look_up(self, environ: Mapping[str, str]) -> Any:
         if self.env is None or self.env not in environ:
@@ -519,34 +519,34 @@ _Out_co = TypeVar("_Out_co", covariant=True)
 
 
 class Option(Protocol[_In_contra, _Out_co]):
-    """How type checkers see a field of `Config`: what may be given, and what is then held.
+    """How type checkers see a field of `Config`: which types can be assigned, and which type is read.
 
-    Only the annotation has this shape; the fields are plain attributes.
+    Only the annotation uses it; the fields are plain attributes.
     """
 
     def __get__(self, instance: object, owner: object = None, /) -> _Out_co: ...
     def __set__(self, instance: object, value: _In_contra | None, /) -> None: ...
 
 
-#: Of settings that other clients of the protocol have: code that sets them runs unchanged.
+#: For settings of other clients of the protocol: code that sets them runs unchanged.
 _NO_EFFECT = "No effect: accepted for code written for other clients."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Config:
-    """Everything a client needs to know, settled once and never changed.
+    """All settings of a client, fixed when it is created.
 
-    Construction looks up what was not given; nothing reads the environment afterwards. Equal configs
-    hash alike, so a config can be a dictionary key. It pickles with its key inside, for worker
-    processes; `repr` shows only what differs from the built-in defaults, and no secrets.
+    The constructor looks up values that are not given; nothing reads the environment afterwards. Equal configs
+    have equal hashes, so a config can be a dictionary key. A pickled config contains its key, for worker
+    processes. `repr` shows only values that differ from the built-in defaults, and no secrets.
     """
 
     # fmt: off
     base_url: Option[str, str] = setting(
-        f'Root of the API, or "{LOCAL}" for a private service on this machine.',
+        f'Root URL of the API, or "{LOCAL}": the client starts a private service in a separate process.',
         _base_url, DEFAULT_BASE_URL, env="TINKER_BASE_URL", redact=_without_userinfo)
     api_key: Option[str, str | None] = setting(
-        "Key (tml-...) or token (eyJ...). Required, unless credential_cmd or base_url make up for it.",
+        "Key (tml-...) or token (eyJ...). Required unless credential_cmd is set or base_url needs none.",
         _api_key, env="TINKER_API_KEY", redact=mask_key)
     credential_cmd: Option[str, str | None] = setting(
         "Shell command that prints a credential.",
@@ -561,22 +561,22 @@ class Config:
     connect_timeout: Option[float, float] = setting(
         "Seconds to open a connection.", _seconds, DEFAULT_CONNECT_TIMEOUT)
     max_retries: Option[int, int] = setting(
-        "How often a failed request is sent again.", _whole(0), DEFAULT_MAX_RETRIES)
+        "How often a failed request is retried.", _whole(0), DEFAULT_MAX_RETRIES)
     retry_window: Option[float, float] = setting(
-        "Seconds since its first attempt in which a request that starts work or asks for something "
-        "is sent again beyond max_retries; 0 for none.", _span, DEFAULT_RETRY_WINDOW)
+        "A request is retried beyond max_retries until this many seconds after its first attempt, unless it "
+        "opens a session, a model or a sampler; 0 turns that off.", _span, DEFAULT_RETRY_WINDOW)
     retry_delay_base: Option[float, float] = setting(
-        "Seconds before a failed request is sent again for the first time; doubles.", _seconds, 0.5)
+        "Seconds before the first retry of a request; doubles with each retry.", _seconds, 0.5)
     retry_delay_max: Option[float, float] = setting(
         "Longest wait between retries of a request, in seconds.", _seconds, 10.0)
     poll_backoff: Option[PollBackoffOption, PollBackoff] = setting(
-        "Wait between polls that failed (408, 5xx) instead of 1 s doubling to 30 s; see poll_delay.",
+        "Wait after a failed poll (408, 5xx), instead of 1 s doubling to 30 s; see poll_delay.",
         _poll_backoff, env="TINKEX_POLL_BACKOFF", read=_read_backoff)
     circuit_breaker: Option[bool | CircuitBreaker, CircuitBreaker | None] = setting(
-        "Refuse new calls for 30 s once five in a row have failed; True, or a CircuitBreaker.",
+        "Refuse new calls for 30 s after five failures in a row; True, or a CircuitBreaker.",
         _circuit_breaker, env="TINKEX_CIRCUIT_BREAKER", read=_one_of(_BOOLEANS))
     user_metadata: Option[Mapping[str, Any], Mapping[str, Any] | None] = setting(
-        "Sent with each new session, and with models that bring none of their own.", _mapping)
+        "Sent with each new session, and with models that have no metadata themselves.", _mapping)
     tags: Option[Sequence[str], tuple[str, ...]] = setting(
         "Tags of new sessions.",
         _names, ("tinkex-python",), env="TINKER_TAGS", read=_read_list)
@@ -584,7 +584,7 @@ class Config:
         f"Feature gates. {_NO_EFFECT}",
         _names, ("async_sampling",), env="TINKER_FEATURE_GATES", read=_read_list)
     telemetry_enabled: Option[bool, bool] = setting(
-        "Report usage events to the service. In the environment, all but 1, true, yes and on mean no.",
+        "Report usage events to the service. As an environment variable, only 1, true, yes and on turn it on.",
         _flag, True, env="TINKER_TELEMETRY", read=_is_on, blank=False)
     log_level: Option[str, LogLevel | None] = setting(
         "Level of the tinkex logger: debug, info, warn or error.",
@@ -593,7 +593,7 @@ class Config:
         "Log every request with its headers at level info, without secrets; enables that level unless log_level is set.",
         _flag, False, env="TINKEX_DUMP_HEADERS", read=_one_of(_BOOLEANS))
     otel_propagate: Option[bool, bool] = setting(
-        "Send the OpenTelemetry trace context along.",
+        "Send the OpenTelemetry trace context with every request.",
         _flag, False, env="TINKEX_OTEL_PROPAGATE", read=_one_of(_BOOLEANS))
     cf_access_client_id: Option[str, str | None] = setting(
         "Cloudflare Access client id.", _text_or_off, env="CLOUDFLARE_ACCESS_CLIENT_ID")
@@ -611,40 +611,40 @@ class Config:
         'HTTP proxy: a URL or (scheme, host, port, options); "" for none.',
         _proxy, env="TINKEX_PROXY", redact=_without_userinfo)
     proxy_headers: Option[Mapping[str, str] | Sequence[Sequence[str]], HeaderPairs] = setting(
-        "Headers for the proxy, instead of those its URL implies; [name, value] pairs in JSON.",
+        "Headers for the proxy; they replace those from its URL. In the environment, JSON pairs [name, value].",
         _header_pairs, (), env="TINKEX_PROXY_HEADERS", read=_read_pairs, redact=_hide)
     http_client: Option[Any, Any] = setting(
-        'Replacement of the HTTP layer, with post, get and delete; or its "module:attribute".',
+        'Replacement for the HTTP layer: an object with post, get and delete, or its "module:attribute".',
         _http_client, env="TINKEX_HTTP_CLIENT")
     http_pool: Option[str, str | None] = setting(
         f"Name of a connection pool. {_NO_EFFECT}", _text, env="TINKEX_HTTP_POOL")
     pool_size: Option[int, int] = setting(
-        "Connections on which samples are sent over HTTP/1.1.",
+        "Connections per pool on which samples are sent over HTTP/1.1.",
         _whole(1), DEFAULT_POOL_SIZE, env="TINKEX_POOL_SIZE", read=_read_count, env_first=True)
     pool_count: Option[int, int] = setting(
-        "How many times pool_size connections are opened when samples wait for one.",
+        "Pools of pool_size connections; further ones open while samples wait for a connection.",
         _whole(1), DEFAULT_POOL_COUNT, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
     dispatch_concurrency: Option[int, int] = setting(
-        "Samples that may be on their way to the service at once, until it has accepted them.", _whole(1), 400)
+        "Samples in flight that the service has not yet accepted, at most.", _whole(1), 400)
     throttled_dispatch_concurrency: Option[int, int] = setting(
-        "The same for ten seconds after the service answered 429.", _whole(1), 10)
+        "The same limit for ten seconds after the service answered 429.", _whole(1), 10)
     dispatch_byte_budget: Option[int, int | None] = setting(
-        "Bytes of samples that may be on their way at once; by default what the service says.", _whole(1))
+        "Bytes of samples in flight, at most; by default the limit that the service names.", _whole(1))
     shared_limits: Option[bool, bool] = setting(
         "Share these limits, and the pause after a 429, with all clients of the same base_url and key that set this.",
         _flag, False)
-    recovery: Option[Any, Any] = setting("Recovery policy, kept as given.", lambda value: value)
+    recovery: Option[Any, Any] = setting("Recovery policy, or a mapping of its options.", lambda value: value)
     heartbeat_interval: Option[float, float] = setting(
         "Seconds between heartbeats of a session.", _seconds, 10.0)
     heartbeat_warning_after: Option[float, float] = setting(
-        "Seconds without a heartbeat that succeeds, from which on each failure is logged as a warning.",
+        "Seconds without a successful heartbeat after which each failure is logged as a warning.",
         _seconds, 120.0)
     heartbeat_max_failures: Option[int, int | None] = setting(
-        "Heartbeats that may fail in a row; after one more the session is given up and calls fail.", _whole(0))
+        "Failed heartbeats in a row that a session survives; one more ends it, and calls fail.", _whole(0))
     heartbeat_max_silence: Option[float, float | None] = setting(
-        "Seconds without a heartbeat that succeeds, after which the session is given up and calls fail.", _seconds)
+        "Seconds without a successful heartbeat after which the session ends and calls fail.", _seconds)
     warn_on_base_url_mismatch: Option[bool, bool] = setting(
-        "Warn when base_url is not the process default, whose pools then do not serve it.",
+        "Warn if base_url differs from the process default, because its pools are then not used.",
         _flag, True)
     # fmt: on
 
@@ -658,9 +658,9 @@ class Config:
         return object.__new__(cls)._settle(_resolve(options, environ))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed; None puts a field back to its built-in default.
+        """A copy with some fields changed; None resets a field to its built-in default.
 
-        The environment and the process defaults are not consulted, and what was settled stays: a new
+        The environment and the process defaults are not read again. Other fields keep their values: a new
         `parity_mode` alone does not change the timeout.
         """
         _require_known(changes)
@@ -706,7 +706,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __hash__(self) -> int:
-        # Some fields may hold what cannot be hashed; these three tell configs apart well enough.
+        # Some fields may hold values that cannot be hashed; these three tell configs apart well enough.
         return hash((self.base_url, self.api_key, self.project_id))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -721,7 +721,7 @@ def _restore(cls: type[Config], values: Mapping[str, Any]) -> Config:
 
 _SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Config)}
 
-# What other modules want from the environment; they get it from `read_env`.
+# Environment variables of other modules, which read them with `read_env`.
 _OTHER_VARIABLES = (
     Setting("Token for the Hugging Face Hub.", env="HF_TOKEN", redact=_hide),
     Setting("Older name of HF_TOKEN.", env="HUGGING_FACE_HUB_TOKEN", redact=_hide),
@@ -764,7 +764,7 @@ def _checked(name: str, value: Any, variable: str | None = None) -> Any:
 
 
 def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in built-in defaults and settle what depends on more than one field."""
+    """Add built-in defaults and resolve values that depend on more than one field."""
     profile = _PROFILES[values.get("parity_mode", "python")]
     complete = {name: profile.get(name, row.default) for name, row in _SETTINGS.items()}
     complete.update(values)
@@ -792,21 +792,21 @@ def _warn_on_mismatch(values: Mapping[str, Any]) -> None:
         import logging
 
         logging.getLogger("tinkex").warning(
-            "base_url %s is not the process default %s: pools tuned for that one will not be used "
+            "base_url %s differs from the process default %s: pools tuned for the default are not used "
             "(warn_on_base_url_mismatch=False silences this)",
             actual,
             expected,
         )
 
 
-# Process defaults: one read-only mapping, replaced as a whole, so readers need no lock.
+# Process defaults: one read-only mapping, replaced as a whole, so that readers need no lock.
 
 _process_defaults = _EMPTY
 _process_lock = threading.Lock()
 
 
 def set_defaults(**options: Any) -> None:
-    """Choose values for every `Config` made from now on; None withdraws an earlier choice."""
+    """Set values for every `Config` created from now on; None removes an earlier value."""
     global _process_defaults  # noqa: PLW0603 - the registry is process-wide by definition
     _require_known(options)
     chosen = {name: _checked(name, value) for name, value in options.items() if value is not None}
@@ -816,20 +816,20 @@ def set_defaults(**options: Any) -> None:
 
 
 def reset_defaults() -> None:
-    """Withdraw every choice made with `set_defaults`."""
+    """Remove every value set with `set_defaults`."""
     set_defaults(**dict.fromkeys(_SETTINGS))
 
 
 def defaults() -> Mapping[str, Any]:
-    """The choices made with `set_defaults`, secrets included."""
+    """The values set with `set_defaults`, secrets included."""
     return _process_defaults
 
 
-# What the tables say
+# The tables as data
 
 
 class SettingInfo(NamedTuple):
-    """A row as documentation needs it; `name` is None for a variable behind no `Config` field."""
+    """A row for documentation; `name` is None for a variable without a `Config` field."""
 
     name: str | None
     env: str | None
@@ -839,7 +839,7 @@ class SettingInfo(NamedTuple):
 
 
 def settings() -> tuple[SettingInfo, ...]:
-    """Every setting, and every environment variable this package reads."""
+    """Every setting, and every other environment variable that this package reads."""
     rows = [*_SETTINGS.items(), *((None, row) for row in _OTHER_VARIABLES)]
     return tuple(
         SettingInfo(name, row.env, _unfrozen(row.default), row.doc, row.redact is not None)
@@ -848,23 +848,23 @@ def settings() -> tuple[SettingInfo, ...]:
 
 
 def configured_base_url() -> str:
-    """The address of a `Config` that is made now without one."""
+    """The address that a `Config` created now without `base_url` would have."""
     row = _SETTINGS["base_url"]
     chosen = defaults().get("base_url") or row.look_up(os.environ) or row.default
     return str(_checked("base_url", chosen, row.env))
 
 
 def read_env(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """The trimmed text of a known environment variable; None when unset or blank."""
+    """The stripped text of a known environment variable; None if it is unset or blank."""
     if not any(variable == info.env for info in settings()):
         raise ConfigError("is not an environment variable of tinkex", field=variable)
     return (os.environ if environ is None else environ).get(variable, "").strip() or None
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the environment says, secrets removed; None where it says nothing or makes no sense.
+    """The values in the environment, without secrets; None for a variable that is unset or not valid.
 
-    Keyed by field, or by variable where there is no field.
+    The keys are field names, or variable names where there is no field.
     """
     environ = os.environ if environ is None else environ
     rows = {name: row for name, row in _SETTINGS.items() if row.env}

@@ -1,11 +1,11 @@
-"""Everything tinkex raises.
+"""All errors that tinkex raises.
 
     TinkerError
-    ├── APIError                          the service was asked and something went wrong
+    ├── APIError                          a call to the service failed
     │   ├── APIConnectionError            no usable answer: refused, reset, name not found
     │   │   ├── APITimeoutError           no answer in time
-    │   │   └── CircuitOpenError          not even tried: the circuit breaker is open
-    │   ├── APIResponseValidationError (ValueError)  an answer, but not one of this protocol
+    │   │   └── CircuitOpenError          not sent: the circuit breaker is open
+    │   ├── APIResponseValidationError (ValueError)  an answer that does not follow the protocol
     │   └── APIStatusError                an answer with an error status
     │       ├── BadRequestError (ValueError)  400
     │       ├── AuthenticationError (ValueError)  401
@@ -29,13 +29,13 @@
 
     ExperimentalWarning (FutureWarning)   an interface that may still change
 
-4xx errors that asking again cannot mend are also ValueErrors, and so are answers that cannot be read: the official
-SDK raises a plain ValueError where the service refuses a result, and scripts catch that.
+4xx errors that a retry cannot fix are also ValueErrors, and so are answers that cannot be decoded: the official
+SDK raises a plain ValueError when the service refuses a result, and scripts catch that.
 
 Every error carries its facts as attributes (`type`, `status_code`, `request_id`, `category`, `body`,
-`retry_after`), answers `user_error` and `retryable`, and survives pickling. The module knows no HTTP
-library: where the official SDK hands an `httpx` object around, anything with the same attributes will
-do, and what tinkex raises itself carries the small `HTTPRequest` and `HTTPResponse` below.
+`retry_after`), has `user_error` and `retryable`, and can be pickled. This module depends on no HTTP
+library: where the official SDK passes an `httpx` object, any object with the same attributes is accepted.
+Errors that tinkex raises itself carry the small `HTTPRequest` and `HTTPResponse` below.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ __all__ = [
 ]
 
 
-#: What kind of failure an error is, for code that handles errors by kind instead of by class.
+#: The kind of a failure, for code that handles errors by kind instead of by class.
 ErrorType: TypeAlias = Literal[
     "api_connection", "api_timeout", "api_status", "request_failed", "validation"
 ]
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failure is; only a user's own is pointless to retry."""
+    """Whose fault a failure is; only the user's own is pointless to retry."""
 
     Unknown = "unknown"
     Server = "server"
@@ -98,7 +98,7 @@ class RequestErrorCategory(StrEnum):
 
     @classmethod
     def parse(cls, value: object) -> RequestErrorCategory:
-        """Read a category in any case; whatever is not one is `Unknown`."""
+        """Read a category in any case; unknown values become `Unknown`."""
         try:
             return cls(str(value).strip().lower())
         except ValueError:
@@ -118,7 +118,7 @@ def is_user_status(status: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HTTPRequest:
-    """What was asked; without headers, which may hold a key."""
+    """The request of a failed call; without headers, because they may contain a key."""
 
     method: str = ""
     url: str = ""
@@ -126,7 +126,7 @@ class HTTPRequest:
 
 @dataclass(frozen=True, slots=True)
 class HTTPResponse:
-    """What was answered, as far as an error report needs it."""
+    """The parts of an answer that an error report needs."""
 
     status_code: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class HTTPResponse:
 
 
 class TinkerError(Exception):
-    """Root of the tree; `except TinkerError` catches whatever the SDK raises on purpose."""
+    """Base class: `except TinkerError` catches every error that the SDK raises on purpose."""
 
     type: ClassVar[ErrorType] = "request_failed"
     status_code: int | None = None
@@ -166,7 +166,7 @@ class TinkerError(Exception):
 
     @property
     def user_error(self) -> bool:
-        """True when asking the same again cannot help."""
+        """True if the same request will fail again."""
         if self.category is RequestErrorCategory.User:
             return True
         return self.status_code is not None and is_user_status(self.status_code)
@@ -179,8 +179,8 @@ class TinkerError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilt from its attributes rather than its arguments: subclasses may then take any
-        # arguments they like and still cross process borders.
+        # Rebuilt from attributes, not from constructor arguments: subclasses can then have any
+        # constructor and still be pickled.
         state = {name: _portable(value) for name, value in self.__dict__.items()}
         return _rebuild, (type(self), self.args, state)
 
@@ -193,7 +193,7 @@ def _rebuild(cls: type[TinkerError], args: tuple[Any, ...], state: dict[str, Any
 
 
 def _portable(value: Any) -> Any:
-    """Replace a foreign HTTP object by the facts of it, which always pickle."""
+    """Replace an HTTP object of another library by its facts, which can always be pickled."""
     if isinstance(value, HTTPRequest | HTTPResponse):
         return value
     if hasattr(value, "status_code") and hasattr(value, "headers"):
@@ -205,7 +205,7 @@ def _portable(value: Any) -> Any:
 
 
 class APIError(TinkerError):
-    """A call to the service did not give a result."""
+    """A call to the service returned no result."""
 
     def __init__(self, message: str, request: Any = None, *, body: object | None = None) -> None:
         super().__init__(message)
@@ -274,7 +274,7 @@ class APIResponseValidationError(APIError, ValueError):
 
     @property
     def retryable(self) -> bool:
-        """Asking again would bring the same answer."""
+        """A retry would bring the same answer."""
         return False
 
 
@@ -282,12 +282,12 @@ class APIStatusError(APIError):
     """The service answered with an error status.
 
     `response` may be any object with `status_code` and `headers`. The category comes from the body
-    where it names one, else from the status.
+    if it names one, else from the status.
     """
 
     type: ClassVar[ErrorType] = "api_status"
 
-    _status: int | None = None  # what a class stands for when no response is at hand
+    _status: int | None = None  # used if there is no response
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class AuthenticationError(APIStatusError, ValueError):
 
 
 class BillingError(APIStatusError):
-    """The account cannot pay for the call; the client pauses and asks again for a while."""
+    """The account cannot pay for the call; the client pauses and retries for up to an hour."""
 
     _status = 402
 
@@ -375,14 +375,14 @@ _BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error_class(status: int) -> type[APIStatusError]:
-    """The class that stands for an error status."""
+    """The exception class for an error status."""
     if status >= 500:
         return InternalServerError
     return _BY_STATUS.get(status, APIStatusError)
 
 
 class RequestFailedError(TinkerError):
-    """The service accepted the request and then could not do it."""
+    """The service accepted the request, and then its execution failed."""
 
     def __init__(
         self,
@@ -396,9 +396,9 @@ class RequestFailedError(TinkerError):
 
 
 class InvalidInputError(TinkerError, ValueError):
-    """A value was refused before anything was sent; `field` says which.
+    """A value was refused before anything was sent; `field` names it.
 
-    `problem` is what is wrong with it. `advice` is what to do about it in Python; the command line gives its own.
+    `problem` says what is wrong with it. `advice` says how to fix it in Python; the command line gives its own.
     """
 
     type: ClassVar[ErrorType] = "validation"
@@ -424,7 +424,7 @@ class InvalidPathError(InvalidInputError):
 
 
 class DecodeError(TinkerError, ValueError):
-    """Bytes that are not a message of this protocol; `field` says where reading stopped."""
+    """Bytes that are not a message of this protocol; `field` says where decoding stopped."""
 
     type: ClassVar[ErrorType] = "validation"
 
@@ -448,7 +448,7 @@ class ClientClosedError(TinkerError, RuntimeError):
 
 
 class WrongThreadError(TinkerError, RuntimeError):
-    """A blocking call on the runtime's own thread, where it could never be answered."""
+    """A blocking call on the runtime's own thread, where it would wait for itself."""
 
     type: ClassVar[ErrorType] = "validation"
 

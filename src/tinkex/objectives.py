@@ -1,12 +1,12 @@
-"""Ready-made losses for `forward_backward_custom`, and what they need in their data.
+"""Ready-made losses for `forward_backward_custom`, and helpers that prepare their data.
 
     pairs = [completion(prompt, good), completion(prompt, bad)]
     pairs = objectives.with_reference(pairs, sampler)
     training.forward_backward_custom(pairs, objectives.dpo(beta=0.1))
 
-All read `weights`, which say how much each position counts (all alike if there are none). Losses of preferences read
-data in pairs: the preferred one, then the other, then the next pair. References are logprobs of another model, in the
-field `reference_logprobs`, where `with_reference` puts them.
+All losses read `weights`, the weight of each position (1 everywhere if there are none). Preference losses read the
+data in pairs: preferred completion, rejected completion, next pair. A reference is a list of logprobs from another
+model, in the field `reference_logprobs`; `with_reference` puts it there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "with_reference_async",
 ]
 
-#: Where a datum keeps the logprobs of its targets under the reference model.
+#: The field of a datum with the logprobs of its targets under the reference model.
 REFERENCE: Final = "reference_logprobs"
 
 Result: TypeAlias = "tuple[torch.Tensor, dict[str, float]]"
@@ -44,10 +44,10 @@ Objective: TypeAlias = "Callable[[list[Datum], list[torch.Tensor]], Result]"
 
 
 def completion(prompt: Sequence[int], answer: Sequence[int]) -> Datum:
-    """A datum that learns `answer` after `prompt`: each position predicts the next token, and answers count."""
+    """A datum that trains `answer` after `prompt`: each position predicts the next token; only the answer has weight."""
     tokens = np.array([*prompt, *answer], np.int32)
     if not len(prompt) or not len(answer):
-        raise InvalidInputError("prompt and answer need a token each", field="answer")
+        raise InvalidInputError("prompt and answer need at least one token each", field="answer")
     counts = np.zeros(len(tokens) - 1, np.float32)
     counts[len(prompt) - 1 :] = 1
     return Datum(
@@ -59,16 +59,16 @@ def completion(prompt: Sequence[int], answer: Sequence[int]) -> Datum:
 
 
 def cross_entropy(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
-    """The service's own cross entropy, to add regularizers to: −Σ weight · logprob."""
+    """The service's own cross entropy, −Σ weight · logprob, to combine with regularizers."""
     return -_stacked([_counted(*each).sum() for each in _each(data, logprobs)]).sum(), {}
 
 
 def dpo(beta: float = 0.1, label_smoothing: float = 0.0) -> Objective:
     """Direct preference optimisation (Rafailov et al., 2023).
 
-    A completion's reward is β times how much likelier it has become than under the reference; the loss is the
-    surprise that the preferred one has the larger reward. With `label_smoothing` that share of the pairs is taken to
-    be the wrong way round.
+    A completion's reward is β times the rise of its log-probability over the reference. The loss is the negative
+    log-likelihood that the preferred completion has the larger reward. `label_smoothing` is the share of pairs assumed
+    to be labelled the wrong way round.
     """
 
     def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
@@ -86,7 +86,7 @@ def dpo(beta: float = 0.1, label_smoothing: float = 0.0) -> Objective:
 
 
 def simpo(beta: float = 2.0, gamma: float = 1.0) -> Objective:
-    """Simple preference optimisation (Meng et al., 2024): no reference, but rewards per token and a margin γ.
+    """Simple preference optimisation (Meng et al., 2024): no reference; rewards per token and a margin γ.
 
     A completion's reward is β times its mean logprob.
     """
@@ -101,13 +101,13 @@ def simpo(beta: float = 2.0, gamma: float = 1.0) -> Objective:
 
 
 def orpo(beta: float = 0.1) -> Objective:
-    """Odds-ratio preference optimisation (Hong et al., 2024): learns the preferred completion and prefers it, at once.
+    """Odds-ratio preference optimisation (Hong et al., 2024): supervised and preference training in one loss.
 
-    The mean negative logprob of the preferred one, plus β times the surprise that its odds are the better ones.
+    The mean negative logprob of the preferred completion, plus β times −log sigmoid of the log odds ratio.
     """
 
     def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
-        means = _means(data, logprobs).clamp_max(-1e-6)  # a certain answer would have infinite odds
+        means = _means(data, logprobs).clamp_max(-1e-6)  # a probability of 1 has infinite odds
         chosen, rejected = _pairs(means - means.expm1().neg().log())
         learned, _ = _pairs(means)
         value = (-learned - beta * _log_sigmoid(chosen - rejected)).mean()
@@ -117,13 +117,13 @@ def orpo(beta: float = 0.1) -> Objective:
 
 
 def reinforce(kl_coef: float = 0.0) -> Objective:
-    """Policy gradient on tokens sampled from the current weights: −Σ advantage · logprob, plus a pull to a reference.
+    """Policy gradient on tokens sampled from the current weights: −Σ advantage · logprob, plus a KL penalty.
 
-    Advantages are in the field `advantages`. The pull is `kl_coef` · Σ ½(logprob − reference)²: on samples of the
-    policy its gradient is, on average, that of KL(policy‖reference), which the gradient of the plain difference is
-    not. Prompts must have a weight of 0, or the pull acts on them too.
+    Advantages are in the field `advantages`. The penalty is `kl_coef` · Σ ½(logprob − reference)²: on samples of the
+    policy its expected gradient is that of KL(policy‖reference); the gradient of the plain difference is not.
+    Prompts must have a weight of 0, or the penalty acts on them too.
     """
-    if not 0 <= kl_coef < math.inf:  # a negative pull would push away without limit
+    if not 0 <= kl_coef < math.inf:  # a negative penalty has no minimum
         raise InvalidInputError(f"must be 0 or more, not {kl_coef}", field="kl_coef")
 
     def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> Result:
@@ -153,7 +153,7 @@ def _weights(datum: Datum, logp: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(datum: Datum, values: torch.Tensor) -> torch.Tensor:
-    """Values times weights; where the weight is 0, nothing, whatever the value."""
+    """Values times weights; 0 where the weight is 0, even if the value is infinite or NaN."""
     weights = _weights(datum, values)
     return values.where(weights != 0, 0.0) * weights
 
@@ -189,7 +189,7 @@ def _log_sigmoid(values: torch.Tensor) -> torch.Tensor:
 def _pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if len(values) % 2:
         raise InvalidInputError(
-            f"preferences come in pairs, not as {len(values)} datums", field="data"
+            f"preference losses need data in pairs, not {len(values)} datums", field="data"
         )
     return values[0::2], values[1::2]
 
@@ -212,9 +212,9 @@ class _Sampler(Protocol):
 
 
 def with_reference(data: Sequence[Datum], sampler: _Sampler) -> list[Datum]:
-    """The data with the logprobs that a sampling client's weights give to their targets.
+    """The data with the logprobs of their targets under a sampling client's weights.
 
-    All are asked for at once. Targets must be the next tokens of their inputs.
+    All requests are sent at once. Targets must be the next tokens of their inputs.
     """
     futures = [sampler.compute_logprobs(_sequence(*each)) for each in enumerate(data)]
     return [
@@ -230,7 +230,7 @@ async def with_reference_async(data: Sequence[Datum], sampler: _Sampler) -> list
 
 
 def _sequence(index: int, datum: Datum) -> ModelInput:
-    """The tokens of which a datum's inputs are all but the last, and its targets all but the first."""
+    """The whole sequence: a datum's inputs are all tokens but the last, its targets all but the first."""
     where = f"data.{index}.loss_fn_inputs.target_tokens"
     if "target_tokens" not in datum.loss_fn_inputs:
         raise InvalidInputError("is missing", field=where)
@@ -238,14 +238,14 @@ def _sequence(index: int, datum: Datum) -> ModelInput:
     inputs = datum.model_input.to_numpy()
     if targets.shape != inputs.shape or not np.array_equal(targets[:-1], inputs[1:]):
         raise InvalidInputError(
-            "a reference can be had for targets that are the next tokens of their input only",
+            "a reference needs targets that are the next tokens of their input",
             field=where,
         )
     return datum.model_input.append_int(int(targets[-1]))
 
 
 def _with_logprobs(datum: Datum, logprobs: Sequence[float | None]) -> Datum:
-    known = [value for value in logprobs[1:] if value is not None]  # nothing precedes the first
+    known = [value for value in logprobs[1:] if value is not None]  # the first token has no logprob
     if len(known) != datum.model_input.length:
         raise APIResponseValidationError(
             message=f"The service returned {len(known)} logprobs for a sequence of "

@@ -1,16 +1,16 @@
-"""For testing training code: a pytest plugin whose fixtures give a running service.
+"""For tests of training code: a pytest plugin with fixtures that run a service.
 
-The plugin is loaded by pytest itself once tinkex is installed.
+pytest loads the plugin itself once tinkex is installed.
 
     def test_my_loop(tinkex_fake):
         client = tinkex_fake.client()
         assert my_training_loop(client).final_loss < 1.0
 
-`tinkex_fake` is a service with a fake engine: no model, no torch, up in a fraction of a second, the same numbers on
+`tinkex_fake` is a service with a fake engine: no model, no torch, ready in a fraction of a second, the same numbers on
 every run, and losses that fall when a loop trains. `tinkex_tiny` really trains and samples `tinkex/tiny`, a Llama of
-two layers. Both live as long as the test session; every `client()` has a session, models and checkpoints of its own.
+two layers. Both run for the whole test session; every `client()` has its own session, models and checkpoints.
 
-Outside pytest, `service()` is the same as a context manager.
+Outside pytest, the context manager `service()` does the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["RunningService", "service", "tinkex_fake", "tinkex_tiny"]
 
 
 class RunningService:
-    """A service that answers at `url`; no key is needed."""
+    """A running service at `url`; it needs no key."""
 
     api_key = "tml-local"
 
@@ -42,7 +42,7 @@ class RunningService:
         self._clients: list[ServiceClient] = []
 
     def client(self, **options: Any) -> ServiceClient:
-        """A new client, closed with the service at the latest."""
+        """A new client; it is closed with the service if the test does not close it."""
         from tinkex._client.service import ServiceClient
 
         client = ServiceClient(base_url=self.url, api_key=self.api_key, **options)
@@ -62,7 +62,7 @@ def service(
     data_dir: str | Path | None = None,
     **settings: Any,
 ) -> Iterator[RunningService]:
-    """A running service in this process; `settings` are fields of `tinkex.server.service.Settings`."""
+    """Run a service in this process; `settings` are fields of `tinkex.server.service.Settings`."""
     from tinkex.server.serve import ServiceThread
     from tinkex.server.service import Settings
 

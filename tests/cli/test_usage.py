@@ -119,4 +119,4 @@ def test_a_file_of_prices_that_cannot_be_read_is_named(used, tmp_path):
     prices.write_text("[x]\nwriting = 1")
     refused = run("usage", "--base-url", running.url, "--prices", prices)
     assert refused.code == 1
-    assert "has unknown ['writing']" in refused.err
+    assert "has unknown keys ['writing']" in refused.err

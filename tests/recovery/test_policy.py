@@ -64,7 +64,7 @@ def test_a_setting_may_be_a_policy_a_mapping_or_nothing(caplog):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("max_atempts", "max_attempts"), ("backoff_ms", "backoff is the same in seconds")],
+    [("max_atempts", "max_attempts"), ("backoff_ms", "use backoff, in seconds")],
 )
 def test_an_option_that_does_not_exist_is_refused(name, told):
     with pytest.raises(InvalidInputError, match=told) as refused:
@@ -92,4 +92,4 @@ def test_what_no_attempt_will_change_is_not_tried_again():
 def test_a_recovery_error_crosses_process_borders():
     error = pickle.loads(pickle.dumps(RecoveryError("r", "already_pending")))
     assert (error.run_id, error.reason) == ("r", "already_pending")
-    assert "r cannot be recovered: it is being recovered already" in str(error)
+    assert "r cannot be recovered: it is already being recovered" in str(error)

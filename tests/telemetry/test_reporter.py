@@ -148,7 +148,7 @@ def test_a_full_batch_does_not_wait_for_the_round(reporter, taker, clock):
 def test_what_does_not_fit_is_refused_and_said_once(reporter, taker, caplog):
     made = reporter(queue=3, threshold=100)
     assert [made.log(str(number)) for number in range(5)] == [True, True, True, False, False]
-    assert caplog.text.count("more are dropped") == 1
+    assert caplog.text.count("new events are dropped") == 1
     assert made.wait_until_drained()
     assert taker.names == ["0", "1", "2"]
     assert made.log("there is room again")

@@ -193,13 +193,13 @@ def test_prices_are_read_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("training = 1", "'training' is no table"),
-        ("[small]\nwriting = 1", "'small' has unknown ['writing']"),
+        ("training = 1", "'training' is not a table"),
+        ("[small]\nwriting = 1", "'small' has unknown keys ['writing']"),
         ("[small]\ntraining = '1'", "'small': training: must be a number, not '1'"),
         ("[small]\ntraining = true", "must be a number"),
         ("[small]\ntraining = -1", "'small': training: must be 0 or more"),
         ("[small]\ntraining = nan", "must be 0 or more"),
-        ("[small", "cannot be read"),
+        ("[small", "is not valid"),
     ],
 )
 def test_a_file_that_is_no_table_of_prices_is_refused(tmp_path, text, says):

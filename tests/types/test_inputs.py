@@ -213,7 +213,7 @@ def test_any_audio_header_has_a_length_or_a_fault(data):
 
 @pytest.mark.parametrize("header", [b"", b"\x01", b"\x01\x01", b"\x01\x01\x80", b"\xfe\x01"])
 def test_an_audio_header_cut_short_is_refused(header):
-    with refuses("dmel", "cut short"):
+    with refuses("dmel", "incomplete"):
         _ = DmelChunk(dmel=header).length
 
 
@@ -452,7 +452,7 @@ def test_a_datum_may_say_where_its_tokens_come_from():
 
 
 def test_spans_come_in_pairs():
-    with refuses("spans", "come together"):
+    with refuses("spans", "must be given together"):
         Datum(INPUT, {}, [PromptProvenanceSpan(sequence_id="s", length=1)])
 
 

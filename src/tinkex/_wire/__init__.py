@@ -1,1 +1,1 @@
-"""The protocol: the table of operations and the codecs both halves speak. Knows no sockets."""
+"""The protocol: the table of operations and the codecs of client and service. Does no I/O."""

@@ -1,7 +1,7 @@
-"""Content encodings of HTTP bodies, none of which may grow past a limit.
+"""Content encodings of HTTP bodies, with a limit on the decompressed size.
 
-A body of a few kilobytes can announce, or turn out to hold, gigabytes. Whatever arrives here is
-refused before it takes much more memory than the caller allowed.
+A body of a few kilobytes can announce, or expand to, gigabytes. Such a body is refused before it takes much more
+memory than the caller allows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["announced_size", "compress", "decode_body", "decompress"]
 
 _MAX_SIZE = 1 << 30
 
-# The largest window a zstd body may ask for in HTTP (RFC 9659).
+# The largest window that a zstd body may use in HTTP (RFC 9659).
 _ZSTD_MAX_WINDOW = 8 << 20
 
-# How much input to decode at a time, so that one step yields some 8 MiB at the most: four bytes of
-# zstd can stand for a block of 128 KiB, and deflate reaches 1032 to 1.
+# Bytes of input to decode at a time, so that one step yields at most some 8 MiB: four bytes of
+# zstd can expand to a block of 128 KiB, and deflate compresses up to 1032 to 1.
 _ZSTD_STEP = 256
 _ZLIB_STEP = 8 << 10
 
-# Every layer may cost as much as the whole limit; honest bodies have one.
+# Every encoding may cost as much as the whole limit; ordinary bodies have one.
 _MAX_ENCODINGS = 4
 
 
@@ -46,7 +46,7 @@ def decompress(
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW)
     try:
         announced = zstandard.get_frame_parameters(data).content_size
-        # zstandard takes an announced zero at its word and leaves the rest of the frame unread.
+        # If the announced size is zero, zstandard leaves the rest of the frame unread.
         if announced in {0, zstandard.CONTENTSIZE_UNKNOWN}:
             return _decode(decompressor.decompressobj(), data, _ZSTD_STEP, max_size, refusal)
         if announced > max_size:
@@ -63,13 +63,13 @@ def decode_body(
     max_size: int = _MAX_SIZE,
     too_large: Callable[[int], Exception] | None = None,
 ) -> bytes:
-    """Undo the encodings a `Content-Encoding` header lists, the last one first.
+    """Undo the encodings of a `Content-Encoding` header, the last one first.
 
-    `too_large` makes the error for content of more than `max_size` bytes.
+    `too_large` creates the error for content of more than `max_size` bytes.
     """
     refusal = too_large or _too_large
     encodings = _parse_encodings(content_encoding)
-    # Answers without a body (HEAD, 204, 304) may still name the encoding it would have had.
+    # Answers without a body (HEAD, 204, 304) may still name an encoding.
     if data:
         for encoding in reversed(encodings):
             data = _undo(encoding, data, max_size, refusal)
@@ -79,7 +79,7 @@ def decode_body(
 
 
 def announced_size(data: bytes, content_encoding: str | None) -> int | None:
-    """The decompressed size that a single zstd frame announces; None where nothing is announced."""
+    """The decompressed size that a single zstd frame announces; None if it announces none."""
     if (content_encoding or "").strip().lower() != "zstd":
         return None
     import zstandard
@@ -115,7 +115,7 @@ def _undo(
 
 
 def _deflate_wbits(data: bytes) -> int:
-    # "deflate" means the zlib format, but some senders leave its two-byte header away.
+    # "deflate" means the zlib format, but some senders omit its two-byte header.
     header = int.from_bytes(data[:2])
     has_header = header >> 8 & 0x0F == zlib.DEFLATED and header % 31 == 0
     return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
@@ -136,7 +136,7 @@ def _decode(
     max_size: int,
     too_large: Callable[[int], Exception],
 ) -> bytes:
-    # BytesIO gives its buffer away uncopied; joining a list would need the memory twice.
+    # BytesIO returns its buffer without a copy; joining a list would need the memory twice.
     content = BytesIO()
     for start in range(0, len(data), step):
         content.write(decoder.decompress(data[start : start + step]))

@@ -1,4 +1,4 @@
-"""Failures on the wire: exception ↔ status and body, and failed work ↔ its result body."""
+"""Failures on the wire: exception ↔ status and body, and a failed operation ↔ its result body."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = [
     "retry_after",
 ]
 
-# Where an error that is not itself a status lands when a service has to answer with it. Subclasses
-# stand before their parents.
+# The status with which a service answers an error that is not a status error. Subclasses come
+# before their parents.
 _STATUS_OF: Final[tuple[tuple[type[TinkerError], int], ...]] = (
     (DecodeError, 422),
     (InvalidInputError, 400),
@@ -50,7 +50,7 @@ _STATUS_OF: Final[tuple[tuple[type[TinkerError], int], ...]] = (
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds the service asks to wait: `retry-after-ms`, else `retry-after` in seconds or as a date."""
+    """Seconds that the service asks to wait: `retry-after-ms`, else `retry-after` in seconds or as a date."""
     if (milliseconds := _float(headers.get("retry-after-ms"))) is not None:
         return milliseconds / 1000
     text = headers.get("retry-after")
@@ -60,7 +60,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
         when = parsedate_to_datetime(text)
     except ValueError:
         return None
-    # The oldest of HTTP's three date formats names no zone; all of them mean UTC.
+    # The oldest of HTTP's three date formats has no time zone; all three mean UTC.
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - now
 
 
@@ -89,7 +89,7 @@ def error_from_response(
     if _is_missing_route(status, message):
         message = _no_such_route(request)
     return status_error_class(status)(
-        message or _UNEXPLAINED.get(status, f"The service answered {status} without saying why."),
+        message or _UNEXPLAINED.get(status, f"The service answered {status} without a reason."),
         HTTPResponse(status, dict(headers), request),
         content,
         retry_after=retry_after(headers, now),
@@ -97,11 +97,11 @@ def error_from_response(
 
 
 _UNEXPLAINED: Final = {
-    410: "What was asked for has expired and is gone at the service; submit the request again.",
+    410: "The result or session has expired at the service; submit the request again.",
 }
 
 
-#: What web frameworks say of an address they have no function for. A service says what it has not found.
+#: Messages of web frameworks for an unknown address. A service names the thing it has not found.
 _GENERIC: Final = frozenset(
     {"", "not found", "method not allowed", "404 not found", "404 page not found"}
 )
@@ -118,7 +118,7 @@ def _no_such_route(request: HTTPRequest) -> str:
 
 
 def lacks_route(error: TinkerError) -> bool:
-    """Whether the service has no such call at all, as opposed to no such thing."""
+    """Whether the service does not have this call at all, as opposed to not having the requested object."""
     return _is_missing_route(error.status_code or 0, _message(error.body))
 
 
@@ -147,7 +147,7 @@ def _complaint(entry: Any) -> str:
 
 
 def response_from_error(error: TinkerError) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Status, headers and body that tell a client of `error`."""
+    """Status, headers and body that report `error` to a client."""
     if isinstance(error, APIStatusError) and error.status_code:
         status = error.status_code
     else:
@@ -159,7 +159,7 @@ def response_from_error(error: TinkerError) -> tuple[int, dict[str, str], dict[s
     if error.retry_after is not None:
         headers["retry-after-ms"] = str(round(error.retry_after * 1000))
     elif isinstance(error, RateLimitError):
-        # A limit that does not pass by itself. Without this, clients would repeat the request for minutes.
+        # This limit does not pass by itself. Without the header, clients would retry for minutes.
         headers["x-should-retry"] = "false"
     if error.request_id:
         headers["x-request-id"] = error.request_id
@@ -173,7 +173,7 @@ def _category(error: TinkerError, status: int) -> str:
 
 
 def failure_body(error: BaseException) -> dict[str, str]:
-    """The result body of work that failed: it was accepted, so the answer is a 200 with this in it."""
+    """The result body of a failed operation. The request was accepted, so the answer is a 200 with this body."""
     if isinstance(error, TinkerError):
         category = RequestErrorCategory.User if error.user_error else error.category
         return {"error": error.message, "category": category.value}
@@ -185,7 +185,7 @@ def failure_body(error: BaseException) -> dict[str, str]:
 
 def failure_from_body(body: Mapping[str, Any], request_id: str | None) -> RequestFailedError:
     error = body.get("error")
-    if isinstance(error, dict):  # older services wrap it once more
+    if isinstance(error, dict):  # older services nest the error one level deeper
         body, error = error, error.get("error") or error.get("message")
     return RequestFailedError(
         str(error or "The service gave no reason."),

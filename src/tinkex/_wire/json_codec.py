@@ -1,7 +1,7 @@
-"""JSON, as every release of the protocol writes and reads it.
+"""JSON as every release of the protocol writes and reads it.
 
-Writing: concrete values and `type` tags are sent, None is left out, numpy goes straight to digits, and
-NaN, which JSON lacks, becomes null. Reading: unknown fields and null are ignored, tags may be missing.
+Writing: values and `type` tags are sent, None is left out, numpy arrays are written directly, and NaN, which JSON
+does not have, becomes null. Reading: unknown fields and null are ignored, tags may be missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode(value: Any) -> bytes:
     """Write any value of the protocol."""
     try:
         return orjson.dumps(value, default=_written, option=_OPTIONS)
-    except TypeError as error:  # orjson's own error, or a value it has never heard of
+    except TypeError as error:  # orjson's own error, or from `_written`
         raise InvalidInputError(f"cannot be written as JSON: {error}") from error
 
 
@@ -80,18 +80,18 @@ def _(value: OptimStepRequest) -> Any:
 
 @_written.register
 def _(value: SetCheckpointTtlRequest) -> Any:
-    return {"ttl_seconds": value.ttl_seconds}  # here null is a request: never expire
+    return {"ttl_seconds": value.ttl_seconds}  # null means: never expire
 
 
 @_written.register
 def _(value: CreateSessionRequest) -> Any:
-    # Services built on the types of the official SDK refuse a session without this field, even an empty one.
+    # Services built on the types of the official SDK refuse a session without this field, even if it is null.
     return {**_some(**value.__dict__), "user_metadata": value.user_metadata}
 
 
 @_written.register
 def _(value: CreateModelRequest) -> Any:
-    # The default optimizer is left out: services older than 0.29.1 refuse the field.
+    # AdamW is the default and left out: services older than 0.29.1 refuse the field.
     written = dict(value.__dict__)
     if written["optimizer_config"] == AdamOptimizerConfig():
         del written["optimizer_config"]
@@ -105,7 +105,7 @@ def _(value: bytes) -> Any:
 
 @_written.register(np.ndarray)
 def _(value: np.ndarray[Any, Any]) -> Any:
-    return np.ascontiguousarray(value)  # orjson writes contiguous arrays by itself
+    return np.ascontiguousarray(value)  # orjson writes contiguous arrays directly
 
 
 @_written.register
@@ -205,7 +205,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 
 def from_object(value: Any, kind: type[T]) -> T:
-    """Read a value of `kind` from parsed JSON; whatever does not fit is named in the error."""
+    """Read a value of `kind` from parsed JSON; an error names the field that does not fit."""
     if not isinstance(value, dict):
         raise DecodeError(f"expected an object, got {value!r:.80}", field="body")
     try:
@@ -267,7 +267,7 @@ def _forward_backward_input(value: Any, field: str) -> ForwardBackwardInput:
         raise DecodeError(f"expected text, got {loss_fn!r:.80}", field=f"{field}.loss_fn")
     return ForwardBackwardInput(
         data=[_datum(datum, f"{field}.data.{index}") for index, datum in enumerate(data)],
-        loss_fn=loss_fn,  # type: ignore[arg-type]  # an unknown loss is refused by who runs it
+        loss_fn=loss_fn,  # type: ignore[arg-type]  # the engine refuses an unknown loss
         loss_fn_config=_loss_config(entry.get("loss_fn_config"), f"{field}.loss_fn_config"),
     )
 
@@ -319,7 +319,7 @@ def _forward_backward_output(value: dict[str, Any]) -> ForwardBackwardOutput:
     )
 
 
-#: JSON has no word for them; this is how protobuf writes them.
+#: JSON does not have these numbers; protobuf's JSON form writes them like this.
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 
 

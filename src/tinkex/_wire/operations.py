@@ -1,12 +1,11 @@
-"""The table: every call of the protocol, one row each.
+"""The table of operations: one row for every call of the protocol.
 
-Client methods and service routes are found through it; a row says everything a transport has to know
-about a call, so that neither side keeps a list of its own.
+Client methods and service routes read it. A row has every fact that a transport needs about a call, so that neither
+side keeps its own list.
 
 Left out on purpose: the device login of CLI 0.26 to 0.28 (`auth/apikey` POST, `auth-config`), which needs
-an identity provider, and the gRPC polling of 0.21 to 0.22.1, which its own authors withdrew. The rows whose
-`flag` is set are used only where the service switches them on in `client/config`; the local service will
-offer all of them but `pjwt_auth_enabled`.
+an identity provider, and the gRPC polling of 0.21 to 0.22.1, which its authors withdrew. Rows with a `flag` are
+used only if the service turns that flag on in `client/config` or `client/dynamic_config`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ R = TypeVar("R")
 
 
 class Pool(Enum):
-    """Calls that share connections, so that a flood of one kind never starves another."""
+    """Calls that share connections; separate pools keep a flood of one kind from starving another."""
 
     SESSION = "session"
     REST = "rest"
@@ -38,15 +37,17 @@ class Pool(Enum):
     SAMPLING = "sampling"
     FUTURES = "futures"
     SAMPLE_FUTURES = (
-        "sample_futures"  # the service holds each for half a minute, and there are many
+        "sample_futures"  # the service holds each poll for half a minute, and there are many
     )
     TELEMETRY = "telemetry"
 
-    __hash__ = object.__hash__  # Enum's own is a Python call, and every request looks its pool up
+    __hash__ = (
+        object.__hash__
+    )  # Enum's own hash is a Python call, and every request looks up its pool
 
 
 class Body(Enum):
-    """How the request travels."""
+    """How the request is encoded."""
 
     NONE = "none"
     QUERY = "query"
@@ -58,8 +59,8 @@ class Body(Enum):
 class BodyLimits:
     """The largest request body of a call.
 
-    `json` and `protobuf` are bytes, before and after decompression. `items` bounds the objects and lists of a JSON
-    body and the fields of a protobuf one: validating a million tiny objects takes seconds, however few bytes they are.
+    `json` and `protobuf` are bytes, before and after decompression. `items` limits the objects and lists of a JSON
+    body and the fields of a protobuf body: validating a million tiny objects takes seconds, even if they are few bytes.
     """
 
     json: int = 1 << 20
@@ -67,7 +68,7 @@ class BodyLimits:
     items: int = 20_000
 
 
-#: Calls whose body is stored as it is, such as metadata of a session.
+#: Calls whose body is stored unchanged, such as the metadata of a session.
 _STORED: Final = BodyLimits(json=256 << 10)
 #: Clients send at most a hundred events at a time.
 _EVENTS: Final = BodyLimits(items=5_000)
@@ -77,7 +78,7 @@ _PASS: Final = BodyLimits(json=16 << 20, protobuf=32 << 20, items=100_000)
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-# What may stand unescaped in a placeholder: ids hold colons, a checkpoint id is two segments.
+# Characters that a placeholder's value keeps unescaped: ids contain colons, a checkpoint id has two segments.
 _SAFE: Final = {"checkpoint_id": ":/", "sampler_id": ""}
 
 
@@ -85,11 +86,10 @@ _SAFE: Final = {"checkpoint_id": ":/", "sampler_id": ""}
 class Operation(Generic[R]):
     """One call.
 
-    `request_type` is what polls of its future are labelled with. `retries=False` means the transport
-    sends it once and leaves trying again to the layer that knows better: a poll is its own retry, a
-    sample has its own limits. With `window` a call is tried for some minutes when the service does not
-    answer at all; those that create something are not, because their user waits for the first of them.
-    With `pauses` a call waits until the service is paid again; what opens something says so at once.
+    `request_type` labels the polls of its future. With `retries=False` the transport sends the call once, and the
+    layer above retries it: a poll is its own retry, a sample has its own limits. With `window` the transport retries
+    for `retry_window` seconds. Calls that open something have none, because a user waits for the first of them.
+    With `pauses` the call waits after a 402 until the account can pay; calls that open something fail at once.
     `limits` bound the body that a service reads.
     """
 
@@ -454,12 +454,12 @@ OPERATIONS: Final[Mapping[str, Operation[Any]]] = {row.name: row for row in _ROW
 
 
 def operation(name: str) -> Operation[Any]:
-    """The row called `name`."""
+    """The row with the name `name`."""
     return OPERATIONS[name]
 
 
 def query_of(request: BaseModel) -> dict[str, str]:
-    """The query string a GET request is written as: what is set, as text."""
+    """The query string of a GET request: the fields that are set, as text."""
     return {
         name: value if isinstance(value, str) else str(value)
         for name, value in request.model_dump(mode="json", exclude_none=True).items()

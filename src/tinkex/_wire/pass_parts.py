@@ -23,7 +23,7 @@ _FORM: Final = re.compile(r"([\w:.-]{1,100}) ([1-9]\d{0,8})/([1-9]\d{0,8})", re.
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Which part of which pass a request is; `index` counts from 0."""
+    """The part of a pass that a request carries; `index` counts from 0."""
 
     pass_id: str
     index: int

@@ -1,6 +1,6 @@
-"""The protobuf messages: training requests, and the two results that are large.
+"""The protobuf messages: training requests, and the two large results.
 
-Arrays travel as the bytes they are in memory; reading makes views, not copies.
+Arrays are sent as the bytes they have in memory; decoding creates views, not copies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _numbers(raw: bytes, dtype: np.dtype[Any], field: str) -> Array:
 
 
 def _typed(raw: bytes, dtype: int, field: str) -> tuple[Array, TensorDtype]:
-    """Read packed numbers as one of the two dtypes of the protocol, widening the narrow ones."""
+    """Read packed numbers as one of the protocol's two dtypes; narrower ones are widened."""
     if dtype not in _NUMPY_DTYPE:
         raise DecodeError(f"unknown dtype {dtype}", field=field)
     numbers = _numbers(raw, _NUMPY_DTYPE[dtype], field)
@@ -111,7 +111,7 @@ def _write_tensor(tensor: TensorData, message: pb.Tensor) -> None:
 
 
 def _read_tensor(message: pb.Tensor, field: str) -> TensorData:
-    shape = list(message.shape) or None  # no dimensions: the writer did not say
+    shape = list(message.shape) or None  # no dimensions: the sender gave no shape
     try:
         if message.WhichOneof("encoding") != "sparse_csr":
             values, dtype = _typed(message.dense, message.dtype, field)
@@ -160,7 +160,7 @@ def _read_chunk(message: pb.Chunk, field: str) -> ModelInputChunk:
         return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
     if kind == "dmel":
         return DmelChunk(dmel=message.dmel.dmel)
-    raise DecodeError("a chunk of a kind this release does not know", field=field)
+    raise DecodeError("unknown kind of chunk", field=field)
 
 
 def _write_spans(spans: ProvenanceSpans, messages: Any) -> None:
@@ -214,7 +214,7 @@ def _read_datum(message: pb.Datum, field: str) -> Datum:
 
 
 def encode_forward_backward_request(request: ForwardBackwardRequest | ForwardRequest) -> bytes:
-    """Write a training request; a `ForwardRequest` becomes one that leaves gradients alone."""
+    """Write a training request; a `ForwardRequest` becomes one without gradients."""
     forward_only = isinstance(request, ForwardRequest)
     if isinstance(request, ForwardRequest):
         inputs = request.forward_input
@@ -228,11 +228,11 @@ def encode_forward_backward_request(request: ForwardBackwardRequest | ForwardReq
     ):
         try:
             setattr(message, name, value)
-        except (TypeError, ValueError) as error:  # of the wrong type, or too large for its field
+        except (TypeError, ValueError) as error:  # wrong type, or too large for its field
             raise InvalidInputError(f"{value!r:.80}: {error}", field=name) from error
     _write_loss_config(inputs.loss_fn_config or {}, message)
-    # Datums are serialised one by one and strung together, which is what a repeated field is on the wire:
-    # building them all in one message first would take twice the memory again.
+    # Datums are serialised one by one and joined, which is the wire form of a repeated field: building all
+    # of them in one message first would double the memory.
     parts = [message.SerializeToString()]
     for datum in inputs.data:
         encoded = _encode_datum(datum)
@@ -245,7 +245,7 @@ _DATA_FIELD: Final = bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | _
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    """Seven bits per byte, the lowest first; the top bit says that more bytes follow."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -261,7 +261,7 @@ def _write_loss_config(
         try:
             if isinstance(value, str):
                 message.loss_fn_config_v2[name].text = value
-            else:  # both, because services before 0.26.2 read the first only
+            else:  # both, because services before 0.26.2 read only the first
                 message.loss_fn_config[name] = value
                 message.loss_fn_config_v2[name].number = value
         except (TypeError, ValueError) as error:
@@ -277,7 +277,7 @@ def decode_forward_backward_request(
     _parse(message, data)
     inputs = ForwardBackwardInput(
         data=[_read_datum(datum, f"data.{index}") for index, datum in enumerate(message.data)],
-        loss_fn=message.loss_fn,  # type: ignore[arg-type]  # an unknown loss is refused by who runs it
+        loss_fn=message.loss_fn,  # type: ignore[arg-type]  # the engine refuses an unknown loss
         loss_fn_config=_read_loss_config(message),
     )
     seq_id = message.seq_id or None
@@ -296,7 +296,7 @@ def _read_loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | s
     else:
         config = dict(message.loss_fn_config)
     for name, setting in config.items():
-        if isinstance(setting, float) and not isfinite(setting):  # JSON has no word for these
+        if isinstance(setting, float) and not isfinite(setting):  # JSON does not have these
             raise DecodeError(
                 f"expected a finite number, got {setting}", field=f"loss_fn_config.{name}"
             )
@@ -312,7 +312,7 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _layout(output: LossFnOutput) -> tuple[Any, ...]:
-    """What the outputs of one record must share: names, dtypes, dimensions after the first."""
+    """The facts that all outputs of one record must share: names, dtypes, dimensions after the first."""
     return tuple(
         (name, tensor.dtype, tensor.to_numpy().shape[1:]) for name, tensor in sorted(output.items())
     )
@@ -352,7 +352,7 @@ def decode_forward_backward_output(data: bytes | memoryview) -> ForwardBackwardO
 
 
 def _read_record(record: pb.ArrayRecord, field: str) -> list[LossFnOutput]:
-    # A record without fields is a few bytes however many datums it claims.
+    # A record without fields is a few bytes, even if it claims many datums.
     if not 0 <= record.num_datums <= (sys.maxsize if record.fields else _MAX_EMPTY_DATUMS):
         raise DecodeError(f"{record.num_datums} datums", field=f"{field}.num_datums")
     columns = {
@@ -374,7 +374,7 @@ def _read_column(batched: pb.BatchedTensor, count: int, field: str) -> list[Tens
         or any(start > stop for start, stop in pairwise(offsets))
     ):
         raise DecodeError(
-            f"must rise from 0 to {len(batched.data)} in {count + 1} steps",
+            f"must increase from 0 to {len(batched.data)} in {count + 1} entries",
             field=f"{field}.offsets",
         )
     values, dtype = _typed(batched.data, batched.dtype, field)
@@ -433,7 +433,7 @@ def _write_topk(topk: TopkLogprobs, message: pb.TopkLogprobs) -> None:
 def decode_sample_response(
     data: bytes | memoryview, sequence_ids: Sequence[str] | None = None
 ) -> SampleResponse:
-    """Read a sample result; the ids of its sequences came earlier, with the promise."""
+    """Read a sample result; the ids of its sequences come from the promise, which the client got earlier."""
     message = pb.SampleResponse()
     _parse(message, data)
     if sequence_ids is None:
@@ -468,7 +468,7 @@ def decode_sample_response(
     )
 
 
-#: A number that this release does not know reads as None: the tokens are worth more than the reason.
+#: An unknown number becomes None: the tokens are still useful without the reason.
 _STOP_REASONS: Final[Mapping[int, StopReason]] = {
     pb.STOP_REASON_STOP: "stop",
     pb.STOP_REASON_LENGTH: "length",
@@ -495,5 +495,5 @@ def _read_topk(message: pb.TopkLogprobs, field: str) -> TopkLogprobs | None:
     logprobs = _numbers(message.logprobs, np.dtype(np.float32), f"{field}.logprobs")
     shape = (message.length, message.k)
     if token_ids.size != prod(shape) or logprobs.size != prod(shape):
-        raise DecodeError(f"does not hold {shape[0]} × {shape[1]} cells", field=field)
+        raise DecodeError(f"does not contain {shape[0]} × {shape[1]} cells", field=field)
     return TopkLogprobs(token_ids.reshape(shape), logprobs.reshape(shape))

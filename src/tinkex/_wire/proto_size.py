@@ -1,7 +1,7 @@
-"""How many fields a protobuf message has, counted on its bytes before anything is parsed.
+"""Counts the fields of a protobuf message in its bytes, before it is parsed.
 
-A field of two bytes becomes an object of a hundred. Parsing first and counting afterwards would let a body of a few
-megabytes take gigabytes.
+A field of two bytes becomes an object of a hundred bytes. If it were parsed first, a body of a few megabytes could take
+gigabytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 def has_more_fields(data: bytes, descriptor: Any, limit: int) -> bool:
-    """Whether a message of the type `descriptor`, with all messages in it, has more than `limit` fields.
+    """Whether a message of the type `descriptor`, including nested messages, has more than `limit` fields.
 
-    The bytes of a packed list of numbers count one each: a byte may stand for a number of eight.
+    Each byte of a packed list of numbers counts as one: a single byte can become a number of eight bytes.
     """
     count = 0
     pending = [(0, len(data), descriptor)]

@@ -1,8 +1,7 @@
 """Server-sent events, decoded as their bytes arrive.
 
-Follows the WHATWG rules for `text/event-stream` with one difference: a block that carries only an
-`event`, `id` or `retry` is handed out too, with empty data, because a caller who reads those fields
-wants to see them.
+Follows the WHATWG rules for `text/event-stream` with one difference: a block with only an `event`, `id` or `retry`
+is returned too, with empty data, because a caller who reads those fields wants to see them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class ServerSentEvent:
-    """One event; `id` is the last one the stream named, `retry` is in milliseconds."""
+    """One event; `id` is the latest one in the stream, `retry` is in milliseconds."""
 
     event: str | None = None
     data: str = ""
@@ -29,7 +28,7 @@ class ServerSentEvent:
     retry: int | None = None
 
     def json(self) -> Any:
-        """The data as JSON, or as it is when it is not JSON."""
+        """The data as JSON, or as text if they are not JSON."""
         try:
             return orjson.loads(self.data)
         except orjson.JSONDecodeError:
@@ -37,7 +36,7 @@ class ServerSentEvent:
 
 
 class SSEDecoder:
-    r"""Turns a stream of bytes into events, wherever the stream is cut.
+    r"""Turns a stream of bytes into events; the bytes may be split anywhere.
 
     >>> decoder = SSEDecoder()
     >>> decoder.feed(b"data: hello, wo")
@@ -45,18 +44,18 @@ class SSEDecoder:
     >>> decoder.feed(b"rld\n\n")
     [ServerSentEvent(event=None, data='hello, world', id=None, retry=None)]
 
-    An event that needs more than `max_event_bytes` raises `DecodeError`; the decoder has then lost
-    its place in the stream and cannot go on.
+    An event of more than `max_event_bytes` raises `DecodeError`; the decoder has then lost its place in the stream
+    and cannot continue.
     """
 
     def __init__(self, *, max_event_bytes: int = 16 << 20) -> None:
         self._max_event_bytes = max_event_bytes
-        self._line = bytearray()  # as far as the line has arrived
-        self._data = bytearray()  # every data line so far, each with a newline behind it
+        self._line = bytearray()  # the incomplete current line
+        self._data = bytearray()  # all data lines so far, each followed by a newline
         self._event: str | None = None
         self._retry: int | None = None
         self._id: str | None = None
-        self._has_id = False  # the id outlives its event, so it cannot tell for itself
+        self._has_id = False  # `_id` is kept across events, so it cannot answer this
         self._at_start = True
         self._after_cr = False
 
@@ -64,8 +63,8 @@ class SSEDecoder:
         """The events that `chunk` completes."""
         if not chunk:
             return []
-        # A CR ends its line at once and an LF right behind it is skipped: waiting to see whether
-        # one follows would hold back the event until the next one.
+        # A CR ends its line at once, and an LF right after it is skipped. Waiting for that LF would delay
+        # the event until the next bytes.
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")
@@ -73,16 +72,16 @@ class SSEDecoder:
         for piece in chunk.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
             self._append(text)
-            if len(text) == len(piece):  # the rest of this line is still to come
+            if len(text) == len(piece):  # this line is incomplete
                 break
             if event := self._end_line():
                 events.append(event)
         return events
 
     def flush(self) -> list[ServerSentEvent]:
-        """The event in which the stream stopped, if any; the next `feed` starts a new stream.
+        """The incomplete event at the end of the stream, if any; the next `feed` starts a new stream.
 
-        The standard discards such an event, since its data may have been cut short.
+        The standard discards such an event, because its data may be incomplete.
         """
         event = self._end_line() or self._end_event()
         self._at_start, self._after_cr = True, False
@@ -105,8 +104,8 @@ class SSEDecoder:
         return None
 
     def _read_field(self, line: bytes) -> None:
-        # Whole lines are decoded, so a character is never seen in two halves. A comment is a field
-        # without a name, and ignored like any other name that is not known.
+        # Whole lines are decoded, so no character is split. A comment is a field with an empty name and is
+        # ignored like any unknown field.
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         match name:
@@ -118,7 +117,7 @@ class SSEDecoder:
             case b"id" if b"\0" not in value:
                 self._id = _text(value)
                 self._has_id = True
-            case b"retry" if value.isdigit() and len(value) < 20:  # int() refuses endless digits
+            case b"retry" if value.isdigit() and len(value) < 20:  # int() refuses very long numbers
                 self._retry = int(value)
 
     def _end_event(self) -> ServerSentEvent | None:

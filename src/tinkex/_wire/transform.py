@@ -1,7 +1,7 @@
-"""From what a caller passed to what goes into a request body.
+"""Converts a caller's arguments to a request body.
 
-Two values mark an absence that None cannot, since None is a value of its own on the wire:
-`NOT_GIVEN` says that the caller left an argument out, `OMIT` that a default is to be left out too.
+Two values mean "absent", which None cannot mean because None is a value on the wire: `NOT_GIVEN` means that the
+caller left an argument out, `OMIT` that its default is left out too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Format: TypeAlias = Literal["iso8601"] | Callable[[Any], Any]
 
 
 class _Sentinel:
-    """A falsy value that exists once, as the global called `_name`; copies and pickles are it."""
+    """A falsy singleton, the global variable called `_name`; its copies and pickles are the same object."""
 
     __slots__ = ()
     _name: ClassVar[str]
@@ -82,7 +82,7 @@ def is_omit(value: object) -> TypeIs[Omit]:
 
 
 def given(value: T | NotGiven | Omit) -> TypeIs[T]:
-    """Whether `value` is one; None, False and 0 are."""
+    """Whether `value` is a real value; None, False and 0 are."""
     return not isinstance(value, _Sentinel)
 
 
@@ -91,7 +91,7 @@ def coalesce(value: T | NotGiven | Omit) -> T | None: ...
 @overload
 def coalesce(value: T | NotGiven | Omit, default: D) -> T | D: ...
 def coalesce(value: Any, default: Any = None) -> Any:
-    """Return `value`, or `default` where none was given."""
+    """Return `value`, or `default` if it was not given."""
     return value if given(value) else default
 
 
@@ -105,9 +105,9 @@ def transform(
     """Return `data` as dicts with string keys, lists and plain values.
 
     Mappings, dataclasses and pydantic models become dicts, lists and tuples become lists, at every
-    depth; sentinels are left out. `aliases` renames keys and `formats` converts values, both looked
-    up by the key as it is or as a string. What a format returns is not looked into any further.
-    `drop_none` also leaves out keys whose value is None; in a list None holds its place.
+    depth; sentinels are left out. `aliases` renames keys and `formats` converts values; both are looked
+    up by the key itself or by its string form. The result of a format is not converted further.
+    `drop_none` also leaves out keys with the value None; None in a list stays.
     """
     aliases = aliases or {}
     formats = _check_formats(formats or {})
@@ -149,7 +149,7 @@ def _unpack(value: Any) -> Any:
         return value
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    # Known by its method, so that pydantic need not be loaded to find out.
+    # Recognised by its method, so that pydantic is not imported for this check.
     return value.model_dump() if hasattr(value, "model_dump") else value
 
 

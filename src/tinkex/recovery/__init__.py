@@ -1,7 +1,7 @@
-"""Going on when a run is lost: its state saved now and then, watched, and restored from the last checkpoint.
+"""Recovery of lost runs: save their state regularly, watch them, and restore them from the last checkpoint.
 
-A service that dies and comes back needs none of this: tinkex's own brings every run back as it was, and clients wait
-meanwhile. This is for the run that a service itself calls corrupted.
+A service that crashes and restarts needs none of this: the tinkex service restores every run itself, and clients
+wait meanwhile. Recovery is for a run that the service reports as corrupted.
 
     >>> policy = RecoveryPolicy(enabled=True, on_recovery=lambda old, new, checkpoint: ...)
     >>> service = tinkex.ServiceClient(recovery=policy)

@@ -1,4 +1,4 @@
-"""Checkpoints by themselves: a run's state saved every so often, beside the training."""
+"""Automatic checkpoints: the state of a run, saved at intervals during the training."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoCheckpoint", "Saved"]
 
-#: Seconds between checkpoints where nothing is said.
+#: Default seconds between checkpoints.
 EVERY_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint, and after how many steps it was made."""
+    """A checkpoint and the number of steps before it."""
 
     path: str
     step: int
 
 
 class AutoCheckpoint:
-    """Saves the state of a training client while its block runs: every so many steps or seconds, or both.
+    """Saves the state of a training client inside its block, every so many steps or seconds, or both.
 
         >>> with AutoCheckpoint(training, every_steps=50, keep=3) as saved:
         ...     train(training)
 
-    Checkpoints are called `auto-000050` after the number of steps, counted from `first_step`, and all but the newest
-    `keep` of them are deleted. A save has its turn right after a step and is not waited for; one that fails is said
-    in the log, and the training goes on.
+    Checkpoints are named `auto-000050` after the number of steps, counted from `first_step`. All but the newest
+    `keep` of them are deleted. A save is queued right after a step, and training does not wait for it. A failed save
+    is logged, and training continues.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AutoCheckpoint:
 
     @property
     def last(self) -> Saved | None:
-        """The newest checkpoint that is safely there."""
+        """The newest checkpoint that is saved completely."""
         return self._saved[-1] if self._saved else None
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class AutoCheckpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End it; a block that ends well waits for the checkpoint that is being saved."""
+        """Stop; a block that ends without an error waits for the save in flight."""
         if self._end is not None:
             self._end()
         if error is None:
@@ -103,7 +103,7 @@ class AutoCheckpoint:
             self.save()
 
     def save(self) -> APIFuture[None]:
-        """Save now, whatever is due."""
+        """Save now, even if no checkpoint is due."""
         step = self._last_step = self.step
         self._last_time = self._clock.monotonic()
         saving = self._training.save_state(f"{self._name}-{step:06d}", overwrite=True)
@@ -111,7 +111,7 @@ class AutoCheckpoint:
         return self._saving
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being saved, if there is one."""
+        """Wait for the save in flight, if there is one."""
         if self._saving is not None:
             self._saving.result()
 

@@ -1,4 +1,4 @@
-"""Restoring lost runs: one after another, each from a checkpoint, tried again when that fails."""
+"""Restores lost runs from a checkpoint, a limited number at a time, with retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["RecoveryExecutor", "Restored", "policy_for", "submit_once"]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A run that goes on: `client` trains where `checkpoint` was saved."""
+    """A restored run: `client` continues from `checkpoint`."""
 
     run_id: str
     client: TrainingClient
@@ -68,7 +68,7 @@ class _Job:
 
 
 class RecoveryExecutor:
-    """Restores runs, `max_concurrent` at a time, in the order in which that was asked for."""
+    """Restores runs in the order of the calls, at most `max_concurrent` at a time."""
 
     def __init__(self, *, max_concurrent: int = 1) -> None:
         self._room = slots(check_count("max_concurrent", max_concurrent, 1))
@@ -84,11 +84,11 @@ class RecoveryExecutor:
         known: TrainingRun | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> APIFuture[Restored]:
-        """Make a new training client of `service` from the run's last checkpoint.
+        """Create a new training client of `service` from the run's last checkpoint.
 
-        `run` is the client of before or its id, `policy` by default the setting `recovery` of the service client.
-        `last_checkpoint`, a checkpoint or its path, saves asking the service which one that is; so does `known`,
-        what the service has said of the run. Cancelling the future ends the work.
+        `run` is the lost run's client or its id; `policy` defaults to the setting `recovery` of the service client.
+        `last_checkpoint` (a checkpoint or its path) or `known` (the run as the service described it) saves a request
+        for the last checkpoint. Cancelling the future stops the recovery.
         """
         run_id = run if isinstance(run, str) else run.model_id
         session = service.holder
@@ -108,7 +108,7 @@ class RecoveryExecutor:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """The runs that are being restored or wait for it."""
+        """The runs that are being restored or wait for their turn."""
         return tuple(self._pending)
 
     async def _recover(self, job: _Job) -> Restored:
@@ -142,7 +142,7 @@ def submit_once(
     session: Session,
     work: Callable[[], Coroutine[Any, Any, Restored]],
 ) -> tuple[APIFuture[Restored], bool]:
-    """Do `work` for a run unless such work is under way; its future, and whether it was begun now."""
+    """Start `work` for a run unless it is in progress. Returns its future, and whether it was started now."""
     future: SampleFuture[Restored] = SampleFuture()
     known = under_way.setdefault(run_id, future)
     if known is not future:
@@ -158,7 +158,7 @@ def submit_once(
 def policy_for(
     run_id: str, service: ServiceClient, policy: RecoveryPolicy | Mapping[str, Any] | None
 ) -> RecoveryPolicy:
-    """The policy that is given, or the one of the settings; it must be enabled."""
+    """The given policy, or else that of the settings; it must be enabled."""
     chosen = RecoveryPolicy.of(service.config.recovery if policy is None else policy)
     if not chosen.enabled:
         raise RecoveryError(run_id, "recovery_disabled")
@@ -181,9 +181,9 @@ async def _restore(job: _Job, attempt: int) -> Restored:
 
 
 async def _choose(job: _Job, attempt: int) -> tuple[str, TrainingRun | None]:
-    """The checkpoint to go on from, and the run as far as it is known.
+    """The checkpoint to continue from, and the run if it is known.
 
-    What was known before is good for one attempt: its last checkpoint may have been deleted since.
+    The known run is used for the first attempt only: its last checkpoint may have been deleted since.
     """
     strategy = job.policy.checkpoint_strategy
     if strategy == "best":
@@ -199,7 +199,7 @@ async def _choose(job: _Job, attempt: int) -> tuple[str, TrainingRun | None]:
 
 
 async def _call(callback: Callable[..., object] | None, *args: Any) -> None:
-    """Tell the user, on a thread where they may wait; what they do wrong there harms no run."""
+    """Call the user's callback on a thread, where it may block; its exceptions are logged and harm no run."""
     if callback is None:
         return
     try:

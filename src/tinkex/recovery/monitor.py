@@ -1,4 +1,4 @@
-"""Watching runs: the service is asked now and then whether one is corrupted."""
+"""Watches runs: asks the service at intervals whether a run is corrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["RecoveryMonitor"]
 
 
 class RecoveryMonitor:
-    """Watches runs and has `executor` restore those that are lost; leaving its `with` block ends both."""
+    """Watches runs and lets `executor` restore lost ones; leaving the `with` block stops both."""
 
     def __init__(self, executor: RecoveryExecutor) -> None:
         self._executor = executor
@@ -40,10 +40,10 @@ class RecoveryMonitor:
         policy: RecoveryPolicy | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> APIFuture[Restored]:
-        """Ask `service` every `poll_interval` seconds how a run is; the future tells how it was restored.
+        """Ask `service` for the state of a run every `poll_interval` seconds; the future gives the restored run.
 
-        `run` is the run's training client or its id. A run that is watched, or being restored, gives the same future
-        again; one that was restored is watched no longer, nor is the one that goes on in its place.
+        `run` is the run's training client or its id. If the run is already watched or being restored, the same
+        future is returned. After a run is restored, neither it nor its successor is watched.
         """
         run_id = run if isinstance(run, str) else run.model_id
         chosen = policy_for(run_id, service, policy)
@@ -52,7 +52,7 @@ class RecoveryMonitor:
         return submit_once(self._watched, run_id, service.holder, work)[0]
 
     def stop_monitoring(self, run_id: str) -> bool:
-        """Watch a run no longer, nor restore it; whether it was watched."""
+        """Stop watching or restoring a run. Returns whether it was watched."""
         watched = self._watched.get(run_id)
         return watched is not None and watched.cancel()
 
@@ -97,7 +97,7 @@ class RecoveryMonitor:
 async def _corrupted(
     run_id: str, service: ServiceClient, policy: RecoveryPolicy, metadata: Mapping[str, Any]
 ) -> TrainingRun:
-    """Ask until the service says that a run is corrupted, or repeatedly that there is no such run."""
+    """Ask until the service says that the run is corrupted, or several times that it does not exist."""
     rest = service.create_rest_client()
 
     async def once(_: int) -> TrainingRun:
@@ -114,7 +114,7 @@ async def _corrupted(
     return await retrying(once, _WatchPolicy(policy.poll_interval), service.holder.clock)
 
 
-#: A run is given up after this many answers in a row that it does not exist; one may come from a proxy.
+#: Answers in a row that the run does not exist before watching stops; a single one may come from a proxy.
 _UNKNOWN_AFTER: Final = 3
 
 

@@ -1,4 +1,4 @@
-"""What to do about a run that is lost: decisions only."""
+"""Decides what to do about a lost run; does no I/O."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CheckpointLike: TypeAlias = Checkpoint | Mapping[str, Any] | str
 
 _REASONS: Final[Mapping[Reason, str]] = {
     "recovery_disabled": "recovery is not enabled: RecoveryPolicy(enabled=True)",
-    "already_pending": "it is being recovered already",
-    "missing_checkpoint": "there is no checkpoint to go on from",
-    "unsupported_strategy": 'nothing says which checkpoint is the best one: choose "latest" or a path',
+    "already_pending": "it is already being recovered",
+    "missing_checkpoint": "it has no checkpoint to continue from",
+    "unsupported_strategy": 'no metric says which checkpoint is best: choose "latest" or a path',
 }
 
 
 class RecoveryError(TinkerError):
-    """A run is not recovered; `reason` says why in one word."""
+    """A run is not recovered; `reason` is the cause as one word."""
 
     def __init__(self, run_id: str, reason: Reason) -> None:
         super().__init__(f"Run {run_id} cannot be recovered: {_REASONS[reason]}.")
@@ -44,11 +44,11 @@ class RecoveryError(TinkerError):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """Whether and how lost runs are restored. Times are seconds.
+    """Whether and how lost runs are restored. Times are in seconds.
 
-    `checkpoint_strategy` is "latest" or the path of one checkpoint. `on_recovery(old, new, checkpoint)` gets the
-    training client of before, if it is known, the one to go on with, and the checkpoint's path;
-    `on_failure(run_id, error)` is called when all attempts have failed. Both run on a thread of their own.
+    `checkpoint_strategy` is "latest" or the path of a checkpoint. `on_recovery(old, new, checkpoint)` gets the old
+    training client (None if unknown), the new one, and the checkpoint's path. `on_failure(run_id, error)` is called
+    after the last attempt has failed. Both run on a separate thread.
     """
 
     enabled: bool = False
@@ -68,9 +68,9 @@ class RecoveryPolicy:
 
     @classmethod
     def of(cls, given: RecoveryPolicy | Mapping[str, Any] | None) -> RecoveryPolicy:
-        """A policy from the value of a setting; an option that does not exist is refused.
+        """A policy from the value of a setting; an unknown option is refused.
 
-        An option with a value it cannot have is replaced by its default, with a warning.
+        An option with an invalid value is replaced by its default, with a warning.
         """
         if isinstance(given, RecoveryPolicy):
             return given
@@ -86,14 +86,14 @@ class RecoveryPolicy:
         return cls(**values)
 
     def wait_before_retry(self, error: BaseException, attempt: int) -> float | None:
-        """Seconds until the next attempt, None to give up; attempts are counted from 1."""
+        """Seconds until the next attempt, None to give up; attempts count from 1."""
         if attempt >= self.max_attempts or isinstance(error, RecoveryError):
             return None
         return min(self.backoff * 2.0 ** min(attempt - 1, 60), self.max_backoff)
 
 
 def checkpoint_path(checkpoint: CheckpointLike | None) -> str | None:
-    """The path of a checkpoint, however it is given."""
+    """The path of a checkpoint, from any of the forms in which it is given."""
     if isinstance(checkpoint, Mapping):
         checkpoint = checkpoint.get("tinker_path") or checkpoint.get("path")
     return checkpoint.tinker_path if isinstance(checkpoint, Checkpoint) else checkpoint
@@ -102,8 +102,8 @@ def checkpoint_path(checkpoint: CheckpointLike | None) -> str | None:
 def _unknown(name: str, known: Sequence[str]) -> str:
     seconds = name.removesuffix("_ms")
     if seconds != name and seconds in known:
-        return f"is not an option; {seconds} is the same in seconds"
-    return f"is not an option; there are {', '.join(known)}"
+        return f"is not an option; use {seconds}, in seconds"
+    return f"is not an option; options are {', '.join(known)}"
 
 
 def _complaint(name: str, value: Any) -> str | None:

@@ -1,10 +1,10 @@
-"""Losses of one's own, composed of a base loss and weighted regularizers; computed here, in PyTorch.
+"""User-defined losses: a base loss plus weighted regularizers, computed on the client in PyTorch.
 
     pipeline = Pipeline([RegularizerSpec(Entropy(mode="maximize"), 0.01, "entropy")])
     output = pipeline.compute(data, logprobs, loss_fn)
 
-The same specs train a model: `TrainingClient.forward_backward_custom(data, loss_fn, regularizers=[…])`.
-Names load when they are first used, and torch with them.
+The same specs work in training: `TrainingClient.forward_backward_custom(data, loss_fn, regularizers=[…])`.
+Names, and with them torch, are imported on first use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .protocol import Regularizer as Regularizer
     from .tensors import joined as joined
 
-# As in the package's root: the block above says the same to type checkers.
+# The module of each name. Type checkers read the block above instead.
 _NAMES = {
     "tinkex.types": "BaseLossOutput CustomLossOutput RegularizerOutput RegularizerSpec",
     ".divergences": "Consistency Entropy JensenShannon KLDivergence",

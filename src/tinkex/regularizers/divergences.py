@@ -1,8 +1,8 @@
 """Penalties on distributions: entropy, and distances to a reference or a paired output.
 
-A distribution is a row of log-probabilities, the last axis. In training, targets of shape (N, K) give rows of K
-alternatives; with the whole vocabulary as targets these are true entropies and divergences. With one target per
-position the sums run over the positions of a datum instead: each adds the part of its own target.
+A distribution is a row of log-probabilities along the last axis. In training, targets of shape (N, K) give rows of K
+alternatives; if the targets are the whole vocabulary, these are exact entropies and divergences. With one target per
+position, the sums run over the positions of a datum instead: each position adds the term of its own target.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["Consistency", "Entropy", "JensenShannon", "KLDivergence"]
 
 @dataclass(frozen=True)
 class Entropy(Penalty):
-    """H = −Σ p·log p of each row; `minimize` sharpens, `maximize` (−H) spreads.
+    """H = −Σ p·log p of each row; `minimize` sharpens the distribution, `maximize` (−H) spreads it.
 
-    A `temperature` other than 1 renormalises log p / T first; `normalize` divides by the largest entropy there is.
+    A `temperature` other than 1 renormalises log p / T first; `normalize` divides by the largest possible entropy.
     Both need rows that are distributions.
     """
 
@@ -63,7 +63,7 @@ class Entropy(Penalty):
 
 
 def _check_alternatives(logprobs: Logprobs) -> None:
-    """Rows that can be renormalised: more than one alternative, and in training not the positions of a datum."""
+    """Refuse rows that cannot be renormalised: fewer than two alternatives, or in training one target per position."""
     in_training = not isinstance(logprobs, torch.Tensor)
     for tensor in as_list(logprobs):
         if tensor.shape[-1] < 2 or (in_training and tensor.dim() < 2):
@@ -81,7 +81,7 @@ def _entropy_terms(logp: torch.Tensor) -> torch.Tensor:
 
 
 def _kl_terms(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-    """P · (log p − log q), the difference cut off at ±100, and nothing where p is next to 0."""
+    """P · (log p − log q), with the difference clipped to ±100; 0 where p is close to 0."""
     seen = logp > math.log(1e-10)
     known = torch.where(seen, logp, 0.0)
     return torch.where(seen, known.exp() * (known - logq.clamp_min(-1e30)).clamp(-100, 100), 0.0)
@@ -99,7 +99,7 @@ def _js_terms(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _ToReference(Penalty):
-    """Has a reference: logprobs given at once, under a key of the data, or made from the data by a function."""
+    """Has a reference: given logprobs, a field of the data, or a function that computes them from the data."""
 
     reference_logprobs: Logprobs | None = None
     reference_field: str | None = None
@@ -155,7 +155,7 @@ class KLDivergence(_ToReference):
 
 @dataclass(frozen=True)
 class JensenShannon(_ToReference):
-    """The mean of both distributions' divergences from their middle: symmetric, and never more than ln 2."""
+    """The mean of both distributions' divergences from their average: symmetric, and at most ln 2."""
 
     name: ClassVar[str] = "jensen_shannon"
 
@@ -167,7 +167,7 @@ class JensenShannon(_ToReference):
 
 @dataclass(frozen=True)
 class Consistency(Penalty):
-    """The distance to a paired output that the data bring, such as the logprobs before an augmentation."""
+    """The distance to a paired output in the data, such as the logprobs before an augmentation."""
 
     name: ClassVar[str] = "consistency"
 

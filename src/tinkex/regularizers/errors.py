@@ -1,4 +1,4 @@
-"""What is raised when a loss or a regularizer of one's own cannot be used."""
+"""Errors about a user's loss or regularizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["CustomLossError", "CustomLossTimeoutError"]
 
 
 class CustomLossError(InvalidInputError):
-    """A function raised, or returned what nothing can be trained on.
+    """A function raised an error, or returned a value that cannot be trained on.
 
-    `name` is the regularizer's, or None for the loss itself; `field` is `regularizers.<name>` or `loss_fn`.
-    What the function raised is the `__cause__`.
+    `name` is the regularizer's name, or None for the loss itself; `field` is `regularizers.<name>` or `loss_fn`.
+    The function's own exception is the `__cause__`.
     """
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
@@ -20,4 +20,4 @@ class CustomLossError(InvalidInputError):
 
 
 class CustomLossTimeoutError(CustomLossError):
-    """A function did not return in time; nobody waits for it any more."""
+    """A function did not return in time; its thread is abandoned."""

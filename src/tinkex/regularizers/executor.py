@@ -1,7 +1,7 @@
-"""Running functions of unknown manners: several at a time, each with a time limit, on threads that can be left behind.
+"""Runs user functions: several at a time, each with a time limit, on threads that can be abandoned.
 
-A thread cannot be ended from outside. What can be done is to stop waiting for it, so every function runs on a daemon
-thread of its own: one that never returns holds up neither its caller nor the end of the program.
+A thread cannot be stopped from outside; the executor can only stop waiting for it. So every function runs on its own
+daemon thread: one that never returns blocks neither its caller nor the end of the program.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T = TypeVar("T")
 def start(work: Callable[[], T]) -> Future[T]:
     """Run `work` on a daemon thread, in a copy of the caller's context."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # giving up on it does not make its result an error
+    future.set_running_or_notify_cancel()  # an abandoned future can then still take its result
     context = copy_context()
 
     def run() -> None:
         try:
             result = context.run(work)
-        except BaseException as error:  # whoever waits hears of it, whatever it is
+        except BaseException as error:  # the waiting caller gets every exception
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -43,7 +43,7 @@ def start(work: Callable[[], T]) -> Future[T]:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """How one function ended: with a result, an error, or neither, which means that its time was up."""
+    """How one function ended: with a result, an error, or neither, which means a timeout."""
 
     seconds: float
     result: T | None = None
@@ -68,7 +68,7 @@ class _Run(Generic[T]):
             self._outcome.set_result(Outcome(monotonic() - began, result))
 
     def outcome(self, timeout: float | None) -> Outcome[T]:
-        """Wait until it has had its time, counted from when it began."""
+        """Wait for the result, at most `timeout` seconds after the function started."""
         began = self._began.result()
         left = None if timeout is None else max(0.0, began + timeout - monotonic())
         done, _ = wait([self._outcome], left)
@@ -80,10 +80,10 @@ class _Run(Generic[T]):
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs functions side by side, at most `max_concurrency` at a time, or one after another.
+    """Runs functions in parallel, at most `max_concurrency` at a time, or one after another.
 
-    Without a limit given it is one per processor and at least eight, because many only wait for something. `timeout`
-    is the time each may take, None for as long as it likes.
+    The default is one per processor and at least eight, because many functions only wait. `timeout` is the limit in
+    seconds for each function; None means no limit.
     """
 
     parallel: bool = True
@@ -99,9 +99,9 @@ class Executor:
             )
 
     def run(self, works: Sequence[Callable[[], T]]) -> Generator[Outcome[T], None, None]:
-        """How each ended, in the order given; once the caller stops asking, none is begun any more.
+        """The outcomes in the order of `works`. If the caller stops iterating, no further function is started.
 
-        One after another, each begins when its outcome is asked for.
+        Without `parallel`, each function starts when its outcome is requested.
         """
         runs = [_Run(work) for work in works]
         waiting = deque(runs if self.parallel else ())
@@ -113,7 +113,7 @@ class Executor:
                 if not self.parallel:
                     start(run)
                 outcome = run.outcome(self.timeout)
-                if run.given_up and waiting:  # its lane is lost to the others
+                if run.given_up and waiting:  # its thread is abandoned, so a new one replaces it
                     start(lambda: _work_off(waiting))
                 yield outcome
         finally:
@@ -121,7 +121,7 @@ class Executor:
 
 
 def _work_off(waiting: deque[_Run[T]]) -> None:
-    """One lane: take whoever is next until there is none, or until nobody waits for this lane any more."""
+    """One worker thread: run the next function until none is left, or until this thread is abandoned."""
     given_up = False
     while not given_up:
         try:

@@ -1,4 +1,4 @@
-"""Penalties on shape: rows at right angles, and gradients of a wanted length."""
+"""Penalties on shape: orthogonal rows, and gradients of a target length."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["GradientPenalty", "Orthogonality"]
 
 @dataclass(frozen=True)
 class Orthogonality(Penalty):
-    """How far the rows of a matrix are from being at right angles, by their products G = M·Mᵀ.
+    """How far the rows of a matrix are from orthogonal, measured by their products G = M·Mᵀ.
 
-    `soft` is Σ G² off the diagonal, `hard` Σ (G − I)², `spectral` soft plus (trace G − n)². Rows are everything but
-    the last axis; with `sequence` the positions, with `vocabulary` the alternatives. Data in a list are stacked, so
-    these two need data of one shape.
+    `soft` is Σ G² off the diagonal, `hard` Σ (G − I)², `spectral` soft plus (trace G − n)². By default the last axis is
+    a row's content and all other axes are rows; with `sequence` the positions are the rows, with `vocabulary` the
+    alternatives. A list of data is stacked, so these two need data of one shape.
     """
 
     name: ClassVar[str] = "orthogonality"
@@ -74,10 +74,10 @@ def _check_one(found: Sequence[Any], what: str) -> None:
 
 @dataclass(frozen=True)
 class GradientPenalty(Penalty):
-    """(‖∇f(x)‖ − target_norm)², f being `loss_fn(data, logprobs)`, which may return metrics beside its value.
+    """(‖∇f(x)‖ − target_norm)², where f is `loss_fn(data, logprobs)`, which may return metrics beside its value.
 
-    x is the logprobs, or with `interpolated` a point between them and the reference in the data, `epsilon` of the
-    way from the reference: drawn anew each time unless it is given.
+    x is the logprobs, or with `interpolated` a point between the reference in the data (0) and the logprobs (1), at
+    `epsilon`. Without `epsilon` each call draws a random point.
     """
 
     name: ClassVar[str] = "gradient_penalty"
@@ -105,7 +105,7 @@ class GradientPenalty(Penalty):
             ]
         returned = self.loss_fn(data, point[0] if isinstance(logprobs, torch.Tensor) else point)
         value = returned[0] if isinstance(returned, tuple) else returned
-        # create_graph: the length of the gradient is to be differentiated once more.
+        # create_graph: the length of the gradient is differentiated once more.
         found = torch.autograd.grad(value, point, create_graph=True, allow_unused=True)
         parts = [gradient for gradient in found if gradient is not None]
         length = torch.linalg.vector_norm(flat(parts)) if parts else value.new_zeros(())

@@ -1,4 +1,4 @@
-"""Gradients at the logprobs, and how long they are."""
+"""Gradients with respect to the logprobs, and their norms."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 __all__ = ["Gradients", "grad_norm", "gradients", "norm", "weighted_sum"]
 
-#: One per leaf; None where the function does not depend on it.
+#: One per leaf; None where the function does not depend on the leaf.
 Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
 
 def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Gradients | None:
-    """The gradient of one number at every leaf; None if it depends on none of them."""
+    """The gradient of a scalar at every leaf; None if it depends on none of them."""
     if not loss.requires_grad:
         return None
-    # Several losses may share a part of the graph, so none may tear it down.
+    # Several losses may share a part of the graph, so it must be kept.
     found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True, retain_graph=True)
     return None if all(gradient is None for gradient in found) else found
 
@@ -35,12 +35,12 @@ def weighted_sum(
 
 
 def norm(parts: Gradients) -> float:
-    """The Euclidean length of all parts together."""
+    """The Euclidean norm of all parts together."""
     squares = [part.detach().double().square().sum() for part in parts if part is not None]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def grad_norm(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> float:
-    """‖∂function/∂x‖ at one point; what is not one number is summed first."""
+    """‖∂function/∂x‖ at one point; a result with several elements is summed first."""
     leaf = at.detach().clone().requires_grad_()
     return norm(gradients(function(leaf), [leaf]) or [])

@@ -1,4 +1,4 @@
-"""Penalties on how large numbers are: L1, L2, elastic net, and the distance of a magnitude from a wanted one."""
+"""Penalties on magnitude: L1, L2, elastic net, and the distance of a magnitude from a target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["L1", "L2", "ElasticNet", "OutputMagnitude"]
 
 @dataclass(frozen=True)
 class _OfTarget(Penalty):
-    """Looks at `logprobs`, at `probs`, or with `field:<key>` at what the data bring, which does not train."""
+    """Applies to `logprobs`, to `probs`, or with `field:<key>` to a field of the data, which has no gradient."""
 
     target: str = "logprobs"
 
@@ -42,7 +42,7 @@ class _OfTarget(Penalty):
 
 @dataclass(frozen=True)
 class _Scaled(_OfTarget):
-    """Multiplied by λ. A negative λ would turn the penalty into a reward that grows without limit."""
+    """Multiplied by λ. A negative λ would turn the penalty into a reward without limit."""
 
     reduction: Literal["sum", "mean"] = "sum"
     lambda_: float = 1.0
@@ -55,7 +55,7 @@ class _Scaled(_OfTarget):
 
 @dataclass(frozen=True)
 class L1(_Scaled):
-    """λ · Σ|x|, or the mean: draws values to exactly zero."""
+    """λ · Σ|x|, or the mean: pulls values to exactly zero."""
 
     name: ClassVar[str] = "l1_sparsity"
 
@@ -67,7 +67,7 @@ class L1(_Scaled):
 
 @dataclass(frozen=True)
 class L2(_Scaled):
-    """λ · Σy², or the mean, of y = x − center, cut off at ±clip: draws values towards the centre."""
+    """λ · Σy², or the mean, where y = x − center, clipped to ±clip: pulls values towards the centre."""
 
     name: ClassVar[str] = "l2_weight_decay"
 
@@ -122,7 +122,7 @@ class ElasticNet(_Scaled):
 
 @dataclass(frozen=True)
 class OutputMagnitude(_OfTarget):
-    """(magnitude − wanted)², the magnitude being the root mean square, or with `norm` the Euclidean length."""
+    """(magnitude − wanted)², where the magnitude is the root mean square, or with `norm` the Euclidean norm."""
 
     name: ClassVar[str] = "output_magnitude"
 
@@ -131,7 +131,7 @@ class OutputMagnitude(_OfTarget):
 
     def _values(self, data: Sequence[Datum], logprobs: Logprobs) -> Values:
         x = self._target(data, logprobs)
-        magnitude = torch.linalg.vector_norm(x)  # at zero, where it has no gradient, torch says 0
+        magnitude = torch.linalg.vector_norm(x)  # torch defines the gradient at zero as 0
         if self.measure == "rms":
             magnitude = magnitude / x.numel() ** 0.5
         return (magnitude - self.wanted).square(), {"output_magnitude": magnitude.detach()}

@@ -1,4 +1,4 @@
-"""What the ready-made penalties share: options that are checked, and one way to be called."""
+"""Base class of the ready-made penalties: checks the options and defines how they are called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Values: TypeAlias = tuple[torch.Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Penalty:
-    """A regularizer with options, given to its constructor or by the `options` of its `RegularizerSpec`."""
+    """A regularizer with options, set in its constructor or in the `options` of its `RegularizerSpec`."""
 
     name: ClassVar[str]
 
@@ -48,7 +48,7 @@ class Penalty:
         known = {option.name.rstrip("_"): option.name for option in fields(self)}
         if unknown := sorted(set(options) - set(known)):
             raise InvalidInputError(
-                f"unknown to {self.name}: {', '.join(unknown)}; it knows {', '.join(known)}",
+                f"unknown to {self.name}: {', '.join(unknown)}; options are {', '.join(known)}",
                 field="options",
             )
         return replace(self, **{known[name]: value for name, value in options.items()})

@@ -1,4 +1,4 @@
-"""Base loss and regularizers composed: their values, their gradients, and who is to blame when there are none."""
+"""Combines a base loss and regularizers: their values, their gradients, and errors that name the term at fault."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger("tinkex")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A composed loss at one point: as a tensor, taken apart, and its gradient where that was asked for."""
+    """A composed loss at one point: as a tensor, by parts, and with its gradient if requested."""
 
     loss: torch.Tensor
     output: CustomLossOutput
@@ -55,10 +55,10 @@ class Evaluation:
 class Pipeline:
     """`base loss + Σ weight · regularizer`.
 
-    The base loss comes first, then the regularizers side by side, `max_concurrency` at a time (one per processor and
-    at least eight), or one after another without `parallel`. Each function may take `timeout` seconds. The first
-    error, in the order of the list, is raised as a `CustomLossError`. What happens is told on the bus of
-    `tinkex.telemetry`, by the thread that waits for the loss.
+    The base loss runs first, then the regularizers in parallel, `max_concurrency` at a time (default: one per processor
+    and at least eight), or one after another without `parallel`. Each function may take `timeout` seconds. The first
+    error, in the order of the list, is raised as a `CustomLossError`. The thread that waits for the loss emits the
+    telemetry events.
     """
 
     regularizers: Sequence[RegularizerSpec | Mapping[str, Any]] = ()
@@ -77,7 +77,7 @@ class Pipeline:
     def compute(
         self, data: Sequence[Datum], logprobs: Logprobs, base_loss_fn: LossFn
     ) -> CustomLossOutput:
-        """The composed loss taken apart. `logprobs` is one tensor, or a list with one per datum."""
+        """The composed loss by parts. `logprobs` is one tensor, or a list with one per datum."""
         return self.evaluate(data, logprobs, base_loss_fn).output
 
     def evaluate(
@@ -90,8 +90,8 @@ class Pipeline:
     ) -> Evaluation:
         """The same with the loss as a tensor.
 
-        With `differentiate` also its gradient at `logprobs`. A term without one is then an error, unless its weight
-        is 0 and it is only there to be looked at; and so is a datum on which no term depends.
+        With `differentiate` also its gradient at `logprobs`. Then a term without a gradient is an error unless its
+        weight is 0 (it is then only observed), and so is a datum on which no term depends.
         """
         count = len(self._specs)
         began = monotonic()
@@ -116,7 +116,7 @@ class Pipeline:
             outputs[output.name] = output
         total = torch.stack([weight * term.loss.to(base.loss) for weight, term in terms]).sum()
         if not torch.isfinite(total):
-            raise CustomLossError(f"with its regularizers the loss is {float(total.detach())}")
+            raise CustomLossError(f"the loss with its regularizers is {float(total.detach())}")
         known = [(weight, term.gradients) for weight, term in terms if term.gradients is not None]
         if strict:
             _check_all_count([parts for weight, parts in known if weight])
@@ -158,7 +158,7 @@ class Pipeline:
             try:
                 term = self._finished(outcome, spec.name)
             except CustomLossError as error:
-                outcomes.close()  # those that have not begun need not
+                outcomes.close()  # do not start the remaining ones
                 _tell(RegularizerException, *_named(spec), outcome.seconds, str(error))
                 raise
             output = RegularizerOutput.of(
@@ -207,12 +207,12 @@ def grad_norm_for_regularizer(
 
 
 def _check_all_count(terms: Sequence[Gradients]) -> None:
-    """Refuse a datum that no term looks at: more likely it was forgotten than meant."""
+    """Refuse a datum on which no term depends: this is more likely a mistake than intended."""
     for index, parts in enumerate(zip(*terms, strict=True)):
         if all(part is None for part in parts):
             raise CustomLossError(
-                f"does not depend on the logprobs of datum {index}, which would not be trained; leave the datum "
-                f"out, or add 0 * logprobs[{index}].sum() to the loss if that is meant"
+                f"does not depend on the logprobs of datum {index}, so it would not be trained; leave the datum "
+                f"out, or add 0 * logprobs[{index}].sum() to the loss if that is intended"
             )
 
 

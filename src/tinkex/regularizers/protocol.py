@@ -1,8 +1,8 @@
-"""What counts as a loss and as a regularizer, and how one is called.
+"""The signatures of losses and regularizers, and how they are called.
 
-A loss is a function of `(data, logprobs)`. A regularizer is the same, or takes its options as well: as a third
-argument, as `options=`, or one by one as `**options`. Or it is an object with a `compute` like that. All return
-`(value, metrics)`. In training, `logprobs` is a list with one tensor per datum; on its own, a pipeline may be given one
+A loss is a function of `(data, logprobs)`. A regularizer has the same signature, or also takes its options: as a third
+argument, as `options=`, or one by one as `**options`. It can also be an object with such a `compute` method. All return
+`(value, metrics)`. In training, `logprobs` is a list with one tensor per datum; a pipeline used alone also accepts one
 tensor.
 """
 
@@ -50,7 +50,7 @@ class Regularizer(Protocol):
 def checked(
     regularizers: Iterable[RegularizerSpec | Mapping[str, Any]],
 ) -> tuple[RegularizerSpec, ...]:
-    """The specs, if every one can be called and no two share a name."""
+    """The specs; an error if one cannot be called or if two have the same name."""
     if isinstance(regularizers, RegularizerSpec | Mapping | str) or not isinstance(
         regularizers, Iterable
     ):
@@ -91,7 +91,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 def call(
     spec: RegularizerSpec, timeout: float | None, data: list[Datum], logprobs: Logprobs
 ) -> Any:
-    """What the regularizer returns; an async one runs on an event loop of its own and is cancelled in time."""
+    """The result of the regularizer; an async one runs on its own event loop and is cancelled after `timeout`."""
     positional, named = _further_arguments(spec)
     begin = partial(_function(spec), data, logprobs, *positional, **named)
     if spec.is_async:
@@ -100,16 +100,18 @@ def call(
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
-        raise CustomLossError("returned an awaitable; give it is_async=True", name=spec.name)
+        raise CustomLossError("returned an awaitable; set is_async=True", name=spec.name)
     return returned
 
 
 async def _awaited(spec: RegularizerSpec, begin: Callable[[], Any], timeout: float | None) -> Any:
     try:
         async with asyncio.timeout(timeout) as limit:
-            returned = begin()  # here, because it may want a running loop
+            returned = begin()  # called here, because it may need a running loop
             if not inspect.isawaitable(returned):
-                raise CustomLossError("is_async, but returned no awaitable", name=spec.name)
+                raise CustomLossError(
+                    "has is_async=True, but returned no awaitable", name=spec.name
+                )
             return await returned
     except TimeoutError as error:
         if limit.expired():
@@ -128,9 +130,9 @@ def _function(spec: RegularizerSpec) -> Callable[..., Any]:
 
 
 def _further_arguments(spec: RegularizerSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The options in the way it takes them, by place and by name; refuses what can be called in no way."""
+    """The options as positional or as named arguments; an error if the function cannot be called."""
     if inspect.isclass(spec.fn):
-        raise CustomLossError(f"{spec.fn.__name__} is a class; give an instance", name=spec.name)
+        raise CustomLossError(f"{spec.fn.__name__} is a class; pass an instance", name=spec.name)
     fn = _function(spec)
     if (signature := _signature(fn)) is None:
         return (), {}
@@ -150,14 +152,16 @@ def _further_arguments(spec: RegularizerSpec) -> tuple[tuple[Any, ...], dict[str
 def _takes_third(fn: Callable[..., Any], signature: inspect.Signature) -> bool:
     if not _accepts(fn, 2):
         return _accepts(fn, 3)
-    third = [*signature.parameters.values()][2:3]  # which is for options only if it says so
+    third = [*signature.parameters.values()][
+        2:3
+    ]  # the third parameter takes options only if its name says so
     return any(each.name in _OPTIONS and each.kind in _BY_PLACE for each in third)
 
 
 def _named_options(signature: inspect.Signature, options: Mapping[str, Any]) -> dict[str, Any]:
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name in _OPTIONS:
-            # Without options it keeps its own, such as a partial() has given it.
+            # Without options the function keeps its own default, such as one from partial().
             is_needed = parameter.default is parameter.empty
             return {parameter.name: options} if options or is_needed else {}
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -178,5 +182,5 @@ def _accepts(fn: Callable[..., Any], count: int) -> bool:
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fn)
-    except (TypeError, ValueError):  # written in C, and does not say
+    except (TypeError, ValueError):  # a C function without a signature
         return None

@@ -1,7 +1,7 @@
-"""One tensor or a list of them: what a penalty needs so as not to care.
+"""Helpers that let a penalty accept one tensor or a list of tensors.
 
-A penalty treats a list as the rows of its tensors, one after another. The last axis holds the alternatives of a row,
-all other axes are rows; a tensor of one axis is one row.
+A penalty treats a list as the concatenated rows of its tensors. The last axis has the alternatives of a row, all other
+axes are rows; a one-dimensional tensor is one row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["as_list", "field_of", "flat", "joined", "like", "reduced", "rows"]
 
 
 def joined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a regularizer that was written for one tensor one for training too: it gets the data one after another."""
+    """Adapt a regularizer for one tensor to training, where it gets the concatenated tensors of all data."""
 
     @wraps(function)
     def regularizer(data: Sequence[Datum], logprobs: Logprobs, *options: Any) -> Any:
@@ -35,9 +35,9 @@ def as_list(logprobs: Logprobs) -> list[torch.Tensor]:
 
 
 def field_of(data: Sequence[Datum], logprobs: Logprobs, key: str) -> list[torch.Tensor]:
-    """What the data bring under `key`: of every datum beside a list, of the first beside one tensor."""
+    """The field `key` of every datum if `logprobs` is a list, of the first datum if it is one tensor."""
     if not data:
-        raise InvalidInputError(f"there is no datum to take {key!r} from", field="data")
+        raise InvalidInputError(f"needs at least one datum with {key!r}", field="data")
     found = []
     chosen = data[:1] if isinstance(logprobs, torch.Tensor) else data
     for index, datum in enumerate(chosen):
@@ -48,14 +48,14 @@ def field_of(data: Sequence[Datum], logprobs: Logprobs, key: str) -> list[torch.
 
 
 def like(tensors: Sequence[torch.Tensor], others: Any, what: str) -> list[torch.Tensor]:
-    """The others as constants of the same kinds and shapes as `tensors`."""
+    """The others as constants with the dtypes and shapes of `tensors`."""
     listed = as_list(others)
     if len(listed) != len(tensors):
-        raise InvalidInputError(f"has {len(listed)} tensors for {len(tensors)}", field=what)
+        raise InvalidInputError(f"has {len(listed)} tensors, needs {len(tensors)}", field=what)
     for index, (tensor, other) in enumerate(zip(tensors, listed, strict=True)):
         if other.shape != tensor.shape:
             raise InvalidInputError(
-                f"tensor {index} has the shape {tuple(other.shape)}, the logprobs "
+                f"tensor {index} has shape {tuple(other.shape)}, the logprobs "
                 f"{tuple(tensor.shape)}",
                 field=what,
             )

@@ -1,6 +1,6 @@
-"""One function at one point: called, checked, and differentiated.
+"""Evaluates one function at one point: calls it, checks it, and differentiates it.
 
-All of it happens on the thread of the function, so that gradients too are computed side by side.
+All of this runs on the function's own thread, so that gradients are computed in parallel too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Point", "Term"]
 
 @dataclass(frozen=True)
 class Term:
-    """What the base loss or one regularizer came to; `gradients` is None where there is none or nobody asked."""
+    """The result of the base loss or a regularizer; `gradients` is None if there is none or it was not requested."""
 
     loss: torch.Tensor
     metrics: dict[str, Any]
@@ -36,7 +36,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Point:
-    """The arguments that all functions get, and the leaves to differentiate at, if that is wanted."""
+    """The arguments of all functions, and the leaves at which to differentiate, if requested."""
 
     data: list[Datum]
     logprobs: Logprobs
@@ -60,7 +60,7 @@ class Point:
 
     def term(self, function: Callable[..., Any], name: str | None, *, strict: bool) -> Term:
         """Evaluate a function; with `strict` it must have a finite gradient."""
-        # Lists of its own: functions run at the same time and may do with their arguments what they like.
+        # Separate lists: functions run in parallel and may change their arguments.
         logprobs = self.logprobs if isinstance(self.logprobs, torch.Tensor) else [*self.logprobs]
         try:
             loss, metrics = _unpacked(function(list(self.data), logprobs), name, strict=strict)
@@ -97,8 +97,10 @@ def _unpacked(
             name=name,
         )
     if not torch.isfinite(loss).all():
-        raise CustomLossError(f"its value is {float(loss.detach())}", name=name)
-    if not (loss.is_floating_point() or loss.is_complex()):  # whole numbers would cut off the rest
+        raise CustomLossError(f"value is {float(loss.detach())}", name=name)
+    if not (
+        loss.is_floating_point() or loss.is_complex()
+    ):  # an integer total would truncate the other terms
         loss = loss.float()
     return loss.reshape(()), metrics
 
@@ -111,17 +113,17 @@ def _check_gradients(found: Gradients | None, name: str | None) -> None:
     for index, gradient in enumerate(found):
         if gradient is not None and not torch.isfinite(gradient).all():
             raise CustomLossError(
-                f"its gradient at the logprobs of datum {index} is not finite", name=name
+                f"gradient at the logprobs of datum {index} is not finite", name=name
             )
 
 
 def _plain(value: Any) -> Any:
-    """A metric without its tensors, so that it can be written down."""
+    """A metric without tensors, so that it can be serialised."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.item() if value.numel() == 1 else value.tolist()
     if type(value).__module__ == "numpy":
-        return value.tolist()  # of a scalar too
+        return value.tolist()  # also for a scalar
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""Seeing what the client does: events, logs, metrics, traces, usage, progress.
+"""Events, logs, metrics, traces, usage and progress of the client.
 
-Nothing here takes part in the work. The client offers events, and everything in this package listens:
+Nothing here takes part in the work: the client emits events, and everything in this package subscribes to them.
 
     >>> tinkex.telemetry.attach(print, tinkex.telemetry.events.QueueStateChange)
 
-Names load when they are first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

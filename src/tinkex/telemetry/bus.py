@@ -1,15 +1,15 @@
-"""Who is told of what. The client asks `wants` before it makes an event, so silence costs one lookup.
+"""The event bus. The client calls `wants` before it creates an event, so without subscribers it costs one lookup.
 
     >>> number = attach(print, events.QueueStateChange)
     >>> detach(number)
     True
 
-A handler runs where the event happens, mostly on the client's own event loop: it should be quick and must not
-wait. One that raises is logged the first time and otherwise ignored.
+A handler runs where the event occurs, mostly on the client's own event loop: it must be quick and must not
+block. The first exception of a handler is logged; later ones are ignored.
 
-What only counts need not see every event at once. A `Collector` gets events in bulk, and gets them unmade: as
-calls that would make them, whose arguments are all it needs. That is a fraction of the work where a client has
-thousands of requests in a second.
+Subscribers that only count need not see every event at once. A `Collector` gets events in batches, and not as
+event objects but as the `partial` calls that would create them; it reads their arguments. That saves most of the
+work when a client sends thousands of requests per second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 _logger = logging.getLogger("tinkex")
 _locks: WeakSet[Any] = WeakSet()
-#: A collector counts when so many events have gathered.
+#: A collector counts its events in batches of this size.
 _MANY: Final = 1000
 
 Handler: TypeAlias = Callable[[Any], object]
@@ -52,7 +52,7 @@ Unmade: TypeAlias = "partial[Any]"
 
 
 def lock() -> threading.Lock:
-    """A lock that is free in a forked child, whoever held it in the parent."""
+    """A lock that is released in a forked child, even if a thread of the parent holds it."""
     made = threading.Lock()
     _locks.add(made)
     return made
@@ -81,17 +81,17 @@ _NOBODY: Final = _Listeners()
 _numbers = itertools.count(1)
 _subscriptions: Final[dict[int, _Subscription]] = {}
 _changing = lock()
-#: By event who listens to it; what several events have in common is there while any of them is listened to.
+#: The listeners of each event class. A base class is a key while any class derived from it has a listener.
 _listening: Final[dict[type[Event], _Listeners]] = {}
-#: Subscriptions whose handler has failed, which is said once.
+#: Subscriptions whose handler has failed: the failure is logged once.
 _failed: Final[set[int]] = set()
 
-#: `wants(kind)`: whether anybody listens to events of that class. One lookup in C, for the hot paths.
+#: `wants(kind)`: whether there is a subscriber for events of that class. One lookup in C, for the hot paths.
 wants: Final[Callable[[type[Event]], bool]] = _listening.__contains__
 
 
 def attach(handler: Handler, *kinds: type[Event]) -> int:
-    """Call `handler(event)` for every event of these classes, or for all; the number to `detach` by."""
+    """Call `handler(event)` for every event of these classes (default: all). Returns the number for `detach`."""
     with _changing:
         number = next(_numbers)
         _subscriptions[number] = _Subscription(handler, kinds or (Event,))
@@ -100,7 +100,7 @@ def attach(handler: Handler, *kinds: type[Event]) -> int:
 
 
 def detach(number: int) -> bool:
-    """End a subscription; whether there was one."""
+    """End a subscription. Returns whether it existed."""
     with _changing:
         found = _subscriptions.pop(number, None) is not None
         _failed.discard(number)
@@ -109,7 +109,7 @@ def detach(number: int) -> bool:
 
 
 def emit(event: Event) -> None:
-    """Tell everybody who listens of an event."""
+    """Send an event to all its subscribers."""
     handlers, collectors = _listening.get(type(event), _NOBODY)
     if collectors:
         args = (getattr(event, name) for name in event.places)
@@ -119,7 +119,7 @@ def emit(event: Event) -> None:
 
 
 def tell(unmade: Unmade) -> None:
-    """The same for an event that is made only if somebody looks at it; all fields by position."""
+    """`emit` for an event that is only created if a handler needs it; all its fields are positional."""
     handlers, collectors = _listening.get(unmade.func, _NOBODY)  # type: ignore[call-overload]
     for collector in collectors:
         heard = collector.heard
@@ -134,7 +134,7 @@ def _call(handlers: tuple[Handler, ...], event: Event) -> None:
     for handler in handlers:
         try:
             handler(event)
-        except Exception:  # an observer's trouble is not the work's
+        except Exception:  # a handler must not break the work
             _complain(handler)
 
 
@@ -149,7 +149,7 @@ def _complain(handler: Handler) -> None:
     for number, subscription in list(_subscriptions.items()):
         if subscription.handler is handler and number not in _failed:
             _failed.add(number)
-            _logger.exception("A telemetry handler failed; this is said once: %r", handler)
+            _logger.exception("A telemetry handler failed (logged once): %r", handler)
 
 
 def _update() -> None:
@@ -170,7 +170,7 @@ def _update() -> None:
 
 
 class _Attached:
-    """Listens from `attach` to `detach`, or inside a `with` block."""
+    """Subscribed from `attach` to `detach`, or inside a `with` block."""
 
     _subscriptions: tuple[int, ...] = ()
 
@@ -197,7 +197,7 @@ class _Attached:
 
 
 class Subscriber(_Attached):
-    """Something with a handler for each kind of event it listens to."""
+    """Has one handler per event class."""
 
     def handlers(self) -> Mapping[type[Event], Handler]:
         raise NotImplementedError
@@ -207,9 +207,9 @@ class Subscriber(_Attached):
 
 
 class Collector(_Attached):
-    """Something that counts events, many at a time."""
+    """Counts events in batches."""
 
-    #: What it listens to.
+    #: The event classes it subscribes to.
     kinds: ClassVar[tuple[type[Event], ...]]
 
     def __init__(self) -> None:
@@ -217,14 +217,14 @@ class Collector(_Attached):
         self.heard: list[Unmade] = []
 
     def count(self, kind: type[Event], events: list[Unmade]) -> None:
-        """Count events of one kind, in the order in which they happened; the lock is held."""
+        """Count events of one class, in the order in which they occurred; the lock is held."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Count everything that was heard until now."""
+        """Count all events received so far."""
         with self._lock:
             events = self.heard[:]
-            del self.heard[: len(events)]  # not `clear`: more may have been heard meanwhile
+            del self.heard[: len(events)]  # not `clear`: more may have arrived meanwhile
             kinds: list[Any] = [*map(attrgetter("func"), events)]
             for kind in dict.fromkeys(kinds):
                 self.count(kind, [*compress(events, map(partial(is_, kind), kinds))])
@@ -233,11 +233,11 @@ class Collector(_Attached):
         return (attach(self, *self.kinds),)
 
     def __call__(self, event: Event) -> None:
-        """Never called: what is collected is not handed over one by one."""
+        """Never called: a collector gets its events in batches."""
         raise NotImplementedError
 
 
 def column(events: list[Unmade], name: str) -> Iterator[Any]:
-    """One field of unmade events, which are all of one kind."""
+    """One field of uncreated events, which are all of one class."""
     kind: Any = events[0].func
     return map(itemgetter(kind.places[name]), map(attrgetter("args"), events))

@@ -1,7 +1,7 @@
-"""What the client says of one call and of its attempts, to those who listen.
+"""Events about one call and about its attempts.
 
-A call travels with the task that does its work, in a context variable, so that requests, promises and retries
-far below can say whose they are.
+The current call is a context variable of the task that does its work, so that requests, promises and retries
+below it can name the call they belong to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .events import (
 
 __all__ = [
     "Call",
-    "Clock",
+    "EventClock",
     "add_metadata",
     "attempt_events",
     "current_call",
@@ -42,12 +42,12 @@ __all__ = [
 T = TypeVar("T")
 
 _NOTHING: Final[Mapping[str, Any]] = {}
-#: A number for the events of one thing.
+#: An id that is unique in this process; all events of one call or request share it.
 next_id: Final = itertools.count(1).__next__
 
 
-class Clock(Protocol):
-    """Time, as the client has it."""
+class EventClock(Protocol):
+    """The part of the client's clock that events need."""
 
     @property
     def monotonic(self) -> Callable[[], float]: ...
@@ -66,7 +66,7 @@ class Call:
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
-#: The call whose work is being done, if any.
+#: The call that the current task works for, if any.
 current_call: Final = _call.get
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_NOTHING)
 
@@ -77,7 +77,7 @@ def current_metadata() -> Mapping[str, Any]:
 
 
 def add_metadata(**more: Any) -> None:
-    """Say more about the call whose work this is; other tasks of the same call are not told."""
+    """Add metadata to the current call; other tasks of the same call do not see it."""
     call = _call.get()
     if call is not None:
         known = {**call.metadata, **more}
@@ -86,7 +86,7 @@ def add_metadata(**more: Any) -> None:
 
 @contextmanager
 def metadata(**values: Any) -> Iterator[None]:
-    """Put `values` into the events of all calls made inside the block, over what is there already.
+    """Add `values` to the events of all calls made inside the block; they replace values of the same name.
 
     >>> with metadata(phase="evaluation"):
     ...     sampler.sample(prompt)
@@ -101,13 +101,14 @@ def metadata(**values: Any) -> Iterator[None]:
 def observed(
     operation: str,
     work: Callable[[], Awaitable[T]],
-    clock: Clock,
+    clock: EventClock,
     facts: Mapping[str, Any],
     report: Callable[[Call, T, float], object] | None = None,
 ) -> Coroutine[Any, Any, T]:
-    """`work()` as subscribers see it: counted from now on, the caller's metadata over `facts`.
+    """Run `work()` and emit its start, stop and exception. Its duration counts from now.
 
-    `report(call, result, seconds)` may say more about a result.
+    The caller's `metadata` replaces `facts` of the same name. `report(call, result, seconds)` may emit more events
+    about the result.
     """
     given = _given.get()
     call = Call(next_id(), operation, {**facts, **given} if given else facts, clock.monotonic())
@@ -117,7 +118,7 @@ def observed(
 async def _observe(
     call: Call,
     work: Callable[[], Awaitable[T]],
-    clock: Clock,
+    clock: EventClock,
     report: Callable[[Call, T, float], object] | None,
 ) -> T:
     _call.set(call)
@@ -144,22 +145,22 @@ async def _observe(
 
 
 class AttemptEvents:
-    """Tells subscribers of the attempts of the retry loop."""
+    """Emits an event for every attempt of the retry loop."""
 
     @staticmethod
-    def started(clock: Clock, attempt: int) -> None:
+    def started(clock: EventClock, attempt: int) -> None:
         if wants(RetryAttemptStart):
             emit(RetryAttemptStart(*_attempt(attempt), clock.wall(), metadata=current_metadata()))
 
     @staticmethod
-    def succeeded(clock: Clock, attempt: int, began: float) -> None:
+    def succeeded(clock: EventClock, attempt: int, began: float) -> None:
         if wants(RetryAttemptStop):
             seconds = clock.monotonic() - began
             emit(RetryAttemptStop(*_attempt(attempt), seconds, metadata=current_metadata()))
 
     @staticmethod
     def failed(attempt: int, seconds: float, error: Exception, wait: float | None) -> None:
-        """An attempt failed; the next is made after `wait` seconds, or never if that is None."""
+        """An attempt failed; the next one starts after `wait` seconds, or never if `wait` is None."""
         if not wants(RetryEvent):
             return
         facts, metadata = _attempt(attempt), current_metadata()

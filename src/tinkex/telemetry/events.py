@@ -1,12 +1,12 @@
-"""What the client tells whoever listens: one frozen dataclass per event.
+"""The events that the client emits: one frozen dataclass per event.
 
-Every class names its event and which of its fields are measurements; all others, and `metadata`, say what was
-measured. `metadata` holds what the service and the user call things: `session_id`, `model_id`,
-`sampling_session_id`, `seq_id`, the `user_metadata` of the settings, and what `tinkex.telemetry.metadata` adds.
-Times are seconds; `system_time` is the wall clock's. Events of one thing share an `id`.
+Every class names its event and those of its fields that are measurements; the other fields and `metadata` say what
+was measured. `metadata` contains the names that the service and the user give: `session_id`, `model_id`,
+`sampling_session_id`, `seq_id`, the `user_metadata` of the settings, and the values of `tinkex.telemetry.metadata`.
+Times are in seconds; `system_time` is wall-clock time. Events of one call or request share an `id`.
 
-Subscribing to a class subscribes to everything derived from it: to `HttpEvent` for all requests, to `Event` for
-all there is.
+A subscription to a class includes all classes derived from it: `HttpEvent` means all requests, `Event` means all
+events.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _concrete: Final[list[type[Event]]] = []
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def _event(name: str = "", *measured: str) -> Callable[[type[E]], type[E]]:
-    """An event called `tinkex.<name>`; without a name, what several events have in common."""
+    """Define the event `tinkex.<name>`; without a name, a base class of several events."""
 
     def make(cls: type[E]) -> type[E]:
         made = dataclass(frozen=True, slots=True)(cls)
@@ -96,7 +96,7 @@ def _event(name: str = "", *measured: str) -> Callable[[type[E]], type[E]]:
 class Event:
     name: ClassVar[str]
     measured: ClassVar[tuple[str, ...]] = ()
-    #: The fields that are given by position, and where.
+    #: The positional fields and their indexes.
     places: ClassVar[Mapping[str, int]] = {}
 
     metadata: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
@@ -107,13 +107,13 @@ class Event:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the event is about, as one mapping; where names clash, the user's are shown."""
+        """The fields that are not measurements, with the metadata; where names clash, the metadata wins."""
         own = (each.name for each in fields(self) if each.name not in self.measured)
         return {name: getattr(self, name) for name in own if name != "metadata"} | {**self.metadata}
 
 
 def concrete() -> tuple[type[Event], ...]:
-    """Every event there is."""
+    """Every event class that the client can emit."""
     return tuple(_concrete)
 
 
@@ -144,7 +144,7 @@ class OperationException(OperationEvent):
 
 @_event("sampling.stop", "duration", "prompt_tokens", "cached_tokens", "sampled_tokens")
 class SampleStop(OperationEvent):
-    """Sequences were drawn; of the prompt, `cached_tokens` did not have to be computed."""
+    """Sequences were sampled; `cached_tokens` of the prompt came from the cache."""
 
     duration: float
     prompt_tokens: int
@@ -155,7 +155,7 @@ class SampleStop(OperationEvent):
 
 @_event("training.pass", "duration", "tokens", "loss")
 class TrainingPass(OperationEvent):
-    """A pass over `data` examples is done; with a custom loss, both passes count as tokens."""
+    """A pass over `data` examples is finished; with a custom loss, the tokens of both passes count."""
 
     duration: float
     data: int
@@ -190,7 +190,7 @@ class HttpRequestStart(HttpEvent):
 
 @_event("http.request.stop", "duration")
 class HttpRequestStop(HttpEvent):
-    """An answer came; `ok` are those of the 200s."""
+    """An answer came; `result` is `ok` for a 2xx status."""
 
     duration: float
     status: int
@@ -245,7 +245,7 @@ class FutureCompleted(FutureEvent):
 
 @_event("future.cancelled", "elapsed_time")
 class FutureCancelled(FutureEvent):
-    """Nobody waits for the result any more."""
+    """The caller no longer waits for the result."""
 
     elapsed_time: float
     iteration: int
@@ -280,7 +280,7 @@ class FutureRequestFailed(FutureFailure): ...
 class FutureValidationError(FutureFailure): ...
 
 
-# -- trying again ----------------------------------------------------------------------------------
+# -- retries ---------------------------------------------------------------------------------------
 
 
 @_event()
@@ -302,7 +302,7 @@ class RetryAttemptStop(RetryEvent):
 
 @_event("retry.attempt.retry", "duration", "delay")
 class RetryAttemptRetry(RetryEvent):
-    """It failed and will be tried again in `delay` seconds."""
+    """The attempt failed; the next one starts in `delay` seconds."""
 
     duration: float
     delay: float
@@ -311,7 +311,7 @@ class RetryAttemptRetry(RetryEvent):
 
 @_event("retry.attempt.failed", "duration")
 class RetryAttemptFailed(RetryEvent):
-    """It failed and is given up: as the policy says, or because of something nobody expected."""
+    """The attempt failed and is the last: the policy gave up (`failed`), or the error was unexpected (`exception`)."""
 
     duration: float
     result: Literal["failed", "exception"]
@@ -328,7 +328,7 @@ class Throttled(Event):
 
 @_event("circuit.state_change", "failures")
 class CircuitStateChange(Event):
-    """A circuit breaker opened, admits a probe (`half_open`), or closed; `failures` are those in a row."""
+    """A circuit breaker opened, admits a probe (`half_open`), or closed; `failures` counts failures in a row."""
 
     circuit: str
     state: Literal["closed", "open", "half_open"]
@@ -425,7 +425,7 @@ class RecoveryEvent(Event):
 
 @_event("recovery.detected")
 class RecoveryDetected(RecoveryEvent):
-    """A run was found broken; `checkpoint` is the newest one known."""
+    """A run is corrupted; `checkpoint` is the newest one known."""
 
     checkpoint: str | None = None
 

@@ -1,4 +1,4 @@
-"""Exceptions worth reporting: whose fault they are, and catching them on their way out of a program."""
+"""Exceptions worth reporting: whose fault they are, and hooks that catch them before the program ends."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Statuses of the 400s that say "not now" and not "not like this".
+#: 4xx statuses that mean "later", not "wrong request".
 _NOT_THE_USERS: Final = frozenset({408, 429})
 _KEY: Final = re.compile(r"\b(?:tml-|eyJ)[\w.-]+")
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and depth first what caused it and what it happened in; each once."""
+    """An exception and, depth first, its causes and contexts; each once."""
     seen: set[int] = set()
     stack: list[object] = [error]
     while stack:
@@ -46,12 +46,12 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         if isinstance(each, BaseException) and id(each) not in seen:
             seen.add(id(each))
             yield each
-            reason = getattr(each, "reason", None)  # where other libraries keep the cause
+            reason = getattr(each, "reason", None)  # other libraries keep the cause there
             stack += [reason, each.__context__, each.__cause__]
 
 
 def user_error_in(error: BaseException) -> BaseException | None:
-    """The part of an exception's chain that says that the caller, not the program, was wrong."""
+    """The exception in a chain that shows that the caller, not the program, is at fault."""
     return next((each for each in chain_of(error) if _is_users(each)), None)
 
 
@@ -66,12 +66,12 @@ def _is_users(error: BaseException) -> bool:
 
 
 def without_keys(text: str) -> str:
-    """A text without keys: one may stand in the line of code that a traceback shows."""
+    """A text without keys: a traceback may show a line of code that contains one."""
     return _KEY.sub(REDACTED, text)
 
 
 def concerns_tinkex(error: BaseException) -> bool:
-    """Whether an exception came through this package; others are nobody's business here."""
+    """Whether an exception passed through this package; others are not reported."""
     return any(
         frame.f_globals.get("__name__", "").partition(".")[0] == "tinkex"
         for each in chain_of(error)
@@ -83,13 +83,13 @@ def concerns_tinkex(error: BaseException) -> bool:
 
 
 class capture_exceptions:  # noqa: N801 - used like a function
-    """Report exceptions that leave a block or a function, sync or async, and let them pass.
+    """Report exceptions that leave a block or a function, sync or async, and re-raise them.
 
     >>> with capture_exceptions(client.get_telemetry()):
     ...     train(client)
 
-    Without a reporter it does nothing. A `fatal` one ends the session's report and is shipped before it is
-    raised further.
+    Without a reporter it does nothing. With `fatal`, the exception also ends the session's report, and the block
+    waits until the report is sent.
     """
 
     def __init__(
@@ -134,21 +134,21 @@ class capture_exceptions:  # noqa: N801 - used like a function
     async def __aexit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        # A fatal one waits for the service, which must not hold up the loop.
+        # A fatal exception waits for the service, which must not block the event loop.
         return await asyncio.to_thread(self.__exit__, kind, error, trace) if error else False
 
 
 with_telemetry = capture_exceptions
 
 
-# -- out of the program ----------------------------------------------------------------------------
+# -- at the end of the program --------------------------------------------------------------------
 
 _reporters: WeakSet[Reporter] = WeakSet()
 _installed = False
 
 
 def report_endings_to(reporter: Reporter) -> None:
-    """Tell `reporter` of exceptions that nobody catches, and ship what it has when the program ends."""
+    """Report uncaught exceptions to `reporter`, and send its queue when the program ends."""
     global _installed  # noqa: PLW0603
     _reporters.add(reporter)
     if _installed:
@@ -161,7 +161,7 @@ def report_endings_to(reporter: Reporter) -> None:
         others_hook(kind, error, trace)
         if isinstance(error, Exception) and concerns_tinkex(error):
             for each in list(_reporters):
-                each.log_exception(error)  # shipped at exit, which is now
+                each.log_exception(error)  # sent at exit, which follows
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         others_thread_hook(args)
@@ -173,7 +173,7 @@ def report_endings_to(reporter: Reporter) -> None:
 
 
 def _ship_the_rest() -> None:
-    """All reporters together get the time of one."""
+    """All reporters share the time limit of one."""
     deadline = monotonic() + max((each.limits.stop for each in _reporters), default=0.0)
     for each in list(_reporters):
         each.stop(max(0.0, deadline - monotonic()))

@@ -1,4 +1,4 @@
-"""Events as lines of the log, and how much is logged at all."""
+"""Events as log lines, and the log level."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LEVELS: Final = {
     "warn": logging.WARNING,
     "error": logging.ERROR,
 }
-#: Libraries that log every request at INFO; an answer such as 429 looks alarming there and is not.
+#: Libraries that log every request at INFO, where a harmless answer such as 429 looks alarming.
 _NOISY: Final = ("httpx", "httpcore", "pyqwest")
-#: Fields in seconds, which are logged in milliseconds.
+#: Fields in seconds that are logged in milliseconds.
 _DURATIONS: Final = frozenset({"duration", "elapsed_time", "delay", "roundtrip"})
 _LOGGED: Final = (HttpRequestStop, HttpRequestException, QueueStateChange)
 
 
 def attach_logger(level: int = logging.INFO, *kinds: type[Event]) -> int:
-    """Log requests and changes of the queue's state, or events of other kinds, and exceptions as errors.
+    """Log requests and queue state changes, or events of the given classes; exceptions are logged as errors.
 
-    The number is what to `detach` by.
+    Returns the number for `detach`.
     """
 
     def write(event: Event) -> None:

@@ -1,10 +1,10 @@
-"""Numbers about this process: counters, gauges and histograms, kept by listening.
+"""Counters, gauges and histograms of this process, kept from the client's events.
 
     with Metrics() as metrics:
         train(client)
     print(metrics.snapshot().histograms["tinkex_request_duration_ms"].p95)
 
-Names end in what they count; durations are milliseconds, as their names say.
+Names end in their unit; durations are in milliseconds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .events import (
 
 __all__ = ["LATENCY_BUCKETS", "HistogramSnapshot", "Metrics", "Snapshot"]
 
-#: Upper ends in milliseconds; longer ones are counted beyond the last.
+#: Upper bounds in milliseconds; one more bucket counts longer durations.
 LATENCY_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramSnapshot:
-    """Count, mean, least and most of everything; percentiles of the latest values. None while empty."""
+    """Count, mean, minimum and maximum of all values; percentiles of the latest values. None while empty."""
 
     count: int = 0
     mean: float | None = None
@@ -53,7 +53,7 @@ class HistogramSnapshot:
     p50: float | None = None
     p95: float | None = None
     p99: float | None = None
-    #: How many values lie up to each bound, and beyond the last under infinity; each value is counted once.
+    #: Values per upper bound, and under infinity those above the last bound; each value is counted once.
     buckets: Mapping[float, int] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
 class Metrics(bus.Collector):
     """Counters, gauges and histograms by name; inside a `with` block, also those of the client.
 
-    Tokens per second are averages since the snapshot before, or since the beginning.
+    Tokens per second are averages since the previous snapshot, or since the start.
     """
 
     def __init__(
@@ -129,18 +129,20 @@ class Metrics(bus.Collector):
     ) -> None:
         super().__init__()
         if not latency_buckets or any(low >= high for low, high in pairwise(latency_buckets)):
-            raise InvalidInputError("must be one or more rising numbers", field="latency_buckets")
+            raise InvalidInputError(
+                "must be one or more increasing numbers", field="latency_buckets"
+            )
         if histogram_max_samples < 1:
             raise InvalidInputError("must be 1 or more", field="histogram_max_samples")
         self._enabled = enabled
         self._bounds = tuple(latency_buckets)
         self._max_samples = histogram_max_samples
         self._clock = clock
-        self._measured = 0.0  # when tokens per second were, and when listening ended
+        self._measured = 0.0  # time of the last measurement of tokens per second
         self._ended: float | None = None
         self.reset()
 
-    # -- keeping -----------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------
 
     def increment(self, name: str, delta: float = 1) -> None:
         with self._lock:
@@ -183,7 +185,7 @@ class Metrics(bus.Collector):
         self._measured = now
 
     def reset(self) -> None:
-        """Forget everything and go on."""
+        """Set everything back to zero; recording continues."""
         self.flush()
         with self._lock:
             self._counters: defaultdict[str, float] = defaultdict(int)
@@ -195,14 +197,14 @@ class Metrics(bus.Collector):
                 self._count_from_zero()
 
     def _count_from_zero(self) -> None:
-        """Show the counters of requests also before the first one, so that a reader need not ask whether they exist."""
+        """Create the request counters at 0, so that a snapshot has them before the first request."""
         for name in _REQUESTS:
             self._counters[name] += 0
 
-    # -- listening ---------------------------------------------------------------------------
+    # -- subscribing -------------------------------------------------------------------------
 
     def attach(self) -> Self:
-        """Keep the client's numbers too, unless made with `enabled=False`."""
+        """Record the client's events too, unless created with `enabled=False`."""
         self._ended = None
         if not self._enabled:
             return self
@@ -215,7 +217,7 @@ class Metrics(bus.Collector):
         self._ended = self._clock()
 
     def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
-        count = _COUNTED.get(kind) or _COUNTED[FutureFailure]  # the only one that is a family
+        count = _COUNTED.get(kind) or _COUNTED[FutureFailure]  # the only base class among the keys
         count(self, events)
 
     def _add(self, name: str, amount: float) -> None:

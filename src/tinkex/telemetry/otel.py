@@ -3,12 +3,12 @@
     with OpenTelemetry():
         train(client)
 
-A call of a client's method is a span, from the caller's own span down: requests and waiting for the result are
-its children, and what the service says about its queue is written on them. With the setting `otel_propagate`
-every request carries its span to the service, whose spans then belong to the same trace.
+Each call of a client method is a span below the caller's current span. Its requests and the wait for its result are
+child spans; queue states that the service reports are events on them. With the setting `otel_propagate` every
+request sends its trace context to the service, so that the service's spans belong to the same trace.
 
-Without `opentelemetry-api` nothing here can be used and nothing of it is loaded; where the program has set up no
-SDK, nothing is listened to.
+Without `opentelemetry-api` the class cannot be used, and nothing of it is imported. If the program has set up no
+OpenTelemetry SDK, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ __all__ = ["OpenTelemetry", "trace_context"]
 _logger = logging.getLogger("tinkex")
 Attributes = dict[str, str | bool | int | float]
 
-#: The request a call sent last, for the promise it brings.
+#: The last request of a call, for a link from the promise it returns.
 _sent: ContextVar[SpanContext | None] = ContextVar("sent", default=None)
 
 
 def trace_context() -> Callable[[dict[str, str]], None] | None:
-    """What adds the current trace to headers and overwrites none; None where OpenTelemetry is absent."""
+    """A function that adds the current trace to headers and overwrites none; None without OpenTelemetry."""
     if find_spec("opentelemetry") is None:
         return None
     from opentelemetry import propagate
@@ -74,9 +74,9 @@ def trace_context() -> Callable[[dict[str, str]], None] | None:
 
 
 class OpenTelemetry:
-    """Hands the client's events to OpenTelemetry from `attach` to `detach`, or inside a `with` block.
+    """Sends the client's events to OpenTelemetry from `attach` to `detach`, or inside a `with` block.
 
-    Spans and measurements go to the given providers, else to those the program has set for itself.
+    Spans and measurements go to the given providers, else to the program's global ones.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class OpenTelemetry:
         meters = self._meter_provider or metrics.get_meter_provider()
         if not isinstance(traces, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
             self._subscribers.append(_Spans(traces).attach())
-        # The API's own placeholder is private; every real one comes from elsewhere.
+        # The API's placeholder class is private; every real provider is in another package.
         if not type(meters).__module__.startswith("opentelemetry.metrics"):
             self._subscribers.append(_Measurements(meters).attach())
         if not self._subscribers:
@@ -121,11 +121,11 @@ class OpenTelemetry:
 
 
 class _Spans(Subscriber):
-    """Keeps the spans of calls under way.
+    """Keeps the spans of calls in flight.
 
-    Handlers run in the task that does the work, so the span made current at a start is the current one of
-    everything below. Only calls begin a trace: what belongs to none, as heartbeats do, or to one that is not
-    sampled, makes no span.
+    Handlers run in the task that does the work, so a span made current at the start is the current one for
+    everything below. Only calls start a trace: events outside a call, such as heartbeats, or in a call that is not
+    sampled, create no span.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -265,7 +265,7 @@ class _Spans(Subscriber):
 
 
 class _Measurements(Subscriber):
-    """The client's numbers, under the names OpenTelemetry has agreed on where it has."""
+    """The client's measurements, under OpenTelemetry's semantic names where they exist."""
 
     def __init__(self, provider: MeterProvider) -> None:
         meter = provider.get_meter("tinkex", __version__)
@@ -318,7 +318,7 @@ class _Measurements(Subscriber):
 
 
 def _attributes(facts: Mapping[str, Any], prefix: str = "tinkex.") -> Attributes:
-    """Facts as OpenTelemetry takes them: plain values as they are, others as text, None not at all."""
+    """Facts as OpenTelemetry attributes: plain values unchanged, others as text, None left out."""
     return {
         f"{prefix}{name}": value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in facts.items()

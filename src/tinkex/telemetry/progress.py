@@ -1,10 +1,10 @@
-"""How far a training loop or a batch of samples is, while it runs.
+"""The progress of a training loop or a batch of samples while it runs.
 
     with tinkex.progress(steps=100):
         for batch in batches:
             ...
 
-On a terminal this is one line that changes; elsewhere a plain line every few seconds.
+On a terminal this is one line that is redrawn; elsewhere a plain line every ten seconds.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def progress(
     file: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Show steps, loss, tokens per second, the queue's state and the time left, in a `with` block.
+    """Show steps, loss, tokens per second, the queue state and the time left, in a `with` block.
 
-    `steps` and `samples` say how many there will be, for the bar and the time left; without them there is
-    neither. A loop that goes on where another stopped has `done` some of its steps. It is written to `file`,
-    else to stderr.
+    `steps` and `samples` are the totals, for the bar and the time left; without them neither is shown. `done` is the
+    number of steps that an earlier run of the loop has completed. The output goes to `file`, by default stderr.
     """
     for name, value in (("steps", steps), ("samples", samples)):
         if value is not None and value < 1:
@@ -56,7 +55,7 @@ def progress(
 
 
 class Progress(bus.Collector):
-    """What `progress` shows; `line` is the same as text, and `note` a word of your own in it."""
+    """Shown by `progress`; `line` is the same as text, `note` is the caller's own text in it."""
 
     kinds = (TrainingPass, TrainingStep, SampleStop)
 
@@ -80,13 +79,13 @@ class Progress(bus.Collector):
         self._file = file
         self._clock = clock
         self._began = clock()
-        self._seen = deque([(self._began, 0)])  # when there were how many tokens
+        self._seen = deque([(self._began, 0)])  # (time, tokens so far)
         self._events = 0
-        self._waiting: tuple[int, str] = (0, "")  # since how many events, and why
+        self._waiting: tuple[int, str] = (0, "")  # (number of events at that time, reason)
         self._last_line = ""
         self._shown: Any = None
 
-    # -- what happens ------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------
 
     def count(self, kind: type[Event], events: list[bus.Unmade]) -> None:
         self._events += len(events)
@@ -99,7 +98,7 @@ class Progress(bus.Collector):
             self.tokens += sum(column(events, "tokens"))
             passes = zip(column(events, "operation"), column(events, "loss"), strict=True)
             for operation, loss in passes:
-                if loss is not None and operation != "forward":  # which does not train
+                if loss is not None and operation != "forward":  # `forward` does not train
                     self.loss = loss
 
     def _queued(self, event: QueueStateChange) -> None:
@@ -111,11 +110,11 @@ class Progress(bus.Collector):
     def _subscribe(self) -> tuple[int, ...]:
         return (*super()._subscribe(), bus.attach(self._queued, QueueStateChange))
 
-    # -- how it looks ------------------------------------------------------------------------
+    # -- formatting --------------------------------------------------------------------------
 
     @property
     def fraction(self) -> float | None:
-        """How much is done, from 0 to 1; None if nobody said how much there is."""
+        """The share that is done, from 0 to 1; None if the total is unknown."""
         if self._total_steps is not None:
             return min(1.0, self.steps / self._total_steps)
         if self._total_samples is not None:
@@ -137,13 +136,13 @@ class Progress(bus.Collector):
         if speed := self._speed():
             parts.append(f"{_short(speed)} tok/s")
         since, why = self._waiting
-        if why and since == self._events:  # nothing has moved meanwhile
+        if why and since == self._events:  # no event since then
             parts.append(f"waiting: {why}")
         parts.append(self._time())
         return " · ".join(parts)
 
     def _speed(self) -> float:
-        """Tokens per second since it was looked at some seconds ago."""
+        """Tokens per second over the last ten seconds."""
         now = self._clock()
         while len(self._seen) > 1 and now - self._seen[0][0] > _LATELY:
             self._seen.popleft()
@@ -160,7 +159,7 @@ class Progress(bus.Collector):
             return str(timedelta(seconds=round(spent)))
         return f"{timedelta(seconds=round(spent * (total - now) / (now - before)))} left"
 
-    # -- where it is shown -------------------------------------------------------------------
+    # -- display -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._began = self._clock()
@@ -173,10 +172,10 @@ class Progress(bus.Collector):
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-        self._shown.stop()  # which shows it a last time
+        self._shown.stop()  # shows the final state
 
     def write(self) -> None:
-        """Show how it is now: on a terminal anew, elsewhere as a line, if something has changed."""
+        """Show the current state: redraw on a terminal, elsewhere print a line if it has changed."""
         if self._shown is not None and not isinstance(self._shown, _Lines):
             self._shown.refresh()
         elif (line := self.line) != self._last_line:
@@ -207,7 +206,7 @@ class Progress(bus.Collector):
 
 
 class _Lines:
-    """Writes a line now and then, on a thread of its own."""
+    """Writes a line every ten seconds, on its own thread."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write

@@ -1,9 +1,9 @@
-"""Ships a session's events to the service it belongs to.
+"""Sends a session's events to its service.
 
-Events wait in a queue and go in batches: every ten seconds, or at once when a hundred have gathered. A batch
-stays in the queue until the service has taken it, so trouble there costs time and not events; what does not fit
-into a full queue is refused, and `log` says so. What is logged before the session is open waits for it, and belongs
-to it. Closing waits for the queue to empty, but never longer than its limit.
+Events wait in a queue and are sent in batches: every ten seconds, or at once when a hundred wait. A batch stays in
+the queue until the service has accepted it, so a failing service delays events but does not lose them. When the queue
+is full, `log` drops the event and returns False. Events logged before the session is open wait for it and belong to
+it. Closing waits until the queue is empty, but never longer than its limit.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["CAPTURED", "Limits", "Reporter"]
 
 _logger = logging.getLogger("tinkex")
 
-#: Events that are forwarded unless others are chosen. Single requests are not among them: a client that samples
-#: has thousands in a second.
+#: Events that are forwarded by default. Single requests are not: a client that samples sends thousands per
+#: second.
 CAPTURED: Final[tuple[type[Event], ...]] = (OperationException, QueueStateChange)
 
 _SEVERITIES: Final = frozenset(get_args(Severity))
 _MAX_BACKOFF: Final = 8.0
 _MAX_DEPTH: Final = 6
-#: Who keeps the time is given so long to say that it is up.
+#: Grace period for work that enforces its own deadline, so that it can return its result.
 _GRACE: Final = 0.5
 
 
@@ -62,7 +62,7 @@ class _Pending(Protocol):
 
 
 class Ship(Protocol):
-    """Sends one batch; the same `key` for every attempt at it. Raises a TinkerError if it did not arrive."""
+    """Sends one batch, with the same `key` for every attempt. Raises a TinkerError if the batch did not arrive."""
 
     def __call__(
         self, batch: TelemetrySendRequest, key: str, deadline: float | None
@@ -79,7 +79,7 @@ class Limits:
     interval: float = 10.0
     retries: int = 3
     retry_delay: float = 1.0  #: before the first retry; doubles, up to 8 s
-    request: float = 5.0  #: one attempt to ship a batch
+    request: float = 5.0  #: for one attempt to send a batch
     drain: float = 30.0
     stop: float = 5.0
 
@@ -93,8 +93,8 @@ class _Batch:
 class Reporter:
     """The telemetry of one session; `spawn` runs a coroutine on the client's loop.
 
-    Without `enabled` it takes nothing and ships nothing: `log` returns False, and the reporter itself is false, so that
-    code which reports needs no case for telemetry that is switched off.
+    With `enabled=False` it accepts and sends nothing: `log` returns False, and the reporter itself is falsy, so that
+    callers need no special case for disabled telemetry.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Reporter:
         return self._enabled
 
     def begin_anew(self) -> None:
-        """Start with an empty queue, as a forked child must: what is in the queue is its parent's to send."""
+        """Start with an empty queue, as a forked child must: the parent sends the events queued before."""
         self._queue: deque[TelemetryEvent] = deque()
         self._announced = False
         self._index = 0
@@ -135,21 +135,21 @@ class Reporter:
         self._due = asyncio.Event()
         self._hurry = asyncio.Event()
 
-    # -- what is reported --------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------
 
     def log(
         self, event_name: str, event_data: Mapping[str, Any] | None = None, severity: str = "INFO"
     ) -> bool:
-        """Report something; False if the queue is full or the session is closed."""
+        """Queue an event; False if the queue is full or the session is closed."""
         data = _plain(dict(event_data or {}))
         return self._put(GenericEvent, severity, event_name=str(event_name), event_data=data)
 
     def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
-        """Report an exception at once."""
+        """Queue an exception and send it now."""
         return self._put_exception(exception, severity) and self.flush()
 
     def _put_exception(self, exception: BaseException, severity: str) -> bool:
-        """As the user's error if one is found in its chain, else as unhandled."""
+        """As the user's error if its chain contains one, else as unhandled."""
         mistake = user_error_in(exception)
         if mistake is not None:
             return self._put_mistake(mistake)
@@ -162,7 +162,7 @@ class Reporter:
         )
 
     def _put_mistake(self, mistake: BaseException, **more: Any) -> bool:
-        """Report an error of the user's own; one of ours only once, however many layers pass it on."""
+        """Report an error of the user; a TinkerError only once, even if several layers report it."""
         if isinstance(mistake, TinkerError):
             if mistake in self._told:
                 return True
@@ -179,7 +179,7 @@ class Reporter:
     def log_fatal_exception(
         self, exception: BaseException, severity: str = "ERROR", *, timeout: float | None = None
     ) -> bool:
-        """Report what ends the program, and wait until it is shipped or the time is up."""
+        """Report the exception that ends the program, and wait until it is sent or the time is up."""
         accepted = self._put_exception(exception, severity)
         self._end()
         _logger.info("Session %s ends with %s.", self.session_id, type(exception).__name__)
@@ -187,13 +187,13 @@ class Reporter:
 
     def listen(self) -> None:
         """Forward the events of `CAPTURED`, unless `capture` has chosen others."""
-        with self._lock:  # the first calls of a client may come from several threads
+        with self._lock:  # several threads may make the first calls of a client
             chosen, self._kinds_chosen = self._kinds_chosen, True
         if not chosen:
             self.capture(*CAPTURED)
 
     def capture(self, *kinds: type[Event]) -> None:
-        """Forward these events of the session, in place of those that are forwarded now."""
+        """Forward these events of the session instead of those forwarded now."""
         self._kinds_chosen = True
         if self._subscription is not None:
             bus.detach(self._subscription)
@@ -205,10 +205,10 @@ class Reporter:
         if self.session_id is None or event.metadata.get("session_id") != self.session_id:
             return
         if isinstance(event, HttpEvent) and event.pool_type == "telemetry":
-            return  # else every report would be something to report
+            return  # else each report would create a new event to report
         if isinstance(event, OperationException):
             if not isinstance(event.error, Exception):
-                return  # cancelled, which is not a failure
+                return  # a cancellation is not a failure
             if (mistake := user_error_in(event.error)) is not None:
                 self._put_mistake(mistake, operation=event.operation)
                 return
@@ -220,10 +220,10 @@ class Reporter:
         facts = {name: value for name, value in event.facts.items() if name != "session_id"}
         self.log(event.name, {"measurements": event.measurements, "metadata": facts}, severity)
 
-    # -- the session's life ------------------------------------------------------------------
+    # -- session start and end ---------------------------------------------------------------
 
     def opened(self, session_id: str, *, owner: bool) -> None:
-        """The session exists; its owner says when it began and ended."""
+        """The session is open. Only its owner reports its start and end."""
         self.session_id = session_id
         if owner and not self._announced:
             self._announced = True
@@ -240,27 +240,27 @@ class Reporter:
             self._put(SessionEndEvent, "INFO", duration=str(duration))
 
     async def close(self, timeout: float | None = None) -> bool:
-        """End the report and ship the rest; False if something is left after the limit."""
+        """End the report and send the rest; False if events are left after the limit."""
         self.capture()
-        self._running = True  # from here on nobody else ships
+        self._running = True  # no other task sends from here on
         self._end()
         self._stopped = True
         return await self.drain(self.limits.stop if timeout is None else timeout)
 
     def stop(self, timeout: float | None = None) -> bool:
-        """`close`, from any thread but the client's own."""
+        """`close` from any thread except the client's own."""
         limit = self.limits.stop if timeout is None else timeout
         return self._stopped or self._wait_for(self.close(limit), limit)
 
-    # -- shipping ----------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """Events accepted and not yet taken by the service."""
+        """Events in the queue that the service has not accepted yet."""
         return len(self._queue)
 
     def flush(self, *, wait: bool = False, timeout: float | None = None) -> bool:
-        """Ship what is there without waiting for the next round; with `wait`, until it is done."""
+        """Send the queue without waiting for the next round; with `wait`, block until it is empty."""
         if wait:
             return self.wait_until_drained(timeout)
         if self._queue:
@@ -268,7 +268,7 @@ class Reporter:
         return True
 
     def wait_until_drained(self, timeout: float | None = None) -> bool:
-        """Ship everything; False if something is left after `timeout` seconds, 30 unless said otherwise."""
+        """Send everything; False if events are left after `timeout` seconds (default 30)."""
         if not self._queue:
             return True
         limit = self.limits.drain if timeout is None else timeout
@@ -281,11 +281,11 @@ class Reporter:
             return not self._queue
 
     async def drain(self, timeout: float) -> bool:
-        """Ship everything, trying for `timeout` seconds."""
+        """Send everything, retrying for `timeout` seconds."""
         deadline = self._clock.monotonic() + timeout
-        self._hurry.set()  # whoever is shipping now may be pausing after a failure
+        self._hurry.set()  # ends a pause of the running round after a failure
         try:
-            async with asyncio.timeout(timeout):  # whatever an attempt is waiting for
+            async with asyncio.timeout(timeout):  # ends an attempt that hangs
                 return await self._ship_all(deadline)
         except TimeoutError:
             return False
@@ -298,7 +298,7 @@ class Reporter:
         first: bool = False,
         **fields: Any,
     ) -> bool:
-        """Queue an event; one that is `first` goes before what waits already, unless that is being shipped."""
+        """Queue an event; a `first` event goes before those that wait, unless some are sent already."""
         severity = severity.upper()
         if severity not in _SEVERITIES:
             raise InvalidInputError(f"must be one of {sorted(_SEVERITIES)}", field="severity")
@@ -331,13 +331,13 @@ class Reporter:
         return True
 
     def _hold(self) -> bool:
-        """Keep events for a session that may open; without one they are shipped when the client or the program ends."""
+        """Keep events for a session that may open; if none opens, they are sent when the client or program ends."""
         report_endings_to(self)
-        # The loop must run by then: at the end of a program none can be started.
+        # The loop must be running then: at the end of a program it can no longer be started.
         return self._start(_nothing())
 
     def _begin_rounds(self) -> bool:
-        """Ship in rounds from now on; False if the client was closed just now."""
+        """Start to send in rounds; False if the client was closed just now."""
         with self._lock:
             idle, self._running = not self._running, True
         return self._start(self._run()) if idle else True
@@ -353,7 +353,8 @@ class Reporter:
         full = len(self._queue) >= self.limits.queue
         if full and not self._overflowing:
             _logger.warning(
-                "Telemetry: %d events wait for the service; more are dropped.", len(self._queue)
+                "Telemetry: the queue is full (%d events); new events are dropped.",
+                len(self._queue),
             )
         self._overflowing = full
         return full
@@ -366,7 +367,7 @@ class Reporter:
             self._spawn(wake())
 
     async def _run(self) -> None:
-        """Ship in rounds until nothing is left."""
+        """Send in rounds until the queue is empty."""
         while True:
             await self._pause(self.limits.interval, self._due)
             self._due.clear()
@@ -377,7 +378,7 @@ class Reporter:
                     return
 
     async def _ship_all(self, deadline: float | None) -> bool:
-        """Ship batch after batch; without a deadline, a few failures in a row end the round."""
+        """Send batch after batch; without a deadline, `limits.retries` failed retries of a batch end the round."""
         async with self._sending:
             self._hurry.clear()
             delay = self.limits.retry_delay
@@ -401,7 +402,7 @@ class Reporter:
             return True
 
     async def _send(self, batch: _Batch, deadline: float | None, _attempt: int) -> None:
-        """Ship a batch; raises if another attempt may help. A batch that is refused for good counts as shipped."""
+        """Send a batch. Raises if a retry may help; a batch that is refused for good counts as sent and is dropped."""
         request = TelemetrySendRequest(
             events=batch.events,
             platform=platform.system(),
@@ -415,7 +416,7 @@ class Reporter:
                 request, batch.key, until if deadline is None else min(until, deadline)
             )
         except TinkerError as error:
-            _logger.debug("Telemetry was not taken: %s", error)
+            _logger.debug("The service did not accept telemetry: %s", error)
             if error.retryable and not isinstance(error, GoneError):
                 raise
         except Exception:
@@ -455,11 +456,11 @@ async def _nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class _ShipPolicy:
-    """Backoff between attempts to ship a batch; `retries` and `hurry` end the attempts of one round."""
+    """Backoff between attempts to send a batch; `retries` and `hurry` end the attempts of one round."""
 
     delay: float
     retries: int | None = None
-    hurry: asyncio.Event | None = None  # set when somebody waits for the queue to empty
+    hurry: asyncio.Event | None = None  # set while a caller waits for the queue to empty
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
         hurried = self.hurry is not None and self.hurry.is_set()
@@ -469,7 +470,7 @@ class _ShipPolicy:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can carry it; what it cannot is described."""
+    """A value that JSON can carry; other values as text."""
     if value is None or isinstance(value, bool | int | str):
         return value.value if isinstance(value, Enum) else value
     if isinstance(value, float):

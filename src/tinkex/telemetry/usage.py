@@ -1,4 +1,4 @@
-"""How many tokens were used for what, and what that costs.
+"""Tokens used, by purpose, and their cost.
 
     prices = Prices({"meta-llama/Llama-3.1-8B": Rates(training=0.40, prefill=0.13, sampled=0.40)})
     print(estimate("meta-llama/Llama-3.1-8B", data=data, steps=100, batch_size=32, prices=prices))
@@ -6,8 +6,8 @@
         train(client)
     print(usage.summary())
 
-The client counts what it sends and gets back, as the service does: every pass over a training example counts the
-tokens of its input, with a custom loss twice; a prompt counts once, however many samples are drawn from it.
+The client counts tokens as the service does: every pass over a training example counts the tokens of its input, with
+a custom loss twice; a prompt counts once, however many samples are drawn from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _MILLION: Final = 1_000_000
-#: Stands for every model without a price of its own.
+#: The price of every model that has no price of its own.
 ANY_MODEL: Final = "*"
 
 
@@ -73,7 +73,7 @@ KINDS: Final = tuple(each.name for each in fields(Tokens))
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Dollars per million tokens of each kind; None is not known, and what is cached costs what is not unless said."""
+    """Dollars per million tokens of each kind; None if unknown. `cached_prefill` defaults to `prefill`."""
 
     training: float | None = None
     prefill: float | None = None
@@ -89,7 +89,7 @@ class Rates:
                 raise InvalidInputError(f"must be 0 or more, not {rate}", field=each.name)
 
     def cost(self, tokens: Tokens) -> float | None:
-        """What tokens cost; None if there are some of a kind whose price is not known."""
+        """The cost of tokens; None if the price of a kind that occurs is unknown."""
         cached = self.prefill if self.cached_prefill is None else self.cached_prefill
         rates = (self.training, self.prefill, cached, self.sampled)
         used = [(getattr(tokens, kind), rate) for kind, rate in zip(KINDS, rates, strict=True)]
@@ -105,13 +105,13 @@ class Prices:
     rates: Mapping[str, Rates] = field(default_factory=dict)
 
     def cost(self, model: str | None, tokens: Tokens) -> float | None:
-        """What tokens of a model cost; None if its price is not known."""
+        """The cost of a model's tokens; None if a price is unknown."""
         rates = self.rates.get(model or ANY_MODEL) or self.rates.get(ANY_MODEL)
         return (rates or Rates()).cost(tokens)
 
     @classmethod
     def read(cls, file: str | Path) -> Prices:
-        """Read a file that has a table for each model; it is TOML, unless it is called `.json`.
+        """Read a file with one table per model: JSON if its name ends in `.json`, else TOML.
 
         ["meta-llama/Llama-3.1-8B"]
         training = 0.40
@@ -122,16 +122,20 @@ class Prices:
         parse = json.loads if path.suffix == ".json" else tomllib.loads
         try:
             tables = parse(path.read_text("utf-8"))
-        except ValueError as error:  # of either format, or no text at all
-            raise InvalidInputError(f"{path} cannot be read: {error}", field="prices") from None
+        except ValueError as error:  # not valid in its format, or not UTF-8
+            raise InvalidInputError(f"{path} is not valid: {error}", field="prices") from None
         if not isinstance(tables, dict):
-            raise InvalidInputError(f"{path} must hold a table for each model", field="prices")
+            raise InvalidInputError(f"{path} must contain a table for each model", field="prices")
         return cls({model: _rates(model, table) for model, table in tables.items()})
 
 
 def _rates(model: str, table: Any) -> Rates:
     if not isinstance(table, dict) or (unknown := table.keys() - set(KINDS)):
-        what = "is no table" if not isinstance(table, dict) else f"has unknown {sorted(unknown)}"
+        what = (
+            "is not a table"
+            if not isinstance(table, dict)
+            else f"has unknown keys {sorted(unknown)}"
+        )
         raise InvalidInputError(f"{model!r} {what}; known are {', '.join(KINDS)}", field="prices")
     try:
         return Rates(**table)
@@ -141,7 +145,7 @@ def _rates(model: str, table: Any) -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class CallUsage:
-    """One call; a run is a training run, or a sampling session of weights from elsewhere."""
+    """One call; `run` is a training run, or a sampling session of other weights."""
 
     call: int
     operation: str
@@ -191,7 +195,7 @@ def _cells(
 
 
 def total_cost(costs: Iterable[float | None]) -> float | None:
-    """All of it together; None if one of them is not known."""
+    """The sum; None if one cost is unknown."""
     known = list(costs)
     return None if any(cost is None for cost in known) else sum(filter(None, known), 0.0)
 
@@ -201,7 +205,7 @@ def dollars(cost: float | None) -> str:
 
 
 class Usage(bus.Collector):
-    """Counts the tokens of all calls while it listens; the latest `keep_calls` also one by one."""
+    """Counts the tokens of all calls while attached, and keeps the latest `keep_calls` calls one by one."""
 
     kinds = (SampleStop, TrainingPass)
 
@@ -221,7 +225,7 @@ class Usage(bus.Collector):
         self._counts[run, model] = [*map(add, totals, counts)]
 
     def add_from_service(self, usage: BillingUsageResponse) -> None:
-        """Count what the service says was used, by session, as with `RestClient.get_billing_usage`."""
+        """Add the usage that the service reports, by session, such as `RestClient.get_billing_usage` returns."""
         for entry in usage.data:
             tokens = tokens_of(entry.event_info)
             if tokens.total:
@@ -239,7 +243,7 @@ class Usage(bus.Collector):
 
     @property
     def cost(self) -> float | None:
-        """Dollars for all of it; None where a price is missing."""
+        """Dollars for all calls; None if a price is missing."""
         return self.summary().cost
 
     def by_model(self) -> dict[str | None, Tokens]:
@@ -256,7 +260,7 @@ class Usage(bus.Collector):
         return totals
 
     def summary(self, run: str | None = None) -> Summary:
-        """What was used so far, of one run or of all."""
+        """The usage so far, of one run or of all."""
         self.flush()
         with self._lock:
             counted = {who: Tokens(*counts) for who, counts in self._counts.items()}
@@ -270,17 +274,17 @@ class Usage(bus.Collector):
 
 
 def kind_of(billed: BillingEventInfo) -> str | None:
-    """Which kind of tokens an entry of the service's is about; None if it is about something else."""
+    """The token kind of an entry of the service's bill; None if the entry is not about tokens."""
     return _BILLED.get((billed.type, getattr(billed, "cached", False)))
 
 
 def tokens_of(billed: BillingEventInfo) -> Tokens:
-    """How many tokens an entry of the service's is about."""
+    """The tokens of an entry of the service's bill."""
     kind = kind_of(billed)
     return Tokens() if kind is None else Tokens(**{kind: getattr(billed, "token_count", 0)})
 
 
-#: By type, and whether it came from a cache.
+#: Keys: type of the entry, and whether it came from a cache.
 _BILLED: Final = {
     ("training", False): "training",
     ("sampling_prefill", False): "prefill",
@@ -312,7 +316,7 @@ def _call_usage(unmade: bus.Unmade) -> CallUsage:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a job will use; `sampled` is an upper bound, as samples may stop early."""
+    """The expected usage of a job; `sampled` is an upper bound, because samples may stop early."""
 
     tokens: Tokens
     cost: float | None
@@ -342,9 +346,9 @@ def estimate(
 ) -> Estimate:
     """Price a job before it starts; nothing is sent.
 
-    Each of `steps` trains on the next `batch_size` examples, beginning again after the last; without `steps` that
-    is once through the data, without `batch_size` on all of them at a time. Each of `rounds` draws `num_samples`
-    of up to `max_tokens` from every prompt.
+    Each of `steps` trains on the next `batch_size` examples and starts over after the last one. Without `steps` the
+    data are used once; without `batch_size` each step uses all of them. Each of `rounds` draws `num_samples` of up to
+    `max_tokens` from every prompt.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size), ("num_samples", num_samples)):
         if value is not None and value < 1:

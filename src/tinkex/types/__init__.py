@@ -1,4 +1,4 @@
-"""Every value of the protocol, defined once and used by both halves of tinkex."""
+"""Every value of the protocol, defined once for the client and the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two kinds of model everything else is made of."""
+"""The two base classes of the protocol's models."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tinkex.errors import InvalidInputError
 __all__ = ["FROM_WIRE", "RequestModel", "ResponseModel", "first_complaint"]
 
 # Validation context of values that came over the wire: there a null means "not given", because
-# clients up to 0.16 write null for every argument their user passed as None.
+# clients up to 0.16 write null for every argument that their user passed as None.
 FROM_WIRE: Final = {"from_wire": True}
 
 
 def first_complaint(error: ValidationError) -> tuple[str | None, str]:
-    """The field and the fault that pydantic names first; never the value, which may be a secret."""
+    """The field and the message of pydantic's first error; never the value, which may be a secret."""
     first = error.errors(include_url=False, include_input=False)[0]
     return ".".join(map(str, first["loc"])) or None, first["msg"].removeprefix("Value error, ")
 
 
 class _RefusesBadValues(ModelMetaclass):
-    """Raises InvalidInputError where a caller's own value does not fit.
+    """Raises InvalidInputError if a caller's value is not valid.
 
-    Only calls of the class come through here. Reading from the wire does not, and keeps pydantic's error.
-    A custom `__init__` would not do: pydantic also runs that when it reads.
+    Only direct calls of the class come through here. Decoding from the wire does not and keeps pydantic's error.
+    A custom `__init__` would not work: pydantic also calls it when it decodes.
     """
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
@@ -46,7 +46,7 @@ class _RefusesBadValues(ModelMetaclass):
 class _WireModel(BaseModel):
     model_config = ConfigDict(
         frozen=True,
-        defer_build=True,  # validators are built at first use: most programs need few of them
+        defer_build=True,  # validators are built on first use: most programs need few of them
         protected_namespaces=(),  # the protocol has model_id, model_name, model_path
         arbitrary_types_allowed=True,
         use_attribute_docstrings=False,
@@ -61,12 +61,12 @@ class _WireModel(BaseModel):
 
 
 class RequestModel(_WireModel, metaclass=_RefusesBadValues):
-    """What a caller writes: a misspelt field is an error, not silence."""
+    """Written by a caller: a misspelt field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ResponseModel(_WireModel):
-    """What the service writes: fields of a newer release are ignored."""
+    """Written by the service: fields of a newer release are ignored."""
 
     model_config = ConfigDict(extra="ignore")

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, as the local service offers them to clients on other machines."""
+"""The files of a tokenizer, which the local service offers to clients on other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._base import ResponseModel
 
 __all__ = ["TOKENIZER_FILES", "TokenizerFile", "TokenizerFilesResponse", "tokenizer_digest"]
 
-#: All that is ever sent or taken: no weights, and no code. `config.json` tells transformers which class to use.
+#: The only files that are sent or accepted: no weights, no code. transformers reads the class from `config.json`.
 TOKENIZER_FILES: Final = frozenset(
     {
         "added_tokens.json",
@@ -43,7 +43,7 @@ class TokenizerFile(ResponseModel):
 
 
 class TokenizerFilesResponse(ResponseModel):
-    """What `GET /local/tokenizers/<base model>` answers; `sha256` stands for all files together."""
+    """The answer of `GET /local/tokenizers/<base model>`; `sha256` covers all files together."""
 
     base_model: str
     sha256: Sha256

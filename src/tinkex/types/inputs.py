@@ -1,4 +1,4 @@
-"""What a model reads: chunks, `ModelInput`, and the `Datum` a loss is computed on."""
+"""Model inputs: chunks, `ModelInput`, and the `Datum` on which a loss is computed."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _token_array(tokens: Any) -> Array:
 
 
 class _ArrayAsList:
-    """Presents a numpy-backed field as the list that users of the protocol expect.
+    """Shows a numpy-backed field as the list that users of the protocol expect.
 
-    pydantic reads and writes fields in the instance's `__dict__`; attribute access comes through this
-    descriptor instead, and keeps the list it makes for as long as somebody might index into it.
+    pydantic reads and writes fields in the instance's `__dict__`; attribute access goes through this
+    descriptor, which caches the list.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,13 +67,15 @@ class _ArrayAsList:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
-            raise AttributeError(self.name)  # to a class, a pydantic field is not an attribute
+            raise AttributeError(self.name)  # a pydantic field is not an attribute of its class
         stored = instance.__dict__
         if self.cache not in stored:
             stored[self.cache] = stored[self.name].tolist()
         return stored[self.cache]
 
-    def __set__(self, instance: Any, value: Any) -> None:  # makes it win over __dict__
+    def __set__(
+        self, instance: Any, value: Any
+    ) -> None:  # gives the descriptor priority over __dict__
         raise AttributeError(f"{self.name} cannot be changed")
 
 
@@ -120,7 +122,7 @@ EncodedTextChunk.tokens = _ArrayAsList("tokens")  # type: ignore[assignment]
 
 
 def text_chunk(tokens: Array) -> EncodedTextChunk:
-    """A chunk of an int32 array that needs no checking."""
+    """A chunk from an int32 array that needs no checks."""
     return EncodedTextChunk.model_construct(tokens=cast("Sequence[int]", tokens))
 
 
@@ -156,12 +158,12 @@ ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 def _stated_length(expected_tokens: int | None) -> int:
     if expected_tokens is None:
-        raise InvalidInputError("is needed to know the length of an image", field="expected_tokens")
+        raise InvalidInputError("is required for the length of an image", field="expected_tokens")
     return expected_tokens
 
 
 class ImageChunk(RequestModel):
-    """An image in the prompt; JSON carries the file as base64."""
+    """An image in the prompt; in JSON the file is base64."""
 
     data: Base64Bytes
     format: ImageFormat
@@ -174,7 +176,7 @@ class ImageChunk(RequestModel):
 
 
 class ImageAssetPointerChunk(RequestModel):
-    """An image the service already has."""
+    """An image that the service already has."""
 
     format: ImageFormat
     location: str
@@ -187,14 +189,14 @@ class ImageAssetPointerChunk(RequestModel):
 
 
 class DmelChunk(RequestModel):
-    """Audio as discretised mel frames, in the container the service defines."""
+    """Audio as discretised mel frames, in the service's container format."""
 
     dmel: Base64Bytes
     type: Literal["dmel"] = "dmel"
 
     @property
     def length(self) -> int:
-        """The leading dimension, read from the container's header."""
+        """The first dimension, read from the container's header."""
         return _dmel_frames(self.dmel)
 
 
@@ -220,7 +222,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise InvalidInputError("the header is cut short", field="dmel")
+    raise InvalidInputError("the header is incomplete", field="dmel")
 
 
 _KEY_OF_KIND: Final = {
@@ -232,7 +234,7 @@ _KEY_OF_KIND: Final = {
 
 
 def _chunk_kind(value: Any) -> str | None:
-    """The kind of a chunk; clients up to 0.16 do not write it, but its keys tell."""
+    """The kind of a chunk; clients up to 0.16 do not send it, so it is inferred from the keys."""
     if not isinstance(value, dict):
         return getattr(value, "type", None)
     if named := value.get("type"):
@@ -254,7 +256,7 @@ def _tokenizer_of(model_name: str | None) -> Any:
         raise InvalidInputError(
             "give a tokenizer, a training_client or the name of a model", field="model_name"
         )
-    # By name: these types are shared with the service, and know nothing of the client.
+    # Imported by name: these types are shared with the service and must not depend on the client.
     tokenizers = import_module("tinkex._client.tokenizers")
     return tokenizers.load_tokenizer(tokenizers.tokenizer_id(model_name))
 
@@ -278,7 +280,7 @@ class ModelInput(RequestModel):
         model_name: str | None = None,
         training_client: Any = None,
     ) -> ModelInput:
-        """Encode `text` as it is, without a chat template, by a tokenizer or that of a model."""
+        """Encode `text` without a chat template, with the given tokenizer or that of a model."""
         if not isinstance(text, str):
             raise InvalidInputError(f"expected str, got {type(text).__name__}", field="text")
         if isinstance(tokenizer, str):
@@ -297,7 +299,7 @@ class ModelInput(RequestModel):
         return ModelInput(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """Add one token, to the last text chunk where there is one."""
+        """Add one token, to the last chunk if it is text."""
         tail = _token_array([token])
         last = self.chunks[-1] if self.chunks else None
         if isinstance(last, EncodedTextChunk):
@@ -310,7 +312,7 @@ class ModelInput(RequestModel):
         return ints
 
     def to_numpy(self) -> Array:
-        """All token ids as one int32 array; refused when a chunk is not text."""
+        """All token ids as one int32 array; an error if a chunk is not text."""
         parts = [self._text(chunk).tokens_np for chunk in self.chunks]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, _INT32)])
 
@@ -358,7 +360,7 @@ class SampledProvenanceSpan(_ProvenanceSpan):
 
 ProvenanceSpans: TypeAlias = list[PromptProvenanceSpan | SampledProvenanceSpan]
 
-# A list says nothing of its dtype; the names of the protocol do.
+# A list has no dtype; the protocol defines it by name.
 _DTYPE_OF_KEY: Final[dict[str, Literal["int64", "float32"]]] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -368,7 +370,7 @@ _DTYPE_OF_KEY: Final[dict[str, Literal["int64", "float32"]]] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-# Wide teacher targets are mostly padding, and only these two may travel sparse.
+# Wide teacher targets are mostly padding, and only these two may be sent sparse.
 _MAY_BE_SPARSE: Final = frozenset({"target_tokens", "weights"})
 
 
@@ -384,7 +386,7 @@ class Datum:
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
-    if TYPE_CHECKING:  # what may be given is more than what is held
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields have
 
         def __init__(
             self,
@@ -406,7 +408,7 @@ class Datum:
             )
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise InvalidInputError(
-                "model_input_spans and loss_fn_input_spans come together", field="spans"
+                "model_input_spans and loss_fn_input_spans must be given together", field="spans"
             )
         self.loss_fn_inputs = {
             key: value if isinstance(value, TensorData) else _loss_tensor(key, value)
@@ -416,7 +418,7 @@ class Datum:
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Datum:
-        """A copy that says which sampled sequences its positions come from."""
+        """A copy with the sampled sequences from which its positions come."""
         return replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
 
 

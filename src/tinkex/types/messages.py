@@ -56,18 +56,18 @@ RequestID: TypeAlias = str
 
 
 class EmptyRequest(RequestModel):
-    """A call that says everything in its path."""
+    """A request without a body; its path says everything."""
 
 
 class EmptyResponse(ResponseModel):
-    """An answer that says everything in its status."""
+    """An answer without a body; its status says everything."""
 
 
 # -- futures -------------------------------------------------------------------------------------
 
 
 class QueueState(Enum):
-    """Why a request is still waiting; a state this release does not know is never taken for active."""
+    """Why a request is still waiting; an unknown state is never treated as active."""
 
     ACTIVE = "active"
     PAUSED_RATE_LIMIT = "paused_rate_limit"
@@ -108,7 +108,7 @@ class TryAgainResponse(ResponseModel):
 
 
 class MetadataOnlyResponse(ResponseModel):
-    """Ready, and this large: ask again when there is room for it."""
+    """Ready, with its size in bytes: the client fetches it when it has room for it."""
 
     status: Literal["complete_metadata"] = "complete_metadata"
     response_payload_size: Annotated[int, Field(ge=0)]
@@ -180,7 +180,7 @@ class CancelFutureRequest(RequestModel):
 
 
 class HealthResponse(ResponseModel):
-    """The service answers, and so does its engine; `engine` is what that is doing, where a service says so."""
+    """The service and its engine are running; `engine` is the engine's activity, if the service reports it."""
 
     status: Literal["ok"] = "ok"
     engine: str | None = None
@@ -218,7 +218,7 @@ class ClientConfigRequest(RequestModel):
 
 
 class ClientConfigResponse(ResponseModel):
-    """How the service wants its clients to behave; `{}` means all defaults."""
+    """The behaviour that the service wants from its clients; `{}` means all defaults."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -266,7 +266,7 @@ class _ApiKeyDetails(ResponseModel):
 
 
 class ApiKeyInfoResponse(ResponseModel):
-    """Which key the caller uses; never the key itself."""
+    """The key that the caller uses, without the key itself."""
 
     key_id: int
     name: str

@@ -54,7 +54,7 @@ class ParsedCheckpointTinkerPath(ResponseModel):
             )
         if name in {".", ".."} or run in {".", ".."}:
             raise InvalidPathError(
-                f"{tinker_path!r:.200} climbs out of its run", field="tinker_path"
+                f"{tinker_path!r:.200} points outside its run", field="tinker_path"
             )
         return cls(
             tinker_path=tinker_path,
@@ -67,7 +67,7 @@ class ParsedCheckpointTinkerPath(ResponseModel):
     def of(
         cls, training_run_id: str, checkpoint_type: CheckpointType, name: str
     ) -> ParsedCheckpointTinkerPath:
-        """Compose a path and check it like one that was given."""
+        """Compose a path and check it like a given one."""
         if (kind := _KIND_OF_TYPE.get(checkpoint_type)) is None:
             raise InvalidPathError(
                 f"must be one of {', '.join(_KIND_OF_TYPE)}, not {checkpoint_type!r:.80}",
@@ -81,7 +81,7 @@ class ParsedCheckpointTinkerPath(ResponseModel):
 
 
 def with_kind(tinker_path: str, checkpoint_type: CheckpointType) -> str:
-    """The path of a checkpoint whose kind is known; SkyRL leaves the kind out when it has saved a sampler."""
+    """The path with its kind added; SkyRL leaves the kind out of the path of a saved sampler."""
     run, slash, name = tinker_path.removeprefix(SCHEME).partition("/")
     if not tinker_path.startswith(SCHEME) or not (run and slash and name) or "/" in name:
         return tinker_path

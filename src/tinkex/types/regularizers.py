@@ -1,4 +1,4 @@
-"""Values of the regularizer subsystem: what to compute, and what came out."""
+"""Values of the regularizer subsystem: specifications and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BaseLossOutput", "CustomLossOutput", "RegularizerOutput", "Regulariz
 
 @dataclass(frozen=True, slots=True)
 class RegularizerSpec:
-    """One term of a composed loss: `weight` times what `fn` returns.
+    """One term of a composed loss: `weight` times the value of `fn`.
 
     `fn` is a function of `(data, logprobs)` or `(data, logprobs, options)`, or an object with
     `compute(data, logprobs, options)`. With `is_async` it returns an awaitable.
@@ -47,7 +47,7 @@ class RegularizerSpec:
     def create(cls, spec: RegularizerSpec | Mapping[str, Any]) -> RegularizerSpec:
         """Accept a spec or a mapping of its fields; `async` is read as `is_async`.
 
-        A mapping without a name takes that of its object, if it has one.
+        A mapping without a name uses the name of its `fn`, if it has one.
         """
         if isinstance(spec, RegularizerSpec):
             return spec
@@ -65,7 +65,7 @@ class RegularizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RegularizerOutput:
-    """What one regularizer contributed."""
+    """The contribution of one regularizer."""
 
     name: str
     value: float
@@ -117,7 +117,7 @@ class BaseLossOutput:
 
 @dataclass(frozen=True, slots=True)
 class CustomLossOutput:
-    """A composed loss, taken apart."""
+    """A composed loss, split into its parts."""
 
     loss_total: float
     base_loss: BaseLossOutput | None

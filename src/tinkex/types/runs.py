@@ -1,4 +1,4 @@
-"""Sessions, training runs, checkpoints, and what they cost."""
+"""Sessions, training runs, checkpoints, and their costs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def _datetime_or_text(value: Any) -> Any:
-    """Read a timestamp; one in an unknown form is kept as text rather than losing the whole answer."""
+    """Read a timestamp; one in an unknown format is kept as text, so that the rest of the answer can be read."""
     if not isinstance(value, str):
         return value
     try:
@@ -107,7 +107,7 @@ class CreateSessionRequest(RequestModel):
 
 
 class CreateSessionResponse(ResponseModel):
-    """The new session; the messages are for the user's eyes."""
+    """The new session; the messages are meant for the user."""
 
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None
@@ -284,7 +284,7 @@ class SessionSearchCursor(ResponseModel):
 
 
 class SessionSearchRequest(RequestModel):
-    """Find sessions, newest first; `session_id` and `display_name` together mean either."""
+    """Find sessions, newest first; `session_id` and `display_name` together match either."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
@@ -329,7 +329,7 @@ Count: TypeAlias = Annotated[int, BeforeValidator(_number_or_zero)]
 
 
 class Cursor(ResponseModel):
-    """Where a page lies in the whole list; text that is no number reads as 0."""
+    """The position of a page in the whole list; text that is not a number reads as 0."""
 
     offset: Count
     limit: Count
@@ -362,7 +362,7 @@ class CheckpointsListResponse(ResponseModel):
 
 
 class CheckpointArchiveUrlResponse(ResponseModel):
-    """Where a checkpoint's archive can be fetched without a key, and until when."""
+    """The address of a checkpoint's archive, which needs no key, and its expiry time."""
 
     url: str
     expires: Timestamp | None = None
@@ -374,14 +374,14 @@ class ExternalWeightsUrlsResponse(ResponseModel):
 
 
 class SetCheckpointTtlRequest(RequestModel):
-    """Expire a checkpoint that many seconds from now; None keeps it for good."""
+    """Expire a checkpoint this many seconds from now; None keeps it forever."""
 
     ttl_seconds: int | None
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent_on_the_wire(cls, data: Any) -> Any:
-        return data  # here null is a request of its own
+        return data  # null means: keep forever
 
 
 class TrainingRun(ResponseModel):

@@ -1,4 +1,4 @@
-"""Sampling: parameters, requests, and the sequences that come back."""
+"""Sampling: parameters, requests, and sampled sequences."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class SamplingParams(RequestModel):
-    """How to draw tokens.
+    """How tokens are drawn.
 
-    `stop=None` stops at the model's end token, `stop=[]` never stops early. `max_tokens=None` runs to
-    the end of the context, `temperature=0` is greedy, and `top_k=-1` or `top_p=1` switch themselves off.
+    `stop=None` stops at the model's end token, `stop=[]` never stops early. `max_tokens=None` samples to
+    the end of the context, `temperature=0` is greedy, and `top_k=-1` and `top_p=1` turn these filters off.
     """
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -71,12 +71,12 @@ class SampleRequest(RequestModel):
 
 
 def _floats(values: Array) -> list[float | None]:
-    """A list with None where the array holds NaN, which stands for "not computed"."""
+    """A list with None for NaN, which means "not computed"."""
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def flat_array(values: Any, dtype: np.dtype[Any], field: str) -> Array | None:
-    """One dimension of numbers; None among them stands for NaN, which JSON cannot carry."""
+    """A one-dimensional array; None means NaN, which JSON does not have."""
     if values is None:
         return None
     if isinstance(values, list) and None in values:
@@ -89,11 +89,10 @@ def flat_array(values: Any, dtype: np.dtype[Any], field: str) -> Array | None:
 
 @dataclass(init=False, eq=False, repr=False)
 class SampledSequence:
-    """One sampled sequence; the stop token, where there was one, is the last of `tokens`.
+    """One sampled sequence; its stop token, if there is one, is the last of `tokens`.
 
-    The `*_np` attributes are the arrays as they came; the plain names are lists of them, which may
-    also be given to the constructor. A `stop_reason` that this release does not know is kept as the
-    service wrote it.
+    The `*_np` attributes are the received arrays; the plain names are the same as lists, which the
+    constructor also accepts. An unknown `stop_reason` is kept as the service wrote it.
     """
 
     stop_reason: StopReason | None
@@ -161,9 +160,9 @@ class SampledSequence:
 
 @dataclass(init=False, eq=False)
 class SampleResponse:
-    """The sequences of one request, and what was asked about the prompt.
+    """The sequences of one request, and the requested facts about the prompt.
 
-    As with `SampledSequence`, prompt logprobs may be given as arrays or as lists.
+    As in `SampledSequence`, prompt logprobs may be given as arrays or as lists.
     """
 
     sequences: Sequence[SampledSequence]
@@ -200,7 +199,7 @@ class SampleResponse:
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """One per prompt token, None where it was not computed, as for the first."""
+        """One per prompt token; None where it was not computed, as for the first token."""
         return None if self.prompt_logprobs_np is None else _floats(self.prompt_logprobs_np)
 
     @cached_property
@@ -211,9 +210,9 @@ class SampleResponse:
 
 @dataclass(frozen=True, slots=True)
 class SampleStreamChunk:
-    """One token of a streamed sample, or its end, or an error.
+    """One token of a streamed sample, its end, or an error.
 
-    `token` is the token's text where the service sends it, else empty: decode `token_id` then.
+    `token` is the token's text if the service sends it, else empty; then decode `token_id`.
     """
 
     token: str = ""
@@ -262,5 +261,5 @@ class GetSamplerResponse(ResponseModel):
     sampler_id: str
     base_model: str
     model_path: str | None = None
-    tokenizer_id: str | None = None  # ours says it; others leave it to the model's name
-    tokenizer_sha256: str | None = None  # of files that our service offers for download
+    tokenizer_id: str | None = None  # sent by the tinkex service only
+    tokenizer_sha256: str | None = None  # of the files that the tinkex service offers for download

@@ -1,4 +1,4 @@
-"""Telemetry events as they are shipped to the service."""
+"""Telemetry events as the client sends them to the service."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _event_adapter: TypeAdapter[TelemetryEvent] = TypeAdapter(
 
 
 def telemetry_event(data: Any) -> TelemetryEvent | None:
-    """Read one event; None for a kind this release does not know."""
+    """Read one event; None for an unknown kind."""
     try:
         return _event_adapter.validate_python(data)
     except ValidationError:
@@ -87,7 +87,7 @@ class TelemetrySendRequest(RequestModel):
 
 
 class TelemetryBatch(ResponseModel):
-    """Events that were shipped together; reading one drops events of a kind this release does not know."""
+    """Events that were sent together; events of an unknown kind are dropped."""
 
     events: list[TelemetryEvent]
     platform: str

@@ -1,4 +1,4 @@
-"""Tensors on the wire: `int64` or `float32`, dense or as compressed sparse rows, held as numpy.
+"""Tensors on the wire: `int64` or `float32`, dense or as compressed sparse rows, stored as numpy arrays.
 
 torch is imported only by the conversions that need it.
 """
@@ -44,12 +44,12 @@ _NUMPY: Final[dict[str, np.dtype[Any]]] = {
 }
 _PACK_CODE: Final = {np.dtype(np.int32): "i", np.dtype(np.int64): "q", np.dtype(np.float32): "f"}
 
-#: A top-k cell that holds nothing.
+#: The logprob of an empty top-k cell.
 EMPTY_LOGPROB: Final = -99999.0
 
 
 def check_precision_loss(dtype: npt.DTypeLike) -> tuple[TensorDtype, str] | None:
-    """Say what converting from `dtype` may lose: `(target, reason)`, or None when nothing."""
+    """The loss that a conversion from `dtype` may cause: `(target, reason)`, or None."""
     kind = np.dtype(dtype)
     if kind.kind == "f" and kind.itemsize > 4:
         return "float32", f"{kind.name} is narrowed to float32: precision loss"
@@ -59,7 +59,7 @@ def check_precision_loss(dtype: npt.DTypeLike) -> tuple[TensorDtype, str] | None
 
 
 def dtype_of(dtype: npt.DTypeLike, *, quiet: bool = True) -> TensorDtype:
-    """The wire dtype of a numpy dtype; with `quiet=False` it warns about what may be lost."""
+    """The wire dtype of a numpy dtype; with `quiet=False` it warns about a loss of precision."""
     kind = np.dtype(dtype)
     if kind.kind == "f":
         wire: TensorDtype = "float32"
@@ -75,10 +75,10 @@ def dtype_of(dtype: npt.DTypeLike, *, quiet: bool = True) -> TensorDtype:
 
 
 def packed(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
-    """Return `values` as an array of `dtype`, copying only what has to change.
+    """Return `values` as an array of `dtype`, with as little copying as possible.
 
-    A flat list goes through `struct`, which is twice as fast as numpy here and, unlike numpy, refuses
-    to cut a float down to an integer.
+    A flat list goes through `struct`: it is twice as fast as numpy here and, unlike numpy, refuses to truncate a
+    float to an integer.
     """
     if isinstance(values, np.ndarray):
         return _converted(values, dtype, field)
@@ -94,7 +94,7 @@ def packed(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
 
 
 def _viewed(values: Any, field: str) -> Array:
-    """The array inside a foreign one, such as a torch tensor."""
+    """The array inside an object of another library, such as a torch tensor."""
     try:
         return np.asarray(values)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -158,12 +158,11 @@ def _converted(array: Array, dtype: np.dtype[Any], field: str) -> Array:
 
 
 class TensorData:
-    """A tensor as the protocol carries it.
+    """A tensor of the protocol.
 
-    `data` may be a flat or rectangular list, or a numpy array, which is kept without copying when its
-    dtype already fits; do not write to it afterwards. With `sparse_crow_indices` and
-    `sparse_col_indices`, `data` holds the listed values of a two-dimensional tensor in compressed
-    sparse rows.
+    `data` may be a flat or rectangular list, or a numpy array. An array whose dtype already fits is kept without
+    copying; do not write to it afterwards. With `sparse_crow_indices` and `sparse_col_indices`, `data` has the
+    stored values of a two-dimensional tensor in compressed sparse rows.
     """
 
     __slots__ = ("_col", "_crow", "_values", "dtype", "shape")
@@ -204,9 +203,7 @@ class TensorData:
 
     def _dense(self, values: Array) -> Array:
         if self.shape is None:
-            if (
-                values.ndim != 1
-            ):  # on the wire the numbers are one flat list, whatever they were here
+            if values.ndim != 1:  # on the wire the numbers are one flat list
                 self.shape = list(values.shape)
             return values
         if prod(self.shape) != values.size:
@@ -216,7 +213,7 @@ class TensorData:
             )
         try:
             return values.reshape(self.shape)
-        except ValueError as error:  # more dimensions, or a larger one, than an array can have
+        except ValueError as error:  # too many dimensions, or one is too large for an array
             raise InvalidInputError(f"{self.shape!r:.80} {error}", field="shape") from error
 
     def _sparse(self, crow: Any, col: Any) -> None:
@@ -235,7 +232,7 @@ class TensorData:
             or np.any(np.diff(crow) < 0)
         ):
             raise InvalidInputError(
-                f"must rise from 0 to {self._values.size} in {rows + 1} steps",
+                f"must increase from 0 to {self._values.size} in {rows + 1} entries",
                 field="sparse_crow_indices",
             )
         if col.size != self._values.size:
@@ -247,7 +244,7 @@ class TensorData:
             raise InvalidInputError(f"must lie in [0, {columns})", field="sparse_col_indices")
         self._crow, self._col = crow, col
 
-    # -- what it holds -----------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------
 
     @property
     def is_sparse(self) -> bool:
@@ -255,7 +252,7 @@ class TensorData:
 
     @property
     def values(self) -> Array:
-        """The numbers as stored: the dense array, or the listed values of a sparse one."""
+        """The stored numbers: the dense array, or the stored values of a sparse one."""
         return self._values
 
     @property
@@ -330,7 +327,7 @@ class TensorData:
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """Wrap a tensor; of a two-dimensional one, leave out `pad_value` where that makes it smaller."""
+        """Wrap a tensor; a two-dimensional one is stored without `pad_value` if that makes it smaller."""
         dense = cls.from_torch(tensor)
         if tensor.dim() != 2:
             return dense
@@ -344,7 +341,7 @@ class TensorData:
         return cls(values, dense.dtype, [rows, columns], crow, column_of.astype(np.int64))
 
     def to_numpy(self, pad_value: int = 0) -> Array:
-        """The dense array; places a sparse tensor does not list hold `pad_value`."""
+        """The dense array; missing cells of a sparse tensor become `pad_value`."""
         if self._crow is None or self._col is None or self.shape is None:
             return self._values
         dense = np.full(self.shape, pad_value, self._values.dtype)
@@ -353,7 +350,7 @@ class TensorData:
         return dense
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
-        """The dense tensor, as a copy that may be written to."""
+        """The dense tensor, as a writable copy."""
         import torch
 
         return torch.from_numpy(self.to_numpy(pad_value).copy())
@@ -378,7 +375,7 @@ def _from_object(value: Any) -> TensorData:
 
 
 def tensor_from_object(value: Mapping[str, Any], *, field: str = "tensor") -> TensorData:
-    """Read a tensor from its JSON form; null stands for NaN, which JSON cannot carry."""
+    """Read a tensor from its JSON form; null means NaN, which JSON does not have."""
     if not isinstance(value, dict) or "data" not in value:
         raise InvalidInputError(
             f"expected an object with data and dtype, got {value!r:.80}", field=field
@@ -399,7 +396,7 @@ def tensor_from_object(value: Mapping[str, Any], *, field: str = "tensor") -> Te
 
 
 def tensor_to_object(tensor: TensorData) -> dict[str, Any]:
-    """Write a tensor in its JSON form, leaving out what is not set."""
+    """Write a tensor in its JSON form, without fields that are not set."""
     written: dict[str, Any] = {"data": tensor.data, "dtype": tensor.dtype}
     if tensor.shape is not None:
         written["shape"] = tensor.shape
@@ -427,14 +424,14 @@ def _checked_shape(shape: Sequence[int] | None) -> list[int] | None:
 class TopkLogprobs:
     """The k most likely tokens at each position, as two matrices of shape `(length, k)`.
 
-    A cell without a token holds id 0 and logprob -99999.
+    A cell without a token has id 0 and logprob -99999.
     """
 
     token_ids: Array
     logprobs: Array
 
     def tolist(self) -> list[list[tuple[int, float]] | None]:
-        """Per position the `(token, logprob)` pairs, or None where nothing was computed."""
+        """The `(token, logprob)` pairs of each position, or None where nothing was computed."""
         rows: list[list[tuple[int, float]] | None] = []
         for ids, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             row = [pair for pair in zip(ids, logprobs, strict=True) if pair[1] != EMPTY_LOGPROB]
@@ -482,4 +479,6 @@ class PromptAltTokens:
 
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("tinkex packs tensors as they lie in memory and needs a little-endian CPU")
+    raise ImportError(
+        "tinkex sends tensors as the bytes they have in memory and needs a little-endian CPU"
+    )

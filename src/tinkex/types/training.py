@@ -78,7 +78,7 @@ ModelID: TypeAlias = str
 
 
 class OptimizerConfig(RequestModel):
-    """Which optimizer a model is created with; a family this release does not know passes through."""
+    """The optimizer of a new model; an unknown optimizer family is passed through."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,7 +104,7 @@ def _optimizer_kind(value: Any) -> str:
 
 
 def _with_all_fields(value: Any) -> Any:
-    """Keep what an unknown family brings along, also where readers ignore unknown fields."""
+    """Keep all fields of an unknown family, even where readers ignore unknown fields."""
     return (
         OptimizerConfig.model_validate(value, extra="allow") if isinstance(value, dict) else value
     )
@@ -122,13 +122,13 @@ class OptimParamsBase(RequestModel):
     """Parameters of one optimizer step."""
 
 
-# JSON has no infinity: sent, it would arrive as "not given" and be replaced by the default.
+# JSON has no infinity: it would arrive as "not given" and become the default.
 NotNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamParams(OptimParamsBase):
-    """AdamW: weight decay is decoupled, and a `grad_clip_norm` of 0 means no clipping."""
+    """AdamW: weight decay is decoupled; a `grad_clip_norm` of 0 means no clipping."""
 
     learning_rate: NotNegative = 1e-4
     beta1: Decay = 0.9
@@ -154,7 +154,7 @@ class OptimStepRequest(RequestModel):
     """One optimizer step.
 
     On the wire the parameters are called `adam_params` for Adam and `optimizer_params` for any other
-    optimizer; exactly one of the two is there.
+    optimizer; exactly one of the two is present.
     """
 
     optim_params: OptimParams
@@ -192,7 +192,7 @@ def _named_params(params: Any) -> type[OptimParamsBase]:
 
 
 def _read_params(kind: type[OptimParamsBase], params: Any, info: ValidationInfo) -> OptimParamsBase:
-    # Read as exactly this class: in a union, bad parameters could pass for the empty base class.
+    # Read as exactly this class: in a union, invalid parameters could be read as the empty base class.
     extra: Literal["ignore"] | None = "ignore" if info.context is FROM_WIRE else None
     return kind.model_validate(params, context=info.context, extra=extra)
 
@@ -209,7 +209,7 @@ class OptimStepResponse(ResponseModel):
 
     @property
     def success(self) -> bool:
-        """A step that did not succeed raises instead."""
+        """Always true: a failed step raises an error instead."""
         return True
 
 
@@ -217,7 +217,7 @@ class OptimStepResponse(ResponseModel):
 
 
 class LoraConfig(RequestModel):
-    """The adapter a model is created with."""
+    """The adapter of a new model."""
 
     rank: Annotated[int, Field(ge=1)] = 32
     seed: int | None = None
@@ -256,7 +256,7 @@ class ModelData(ResponseModel):
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
-    tokenizer_sha256: str | None = None  # of files that our service offers for download
+    tokenizer_sha256: str | None = None  # of the files that the tinkex service offers for download
 
 
 class GetInfoResponse(ResponseModel):
@@ -316,10 +316,10 @@ class ForwardRequest:
 
 @dataclass
 class ForwardBackwardOutput:
-    """Per datum the tensors the loss function returned, and metrics named `name:reduction`.
+    """The tensors that the loss function returned for each datum, and metrics named `name:reduction`.
 
-    `custom_loss` is what `forward_backward_custom` computed on the caller's side, taken apart; other calls leave it
-    None, and it does not travel.
+    `custom_loss` has the parts of a loss that `forward_backward_custom` computed on the client; it is None for other
+    calls and is not sent.
     """
 
     loss_fn_output_type: str
@@ -329,7 +329,7 @@ class ForwardBackwardOutput:
 
     @property
     def loss(self) -> float | None:
-        """The sum of the loss over all tokens and datums, which is the metric `loss:sum`; None where that is unknown.
+        """The sum of the loss over all tokens and datums, which is the metric `loss:sum`; None if unknown.
 
         It is never a mean: divide it by the sum of the weights for the loss per token.
         """
@@ -408,7 +408,7 @@ class SaveWeightsResponse(ResponseModel):
 
 
 class SaveWeightsForSamplerRequest(RequestModel):
-    """Freeze the weights for sampling: under a name, or as an unlisted sampling session."""
+    """Save the weights for sampling: under a name, or as an unlisted sampling session."""
 
     model_id: ModelID
     path: str | None = None
@@ -437,7 +437,7 @@ class SaveWeightsForSamplerResponse(ResponseModel):
 
 
 class SaveWeightsExternalRequest(RequestModel):
-    """Write plain adapter files for use elsewhere, encrypted if recipients are named."""
+    """Write plain adapter files for use elsewhere; they are encrypted if recipients are given."""
 
     model_id: ModelID
     path: str
@@ -510,7 +510,7 @@ class WeightsInfoResponse(ResponseModel):
     train_attn: bool | None = None
 
     def lora_config(self) -> LoraConfig:
-        """The configuration that recreates this adapter; a flag left unsaid counts as trained."""
+        """The configuration that recreates this adapter; an unset flag counts as trained."""
         return LoraConfig(
             rank=self.lora_rank or 32,
             train_unembed=self.train_unembed is not False,
