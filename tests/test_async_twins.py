@@ -1,7 +1,8 @@
-"""The `*_async` twins: generated, real coroutines, with the parameters of the methods they follow."""
+"""Generated methods: `*_async` coroutines and blocking methods, with the parameters of their definition."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import json
@@ -54,7 +55,7 @@ def official_twins(name: str) -> set[str]:
     return {each for each in OFFICIAL["classes"][name]["methods"] if each.endswith("_async")}
 
 
-def test_the_generated_file_is_up_to_date():
+def test_generated_file_is_up_to_date():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "generate_async.py", "--check"],
         capture_output=True,
@@ -65,7 +66,7 @@ def test_the_generated_file_is_up_to_date():
 
 
 @pytest.mark.parametrize(("owner", "name"), TWINS)
-def test_a_twin_has_the_parameters_of_its_method(owner, name):
+def test_async_method_has_the_parameters_of_its_plain_method(owner, name):
     cls = CLIENTS[owner]
     plain, twin = getattr(cls, name.removesuffix("_async")), getattr(cls, name)
     assert name.endswith("_async")
@@ -80,17 +81,65 @@ def test_a_twin_has_the_parameters_of_its_method(owner, name):
     assert parameters(twin) == parameters(plain)
 
 
+def client_classes() -> list[ast.ClassDef]:
+    sources = sorted((ROOT / "src" / "tinkex" / "_client").glob("*.py"))
+    trees = [ast.parse(source.read_text()) for source in sources]
+    return [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def test_no_blocking_method_repeats_the_signature_of_its_private_method():
+    repeated = []
+    for cls in client_classes():
+        arguments = {
+            node.name: ast.unparse(node.args)
+            for node in cls.body
+            if isinstance(node, ast.FunctionDef) and len(node.args.args + node.args.kwonlyargs) > 1
+        }
+        repeated += [
+            f"{cls.name}.{name}"
+            for name in arguments
+            if arguments[name] == arguments.get(f"_{name}")
+        ]
+    assert repeated == []
+
+
+def test_generated_methods_know_the_type_of_self():
+    generated = (ROOT / "src" / "tinkex" / "_client" / "_generated.py").read_text()
+    assert "self: Any" not in generated
+
+
+BLOCKING = [
+    (tinkex.ServiceClient, "create_lora_training_client", "TrainingClient"),
+    (tinkex.ServiceClient, "create_sampling_client", "SamplingClient"),
+    (tinkex.ServiceClient, "create_training_client_from_state", "TrainingClient"),
+    (tinkex.ServiceClient, "create_training_client_from_state_with_optimizer", "TrainingClient"),
+    (tinkex.ServiceClient, "get_server_capabilities", "GetServerCapabilitiesResponse"),
+    (tinkex.TrainingClient, "create_sampling_client", "SamplingClient"),
+    (tinkex.TrainingClient, "get_info", "GetInfoResponse"),
+    (tinkex.TrainingClient, "save_weights_and_get_sampling_client", "SamplingClient"),
+    (tinkex.TrainingClient, "save_weights_and_get_sampling_client_sync", "SamplingClient"),
+    (tinkex.SamplingClient, "get_base_model", "str"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "result"), BLOCKING)
+def test_blocking_method_returns_the_result_and_has_a_docstring(owner, name, result):
+    method = getattr(owner, name)
+    assert inspect.signature(method).return_annotation == result
+    assert inspect.getdoc(method)
+
+
 @pytest.mark.parametrize("owner", ["TrainingClient", "SamplingClient"])
-def test_tools_that_list_coroutines_find_the_official_ones_and_no_more(owner):
+def test_client_has_exactly_the_official_coroutines(owner):
     assert coroutines(CLIENTS[owner]) == official_twins(owner)
 
 
 @pytest.mark.parametrize("owner", ["ServiceClient", "RestClient", "AdminClient"])
-def test_every_official_twin_is_there(owner):
+def test_client_has_every_official_coroutine(owner):
     assert official_twins(owner) <= coroutines(CLIENTS[owner])
 
 
-def test_a_method_replaced_on_the_class_is_seen_by_its_twin(server, service, monkeypatch):
+def test_async_method_calls_a_replaced_plain_method(server, service, monkeypatch):
     answer_training(server)
     trainer = new_trainer(service())
     called: list[Any] = []
@@ -110,7 +159,7 @@ def test_a_method_replaced_on_the_class_is_seen_by_its_twin(server, service, mon
     assert called == [(params,)]
 
 
-def test_a_twin_can_be_replaced_like_any_method(server, service, monkeypatch):
+def test_async_method_can_be_replaced_on_the_class(server, service, monkeypatch):
     answer_training(server)
 
     async def optim_step_async(self: Any, *_: Any) -> str:
@@ -121,7 +170,7 @@ def test_a_twin_can_be_replaced_like_any_method(server, service, monkeypatch):
     assert asyncio.run(trainer.optim_step_async()) == "replaced for s-1:train:0"
 
 
-def test_a_training_twin_hands_over_a_future_and_a_sampling_twin_the_result(server, service):
+def test_training_coroutine_gives_a_future_and_sampling_coroutine_the_result(server, service):
     answer_training(server)
     answer_samples(server, 7)
     client = service()
@@ -137,7 +186,7 @@ def test_a_training_twin_hands_over_a_future_and_a_sampling_twin_the_result(serv
     assert drawn.sequences[0].tokens == [7]
 
 
-def test_the_clients_async_factories_work_side_by_side(server, service):
+def test_async_factories_run_concurrently(server, service):
     client = service()
 
     async def make() -> list[Any]:
@@ -158,7 +207,7 @@ def test_the_clients_async_factories_work_side_by_side(server, service):
     assert all(each.holder is client.holder for each in made)
 
 
-def test_a_mock_with_the_clients_methods_can_be_made():
+def test_mock_with_the_spec_of_a_client_has_its_async_methods():
     mock = MagicMock(spec=tinkex.SamplingClient)
     mock.sample_async.return_value = "drawn"
     mock.sample.return_value = "future"

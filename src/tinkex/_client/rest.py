@@ -58,7 +58,7 @@ from tinkex.types import (
 from tinkex.types.paths import ParsedCheckpointTinkerPath
 from tinkex.types.training import check_ttl
 
-from ._async_twins import AdminClientAsync, RestClientAsync
+from ._generated import AdminClientMethods, RestClientMethods
 from .auth import config_with_login
 from .checks import check_count
 from .retry import ArchivePolicy
@@ -120,7 +120,7 @@ class _Sessionless:
         return self._session.start_call(name, request, path=path, headers=headers, timeout=timeout)
 
 
-class AdminClient(_Sessionless, AdminClientAsync):
+class AdminClient(_Sessionless, AdminClientMethods):
     """What an organisation's administrators ask."""
 
     def get_audit_log(
@@ -181,7 +181,7 @@ class AdminClient(_Sessionless, AdminClientAsync):
         return self._call("get_current_checkpoint_storage_usage", request, timeout=timeout)
 
 
-class RestClient(RestClientAsync, AdminClient):
+class RestClient(RestClientMethods, AdminClient):
     """Runs, checkpoints and sessions of an account; needs no session of its own."""
 
     # -- sessions ----------------------------------------------------------------------------

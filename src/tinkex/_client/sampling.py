@@ -57,7 +57,7 @@ from tinkex.types import (
 )
 from tinkex.types.paths import SCHEME, ParsedCheckpointTinkerPath
 
-from ._async_twins import SamplingClientAsync
+from ._generated import SamplingClientMethods
 from .auth import config_for_handle
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
@@ -96,7 +96,8 @@ _STUCK_CHECK: Final = 60.0
 UNLIMITED: Final = 1_000_000_000
 
 
-class SamplingClient(SamplingClientAsync):
+# The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
+class SamplingClient(SamplingClientMethods):
     """A frozen set of weights to sample from.
 
     `sample` and `compute_logprobs` return futures at once; thousands may be under way. The client can be
@@ -312,11 +313,8 @@ class SamplingClient(SamplingClientAsync):
 
     # -- who it is ---------------------------------------------------------------------------
 
-    def get_base_model(self, *, timeout: float | None = None) -> str:
-        """The name of the model the weights belong to."""
-        return self._get_base_model(timeout=timeout).result()
-
     def _get_base_model(self, *, timeout: float | None = None) -> APIFuture[str]:
+        """The name of the model the weights belong to."""
         sampler = self._session.start_call(
             "get_sampler", path={"sampler_id": self._sampling_session_id}, timeout=timeout
         )

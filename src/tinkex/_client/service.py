@@ -36,7 +36,7 @@ from tinkex.types import (
 )
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
-from ._async_twins import ServiceClientAsync
+from ._generated import ServiceClientMethods
 from .auth import config_with_login
 from .breaker import Circuits
 from .http import HTTPClient
@@ -62,7 +62,8 @@ class _Plain(RootModel[dict[str, Any]]):
     """A result of no known type."""
 
 
-class ServiceClient(ServiceClientAsync):
+# The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
+class ServiceClient(ServiceClientMethods):
     """A client of one Tinker service.
 
     Nothing is sent until the first call that needs an answer. Settings are taken from the arguments, then
@@ -142,37 +143,6 @@ class ServiceClient(ServiceClientAsync):
 
     # -- training ----------------------------------------------------------------------------
 
-    def create_lora_training_client(
-        self,
-        base_model: str,
-        rank: int = RANK,
-        seed: int | None = None,
-        train_mlp: bool = TRAINED,
-        train_attn: bool = TRAINED,
-        train_unembed: bool = TRAINED,
-        user_metadata: dict[str, str] | None = None,
-        optimizer: OptimizerConfig | None = None,
-        *,
-        lora_config: LoraConfig | None = None,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """A new LoRA adapter on `base_model`, ready to train.
-
-        `lora_config` says the same as the five options before `user_metadata`; an option that is given overrides it.
-        """
-        return self._create_lora_training_client(
-            base_model,
-            rank,
-            seed,
-            train_mlp,
-            train_attn,
-            train_unembed,
-            user_metadata,
-            optimizer,
-            lora_config=lora_config,
-            timeout=timeout,
-        ).result()
-
     def _create_lora_training_client(
         self,
         base_model: str,
@@ -187,6 +157,10 @@ class ServiceClient(ServiceClientAsync):
         lora_config: LoraConfig | None = None,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
+        """A new LoRA adapter on `base_model`, ready to train.
+
+        `lora_config` says the same as the five options before `user_metadata`; an option that is given overrides it.
+        """
         if not isinstance(base_model, str) or not base_model.strip():
             raise InvalidInputError(
                 f"must be a non-empty string, got {base_model!r:.80}", field="base_model"
@@ -239,28 +213,6 @@ class ServiceClient(ServiceClientAsync):
         session.base_models[created.model_id] = base_model
         return TrainingClient(session, model_seq_id, created.model_id)
 
-    def create_training_client_from_state(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: OptimizerConfig | None = None,
-        *,
-        load_optimizer: bool = False,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """A new model from a checkpoint's weights; with a fresh optimizer, unless `load_optimizer`."""
-        return self._create_training_client_from_state(
-            path,
-            base_model,
-            user_metadata,
-            weights_access_token,
-            optimizer,
-            load_optimizer=load_optimizer,
-            timeout=timeout,
-        ).result()
-
     def _create_training_client_from_state(
         self,
         path: str,
@@ -272,24 +224,11 @@ class ServiceClient(ServiceClientAsync):
         load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
+        """A new model from a checkpoint's weights; with a fresh optimizer, unless `load_optimizer`."""
         token = weights_access_token
         return self._from_state(
             path, base_model, user_metadata, token, optimizer, timeout, load_optimizer
         )
-
-    def create_training_client_from_state_with_optimizer(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> TrainingClient:
-        """A new model that goes on exactly where the checkpoint was saved."""
-        return self._create_training_client_from_state_with_optimizer(
-            path, base_model, user_metadata, weights_access_token, timeout=timeout
-        ).result()
 
     def _create_training_client_from_state_with_optimizer(
         self,
@@ -300,6 +239,7 @@ class ServiceClient(ServiceClientAsync):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
+        """A new model that goes on exactly where the checkpoint was saved."""
         return self._from_state(
             path, base_model, user_metadata, weights_access_token, None, timeout, True
         )
@@ -452,20 +392,6 @@ class ServiceClient(ServiceClientAsync):
 
     # -- sampling and the rest ---------------------------------------------------------------
 
-    def create_sampling_client(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """A sampler of a checkpoint or of a base model."""
-        return self._create_sampling_client(
-            model_path, base_model, retry_config, record_stability_info, timeout=timeout
-        ).result()
-
     def _create_sampling_client(
         self,
         model_path: str | None = None,
@@ -475,6 +401,7 @@ class ServiceClient(ServiceClientAsync):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
+        """A sampler of a checkpoint or of a base model."""
         return SamplingClient.create(
             self._session,
             model_path=model_path,
@@ -488,15 +415,10 @@ class ServiceClient(ServiceClientAsync):
         """A client for runs, checkpoints and sessions that shares this one's connections."""
         return RestClient(self._session)
 
-    def get_server_capabilities(
-        self, *, timeout: float | None = None
-    ) -> GetServerCapabilitiesResponse:
-        """Which models the service has."""
-        return self._get_server_capabilities(timeout=timeout).result()
-
     def _get_server_capabilities(
         self, *, timeout: float | None = None
     ) -> APIFuture[GetServerCapabilitiesResponse]:
+        """Which models the service has."""
         return self._session.start_call("get_server_capabilities", timeout=timeout)
 
     def health(self, *, timeout: float | None = None) -> HealthResponse:

@@ -50,7 +50,7 @@ from tinkex.types import (
 from tinkex.types.paths import CONSOLE, CheckpointType, ParsedCheckpointTinkerPath, with_kind
 
 from . import chunking, custom_loss, traced_loss
-from ._async_twins import TrainingClientAsync
+from ._generated import TrainingClientMethods
 from .budget import Lease
 from .checks import check_data, check_loss, check_name, check_retry_config
 from .custom_loss import CustomLossFn
@@ -86,7 +86,8 @@ _computing_loss_of: ContextVar[TrainingClient | None] = ContextVar(
 )
 
 
-class TrainingClient(TrainingClientAsync):
+# The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
+class TrainingClient(TrainingClientMethods):
     """A model being trained.
 
     Every method that does work returns an `APIFuture` at once. Operations reach the service in the order
@@ -359,28 +360,9 @@ class TrainingClient(TrainingClientAsync):
 
     # -- sampling ----------------------------------------------------------------------------
 
-    def save_weights_and_get_sampling_client(
-        self,
-        name: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        ttl_seconds: int | None = None,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """A sampler frozen at the current weights.
-
-        With a `name` the weights are saved under it; without one the sampler lives as long as the session
-        and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
-
-        A name may be used again: its checkpoint keeps the weights of the first time, and the new sampler, which has the
-        current weights, is not listed.
-        """
-        return self._save_weights_and_get_sampling_client(
-            name, retry_config, record_stability_info, ttl_seconds=ttl_seconds, timeout=timeout
-        ).result()
-
-    save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
+    save_weights_and_get_sampling_client_sync = (
+        TrainingClientMethods.save_weights_and_get_sampling_client
+    )
 
     def _save_weights_and_get_sampling_client(
         self,
@@ -391,6 +373,14 @@ class TrainingClient(TrainingClientAsync):
         ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
+        """A sampler frozen at the current weights.
+
+        With a `name` the weights are saved under it; without one the sampler lives as long as the session
+        and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
+
+        A name may be used again: its checkpoint keeps the weights of the first time, and the new sampler, which has the
+        current weights, is not listed.
+        """
         from .sampling import SamplingClient, open_sampling_session
 
         if name is not None:
@@ -453,19 +443,6 @@ class TrainingClient(TrainingClientAsync):
         """The same without blocking, under the name that releases up to 0.19 had for it."""
         return self._save_weights_and_get_sampling_client(retry_config=retry_config)
 
-    def create_sampling_client(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
-    ) -> SamplingClient:
-        """A sampler of a saved checkpoint, in the same session."""
-        return self._create_sampling_client(
-            model_path, retry_config, record_stability_info, timeout=timeout
-        ).result()
-
     def _create_sampling_client(
         self,
         model_path: str,
@@ -474,6 +451,7 @@ class TrainingClient(TrainingClientAsync):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
+        """A sampler of a saved checkpoint, in the same session."""
         from .sampling import SamplingClient
 
         return SamplingClient.create(
@@ -486,11 +464,8 @@ class TrainingClient(TrainingClientAsync):
 
     # -- the model ---------------------------------------------------------------------------
 
-    def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
-        """What the service knows of this model."""
-        return self._get_info(timeout=timeout).result()
-
     def _get_info(self, *, timeout: float | None = None) -> APIFuture[GetInfoResponse]:
+        """What the service knows of this model."""
         request = GetInfoRequest(model_id=self.model_id)
         return self._session.start_call("get_info", request, timeout=timeout)
 
