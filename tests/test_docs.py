@@ -260,6 +260,27 @@ def test_every_typed_error_has_a_troubleshooting_entry():
     assert sorted(entries) == typed_errors()
 
 
+def modules_in_table(page: Path) -> set[str]:
+    """Modules and packages (`name/`) of the first column; a folder holds for the names after it in the cell."""
+    found = set()
+    for cell in rows(page):
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            parent, _, last = name.removesuffix("/").rpartition("/")
+            folder = f"{parent}/" if parent else folder
+            found.add(name if name.endswith("/") else folder + last)
+    return found
+
+
+def test_every_module_is_in_the_architecture_table():
+    home, listed = ROOT / "src" / "tinkex", modules_in_table(DOCS / "architecture.md")
+    packages = tuple(name for name in listed if name.endswith("/"))
+    files = {file.relative_to(home).with_suffix("").as_posix() for file in home.rglob("*.py")}
+    modules = {name for name in files if not name.endswith("__")}
+    assert {name for name in modules if not name.startswith(packages)} - listed == set()
+    assert {name for name in listed if not (home / name).is_dir()} - modules == set()
+
+
 def test_every_decision_is_listed():
     index = (DOCS / "decisions" / "index.md").read_text()
     for page in (DOCS / "decisions").glob("0*.md"):
