@@ -257,9 +257,7 @@ def test_links_that_never_work_are_not_asked_for_again_and_again(server, tmp_pat
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://127.0.0.1/x", "", "data:,x"])
 def test_only_http_is_fetched(tmp_path, url):
-    with pytest.raises(
-        APIResponseValidationError, match=r"a URL that is none|a file on its own disk"
-    ):
+    with pytest.raises(APIResponseValidationError, match=r"an invalid URL|a file on its own disk"):
         fetch(url, tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
 

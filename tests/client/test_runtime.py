@@ -562,7 +562,7 @@ def test_a_fork_leaves_what_is_under_way_to_the_parent(server):
         server.on_future(request_id, held)
     out = run_script(SCRIPT.format(url=server.url) + FORK_BUSY, stdin="\n").splitlines()
     assert out[0] == "ready"
-    assert "ask again in this process" in out[1]
+    assert "repeat the call in this process" in out[1]
     assert out[2] == str(list(range(20)))
 
 

@@ -1,4 +1,4 @@
-"""Who is calling: a key as given, a key a command prints, or a token the key was exchanged for."""
+"""Credentials of a client: a given API key, a key printed by a command, or a token obtained for the key."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from .notices import logger
 
 __all__ = ["Auth", "get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
 
-#: A token this close to its end is renewed before it is used.
+#: A token that expires within this many seconds is renewed before the next request.
 _REFRESH_BEFORE = 60.0
+#: The background task renews a token this many seconds before it expires.
 _REFRESH_EARLY = 300.0
 _COMMAND_TIMEOUT = 60.0
 
 
 class Auth:
-    """Gives the credential for the next call."""
+    """Provides the credential for the next request."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._config = config
@@ -53,7 +54,7 @@ class Auth:
 
     @property
     def credential(self) -> str:
-        """What to send now; `ensure` must have been awaited once."""
+        """The credential to send now. `ensure` must have been awaited once."""
         return self._token or self._key or ""
 
     @property
@@ -64,29 +65,29 @@ class Auth:
         return self._exchange is not None and left < _REFRESH_BEFORE
 
     def use_tokens(self, exchange: Callable[[], Awaitable[str]]) -> None:
-        """From now on exchange the key for tokens, as the service asked."""
+        """Exchange the key for tokens from now on, because the service requires it."""
         self._exchange = exchange
 
     async def ensure(self) -> None:
-        """Make the credential good for at least a minute."""
+        """Make sure the credential is valid for at least one more minute."""
         async with self._lock:
             if self._key is None:
                 self._key = await asyncio.to_thread(_from_command, self._config.credential_cmd)
             if self._exchange is not None and self.stale:
-                self._token = None  # the exchange itself is made with the key
+                self._token = None  # the exchange request itself sends the key
                 token = await self._exchange()
                 self._expires = claims(token)["exp"]
                 self._token = token
 
     async def keep_fresh(self) -> None:
-        """Renew the token well before it ends, for as long as the session lives."""
+        """Renew the token before it expires, while the session lives."""
         await self.ensure()
         while True:
             await self._clock.sleep(self.refresh_in())
             self._expires = 0.0
             try:
                 await self.ensure()
-            except TinkerError as error:  # the next call tries again and says so itself
+            except TinkerError as error:  # the next request tries again and reports the error
                 logger.debug("The token could not be renewed: %s", error)
 
     def refresh_in(self) -> float:
@@ -94,11 +95,11 @@ class Auth:
         return max(self._expires - self._clock.wall() - _REFRESH_EARLY, _REFRESH_BEFORE)
 
     async def claims(self) -> dict[str, Any]:
-        """What the token says of its owner."""
+        """The claims in the token about its owner."""
         await self.ensure()
         if self._token is not None:
             return claims(self._token)
-        # A token given as the key speaks for its owner only if the identity service issued it.
+        # A token given as the API key identifies its owner only if the identity service issued it.
         if self.credential.startswith("eyJ"):
             content = claims(self.credential)
             if str(content.get("iss", "")).startswith("passport-"):
@@ -109,7 +110,7 @@ class Auth:
 
 
 def claims(token: str) -> dict[str, Any]:
-    """The unverified payload of a JWT: the service verifies, the client only reads the date."""
+    """The payload of a JWT, not verified: the service verifies it, the client only reads it."""
     try:
         payload = token.split(".")[1]
         padded = payload + "=" * (-len(payload) % 4)
@@ -123,9 +124,9 @@ def claims(token: str) -> dict[str, Any]:
 def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str:
     if not command:
         raise ConfigError("missing", field="api_key", advice="set TINKER_API_KEY or pass api_key=…")
-    # No error repeats the command or what it printed: either may hold the key.
+    # No error quotes the command or its stdout: either may contain the key.
     try:
-        done = subprocess.run(  # noqa: S602  # the user's own shell command is the point of the setting
+        done = subprocess.run(  # noqa: S602  # the setting is a shell command of the user
             command,
             shell=True,
             capture_output=True,
@@ -150,16 +151,16 @@ def _from_command(command: str | None, timeout: float = _COMMAND_TIMEOUT) -> str
 
 
 def config_with_login(**options: Any) -> Config:
-    """A configuration that, without a key of its own, uses the stored login.
+    """A configuration that uses the stored login if no key is given.
 
-    A service on this machine can be called without a key: most of them need none, and one that does answers 401.
+    A service on this machine may be called without a key: most need none, and one that needs it answers 401.
     """
     try:
         return Config(**options)
     except ConfigError as error:
         given = options.get("api_key") or defaults().get("api_key") or read_env("TINKER_API_KEY")
         if error.field != "api_key" or given:
-            raise  # also for a key that was given and is malformed
+            raise  # includes a key that is given but malformed
         stored = stored_key()
         config = Config(**options | {"api_key": stored or KEYLESS})
         if stored is None and not config.is_loopback:
@@ -168,10 +169,10 @@ def config_with_login(**options: Any) -> Config:
 
 
 def config_for_handle(base_url: str, api_key: str | None) -> Config:
-    """A configuration for the address in a sampler handle, which whoever made the handle chose.
+    """A configuration for the address in a sampler handle. The author of the handle chose it, so it is not trusted.
 
-    Credentials of the configured service go to its own host only. For another one the caller has to give a key, and
-    no other secret of the configuration is sent along.
+    Credentials of the configured service are sent only to its own host. For another host the caller must pass a key,
+    and no other secret of the configuration is sent.
     """
     configured = configured_base_url()
     if base_url == LOCAL or _origin(base_url) == _origin(configured):
@@ -206,7 +207,7 @@ def credentials_file() -> Path:
 
 
 def stored_key(path: Path | None = None) -> str | None:
-    """The default key of a stored login, if there is one."""
+    """The default key of the stored login, or None."""
     try:
         stored = json.loads((path or credentials_file()).read_text())
         key = stored["keys"][str(stored["default"])]["key"]
@@ -216,7 +217,7 @@ def stored_key(path: Path | None = None) -> str | None:
 
 
 def get_tinker_token() -> str | None:
-    """The credential a client made now would use, or None."""
+    """The credential that a new client would use, or None."""
     try:
         config = config_with_login()
     except ConfigError:
@@ -231,6 +232,6 @@ def tinker_has_credentials() -> bool:
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Raise an error that says what to do when no credential can be found."""
+    """Raise an error that says how to set a credential if none is found."""
     if not tinker_has_credentials():
         Config()

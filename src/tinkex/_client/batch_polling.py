@@ -1,4 +1,4 @@
-"""One poll for all samples of a sampling session, where the service offers it."""
+"""One poll for all samples of a sampling session, if the service supports it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchPoller"]
 
+#: Seconds for which the service may hold one poll.
 _HOLD: Final = 30.0
-#: Completions kept for requests whose promise has not been read yet; far more than are ever in flight.
+#: Cap on completions kept for requests whose promise is not read yet. Far more than are ever in flight.
 _MAX_EARLY: Final = 10_000
 
 
 class BatchPoller:
     """Learns which requests of a sampling session are finished; each waiter then fetches its own result.
 
-    Runs while anybody waits. Copies of a client in other processes have their own streams of completions, so there
-    is one loop for each clone number.
+    The loop runs while at least one request waits. Copies of a client in other processes have separate streams of
+    completions, so there is one loop per clone number.
     """
 
     def __init__(self, session: Session, sampling_session_id: str) -> None:
@@ -43,7 +44,7 @@ class BatchPoller:
     async def finished(
         self, request_id: str, clone: int, deadline: float | None = None
     ) -> int | None:
-        """Wait until the request is finished or failed; the size of its result, if the service tells."""
+        """Wait until the request has finished or failed. Returns the size of its result in bytes, if the service says it."""
         stream = self._streams.setdefault(clone, _Stream())
         if request_id in stream.early:
             return stream.early.pop(request_id)
@@ -69,7 +70,7 @@ class BatchPoller:
             stream.waiting.pop(request_id, None)
 
     def fetched(self, request_id: str, clone: int) -> None:
-        """Let the service forget a result that nobody will ask for again."""
+        """Note that the result is fetched; the next poll tells the service that it may delete it."""
         if clone in self._streams:
             self._streams[clone].fetched.append(request_id)
 
@@ -84,7 +85,7 @@ class BatchPoller:
                     self._session.clock,
                     partial(self._tell_waiting, policy),
                 )
-        except Exception as error:  # the waiters have no other way to hear of it
+        except Exception as error:  # otherwise the waiters would never learn of it
             for done in stream.waiting.values():
                 if not done.done():
                     done.set_exception(error)
@@ -93,8 +94,8 @@ class BatchPoller:
             stream.running = False
 
     async def _poll_once(self, clone: int, stream: _Stream) -> None:
-        """Take note of what has finished; raises if no waiter's request has."""
-        if not stream.waiting:  # they were cancelled during the wait
+        """Record finished requests. Raises NotFinishedError if none of them has a waiter."""
+        if not stream.waiting:  # all waiters were cancelled during the wait
             return
         reported = len(stream.fetched)
         try:
@@ -139,7 +140,7 @@ class BatchPoller:
 
 
 class _Stream:
-    """The completions one copy of a client hears of."""
+    """The stream of completions of one copy of a client."""
 
     __slots__ = ("cursor", "early", "fetched", "last_error", "running", "waiting")
 
@@ -152,9 +153,9 @@ class _Stream:
         self.running = False
 
     def complete(self, request_id: str, size: int | None) -> bool:
-        """Hand a completion to its waiter; whether there was one."""
+        """Hand a completion to its waiter. Returns whether there was one."""
         done = self.waiting.pop(request_id, None)
-        if done is None:  # its promise has not been read yet, or nobody wants it any more
+        if done is None:  # its promise is not read yet, or its waiter is gone
             self.early[request_id] = size
             if len(self.early) > _MAX_EARLY:
                 del self.early[next(iter(self.early))]

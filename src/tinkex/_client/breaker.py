@@ -1,16 +1,16 @@
-"""A circuit breaker: once too many requests in a row have failed, nothing new is begun for a while.
+"""A circuit breaker: after too many failed requests in a row, new calls are refused for some time.
 
-| state       | what is new                        | becomes                                                        |
-|-------------|------------------------------------|----------------------------------------------------------------|
-| `closed`    | is begun                           | open, after `failure_threshold` failures in a row              |
-| `open`      | is refused with `CircuitOpenError` | half open, after `reset_timeout` seconds                       |
-| `half_open` | is begun, to find out              | open again, if a probe fails or `half_open_max_calls` are out  |
+| state       | a new call                         | next state                                                       |
+|-------------|------------------------------------|------------------------------------------------------------------|
+| `closed`    | is sent                            | open, after `failure_threshold` failures in a row                |
+| `open`      | is refused with `CircuitOpenError` | half open, after `reset_timeout` seconds                         |
+| `half_open` | is sent as a probe                 | open, if a probe fails or `half_open_max_calls` probes were sent |
 
-Any success closes it. What has been begun is never refused, because it may have taken a number that the service waits
-for; it is tried again with a patience of its own. A probe that is never heard of again, or heard of late, needs no
-care: after `reset_timeout` seconds comes the next.
+Any success closes the circuit. A call that has started is never refused, because it may hold a sequence number that the
+service waits for; its own retry policy applies. A probe whose answer is late or lost needs no handling: the next probe
+is allowed after `reset_timeout` seconds.
 
-Used on the runtime's loop only, so failures that come together are all counted without a lock.
+Used only on the runtime's event loop, so no lock is needed to count concurrent failures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ A = TypeVar("A", bound=_Answer)
 
 
 class Circuit:
-    """What is known of requests of one kind."""
+    """The breaker for requests of one kind."""
 
     def __init__(self, name: str, policy: CircuitBreaker, monotonic: Callable[[], float]) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class Circuit:
         self._opened_at: float | None = None
 
     def reset(self) -> None:
-        """Forget all failures."""
+        """Close the circuit and clear the failure count."""
         was_closed, self._opened_at = self._opened_at is None, None
         self._failures = self._probes = 0
         self._probing = False
@@ -67,13 +67,13 @@ class Circuit:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until something new may be tried."""
+        """Seconds until a new call may be sent."""
         if self._opened_at is None:
             return 0.0
         return max(0.0, self._opened_at + self._policy.reset_timeout - self._monotonic())
 
     def allow_request(self) -> bool:
-        """Whether something new may be begun; each asker who is told so counts."""
+        """Whether a new call may be sent. While half open, each True counts as a probe."""
         state = self.state
         if state == "half_open":
             self._probes += 1
@@ -91,7 +91,7 @@ class Circuit:
         was_open, was_probing = self._opened_at is not None, self._probing
         if not was_open:
             is_enough = self._failures >= self._policy.failure_threshold
-        else:  # without a probe under way it is of a request that was sent before, and says nothing new
+        else:  # without a probe in flight, the failed request was sent before the circuit opened
             is_enough = self._probes > 0
         if is_enough:
             self._open()
@@ -109,7 +109,7 @@ class Circuit:
             emit(CircuitStateChange(*facts, metadata=metadata))
 
     def admit(self) -> None:
-        """Raise where nothing new may be begun."""
+        """Raise CircuitOpenError if no new call may be sent."""
         if not self.allow_request():
             raise CircuitOpenError(
                 message=f"The circuit breaker is open: {self._failures} {self.name} requests in a row "
@@ -118,7 +118,7 @@ class Circuit:
             )
 
     async def learn_from(self, work: Coroutine[Any, Any, A], deadline: float | None = None) -> A:
-        """Do `work` and take note of how it went; running into the caller's own deadline is no lesson."""
+        """Run `work` and record success or failure. Exceeding the caller's own deadline is not recorded."""
         try:
             answer = await work
         except APIConnectionError:
@@ -134,7 +134,7 @@ class Circuit:
     def _is_failure(self, status: int) -> bool:
         try:
             return self._policy.is_failure(status)
-        except Exception:  # the answer is worth more than what is thought of it
+        except Exception:  # a faulty callback must not lose the answer
             logger.exception("The circuit breaker's is_failure failed: %r", self._policy.is_failure)
             return True
 
@@ -142,7 +142,7 @@ class Circuit:
 class Circuits:
     """The circuit breakers of a client by name: `session`, `training`, `sampling`.
 
-    Each is made when it is first needed; one that does not exist yet is closed.
+    Each is created on first use. A circuit that does not exist yet counts as closed.
     """
 
     def __init__(self, policy: CircuitBreaker, clock: Clock) -> None:
@@ -162,11 +162,11 @@ class Circuits:
         return "closed" if circuit is None else circuit.state
 
     def reset(self, name: str) -> None:
-        """Close a circuit and forget its failures; the next call is sent."""
+        """Close a circuit and clear its failure count; the next call is sent."""
         circuit = self._circuits.pop(name, None)
         if circuit is not None:
             circuit.reset()
 
     def names(self) -> list[str]:
-        """The circuits that exist."""
+        """The names of the circuits created so far."""
         return list(self._circuits)

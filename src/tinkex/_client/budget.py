@@ -1,4 +1,4 @@
-"""Limits on what is under way at once. Used on the runtime's loop only, so they need no locks."""
+"""Limits on requests and bytes in flight. Used only on the runtime's event loop, so no locks are needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ __all__ = ["Budget", "Lease", "SampleBudget", "backoff_after_429", "sample_budge
 class Budget:
     """A balance that may go negative.
 
-    Taking waits only while the balance is below zero, and then takes the whole cost: one request larger
-    than the budget still passes, and the cap can be overshot by one request, never by two. Waiters are
-    served in the order they came.
+    `take` waits only while the balance is below zero and then takes the whole cost. So a request larger than the
+    budget still passes, and the cap can be exceeded by one request, never by two. Waiters are served in order (FIFO).
     """
 
     __slots__ = ("_balance", "_waiters", "size")
@@ -39,7 +38,7 @@ class Budget:
         return len(self._waiters)
 
     def try_take(self, cost: float) -> bool:
-        """Take without waiting, if that is possible."""
+        """Take without waiting. Returns False if the caller would have to wait."""
         if self._balance < 0 or self._waiters:
             return False
         self._balance -= cost
@@ -55,8 +54,8 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give_back(cost)  # served and cancelled at the same moment
-            elif entry in self._waiters:  # unless it was passed over since
+                self.give_back(cost)  # granted, but cancelled before it resumed
+            elif entry in self._waiters:  # `_serve` may have removed it already
                 self._waiters.remove(entry)
             raise
 
@@ -73,12 +72,12 @@ class Budget:
 
 
 def slots(count: int) -> Budget:
-    """A budget of `count` places: the balance goes below zero with the last one taken."""
+    """A budget of `count` slots: taking the last one makes the balance negative."""
     return Budget(count - 1)
 
 
 class Lease:
-    """What one request holds of several budgets; leaving the block gives it all back."""
+    """The shares of several budgets that one request holds. Leaving the block returns them."""
 
     __slots__ = ("_held",)
 
@@ -104,23 +103,24 @@ class Lease:
             budget.give_back(cost)
 
 
-#: For so long after a backoff has ended, dispatching stays careful.
+#: Seconds after the end of a backoff during which dispatch stays throttled.
 RECENT = 10.0
-#: What each byte costs meanwhile.
+#: Cost of each byte while dispatch is throttled.
 PENALTY = 20
 _LARGE = 128 * 1024
 
 
 def backoff_after_429(estimated_bytes: int) -> float:
-    """Seconds to hold back after the service said it is too much."""
+    """Seconds without dispatch after a 429."""
     return 1.0 if estimated_bytes <= _LARGE else 5.0
 
 
 class SampleBudget:
-    """How many samples, and how many bytes of them, may be on their way to the service.
+    """Limits how many samples, and how many of their bytes, are being submitted to the service at once.
 
-    Held only until the service has accepted a request, not until it is answered. After a 429 nothing is
-    sent for a moment, then few at a time at twenty times the price, and ten seconds later all is as before.
+    A request holds its share until the service has accepted it, not until the result is there. After a 429 no sample
+    is sent until the backoff ends. For the next 10 s only a few are sent at once, and each byte costs 20 times as
+    much. Then the normal limits apply again.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SampleBudget:
 
     @property
     def backing_off(self) -> float:
-        """Seconds until sending may go on."""
+        """Seconds until the backoff ends."""
         return max(0.0, self._backoff_until - self._clock.monotonic())
 
     @property
@@ -145,7 +145,7 @@ class SampleBudget:
         return self._clock.monotonic() - self._backoff_until < RECENT
 
     async def lease(self, estimated_bytes: int) -> Lease:
-        """Wait for room; the caller closes the lease once the request is accepted."""
+        """Wait for room. The caller closes the lease once the service has accepted the request."""
         lease = Lease()
         try:
             await lease.take(self._count)
@@ -161,17 +161,17 @@ class SampleBudget:
         return lease
 
 
-#: Budgets that clients share, by process, address and key. The process is part of it because a forked child has an
-#: event loop of its own.
+#: Budgets that clients share, by process, address and API key. The process id is in the key because a forked child has
+#: its own event loop.
 _shared: Final[WeakValueDictionary[tuple[int, str, str | None], SampleBudget]] = (
     WeakValueDictionary()
 )
 
 
 def sample_budget(config: Config, clock: Clock, size: int) -> SampleBudget:
-    """The limits of one client's samples, or, with `shared_limits`, those of all who share them.
+    """The sample limits of one client or, with `shared_limits`, of all clients that share them.
 
-    `size` is the service's limit on bytes; the first client that shares decides the sizes.
+    `size` is the service's limit in bytes. The first of the sharing clients sets the sizes for all.
     """
     made = SampleBudget(
         clock,

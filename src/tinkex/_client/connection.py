@@ -1,4 +1,4 @@
-"""Where a session's service is, and the transport to it."""
+"""Locates the service of a session and creates the transport to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Connection"]
 
 
 class Connection:
-    """Made when it is first needed; `base_url="local"` starts a service on this machine then."""
+    """Creates the transport on first use. With `base_url="local"` it first starts a service on this machine."""
 
     _pyqwest_lost = False
 
@@ -32,7 +32,7 @@ class Connection:
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
-        """In a forked child: connections are its parent's."""
+        """In a forked child: drop the connections, which belong to the parent."""
         leave_behind(self.made)
         if self.made is not None and self._uses_pyqwest:
             Connection._pyqwest_lost = True
@@ -40,11 +40,11 @@ class Connection:
         self._lock = threading.Lock()
 
     def transport(self, metadata: Mapping[str, Any]) -> Transport:
-        """The transport; `metadata` is what its events say of the session when it is new."""
+        """The transport, created on first use; `metadata` is then attached to its events."""
         if self.made is None:
             if self._pyqwest_lost and self._uses_pyqwest:
                 raise TinkerError(
-                    "TLS connections do not survive a fork: their library has threads of its own. "
+                    "TLS connections do not survive a fork: their library uses its own threads. "
                     "Start worker processes with the spawn method, or fork before the first call."
                 )
             self.made = Transport(self._located(), clock=self._clock)
@@ -52,7 +52,7 @@ class Connection:
         return self.made
 
     async def locate(self) -> None:
-        """Start the local service if that is meant, which takes seconds, without holding up the loop."""
+        """Start the local service if `base_url` is "local". It takes seconds, so it does not block the loop."""
         if self._config.base_url == LOCAL:
             await asyncio.to_thread(self._located)
 
@@ -62,9 +62,9 @@ class Connection:
             return self._config
         with self._lock:
             if self.local is None:
-                # By name: the client does not import the service, which needs packages of its own.
+                # Imported by name: the service needs optional packages, so the client has no static import of it.
                 self.local = import_module("tinkex._local").hold()
-        # "local" was asked for, so a warning that its address is not the default one says nothing.
+        # The user asked for "local", so a warning about a non-default address would be noise.
         return self._config.replace(base_url=self.local.url, warn_on_base_url_mismatch=False)
 
     @property

@@ -1,7 +1,7 @@
-"""Checkpoints onto the disk: streamed, resumed when the connection breaks, checked, and all or nothing.
+"""Downloads checkpoints: streamed, resumed after a broken connection, checked, and atomic.
 
-What arrives is unpacked beside its destination and moved there in one step, so a destination is either the whole
-checkpoint or what it was before.
+Files are unpacked next to the destination and moved there in one step. So the destination holds either the whole
+checkpoint or its previous content.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from .notices import logger
 
 __all__ = ["Progress", "download_checkpoint", "fetch", "target", "target_name", "unpack", "verify"]
 
-#: Called with the bytes that have arrived and those there are, after each part of a file whose length is known.
+#: Called as `progress(bytes_done, bytes_total)` after each chunk of a file whose length is known.
 Progress = Callable[[int, int], object]
 
 _CHUNK: Final = 1 << 20
-#: Tries in a row that bring nothing.
+#: Give up after this many attempts in a row without a new byte.
 _ATTEMPTS: Final = 8
 _LONGEST_WAIT: Final = 10.0
 _MANIFEST: Final = "tinkex.json"
@@ -67,18 +67,18 @@ _DAMAGED: Final = (
 
 
 def target_name(tinker_path: str) -> str:
-    """The directory a checkpoint is put into: its path with `_` for `/`, and for `:`, which Windows does not allow."""
+    """The directory name of a checkpoint: its path with `/` and `:` replaced by `_` (Windows forbids `:`)."""
     return _older_name(tinker_path).replace(":", "_")
 
 
 def _older_name(tinker_path: str) -> str:
-    """The same as earlier versions wrote it."""
+    """The directory name that earlier versions used: it keeps `:`."""
     ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     return tinker_path.removeprefix("tinker://").replace("/", "_")
 
 
 def target(output: Path | str, tinker_path: str) -> Path:
-    """The directory of a checkpoint below `output`; one that an earlier version made keeps its name."""
+    """The directory of a checkpoint below `output`. A directory with the older name is reused."""
     older = Path(output) / _older_name(tinker_path)
     return older if older.is_dir() else older.with_name(target_name(tinker_path))
 
@@ -92,10 +92,10 @@ def download_checkpoint(
     progress: Progress | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Download a checkpoint into a directory below `output`; the directory.
+    """Download a checkpoint into a directory below `output` and return that directory.
 
-    One that is there already is kept, unless `force` replaces it by the new one once that is complete.
-    `progress(done, total)` is told of the bytes of each file, where the service says how many there are.
+    An existing directory is an error, unless `force` is set: then it is replaced once the download is complete.
+    `progress(done, total)` gets the bytes of each file, if the service states its length.
     """
     output = Path(output)
     destination = target(output, tinker_path)
@@ -149,9 +149,9 @@ def fetch(
     proxy: Proxy | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Stream a URL into a file; a connection that breaks is taken up where it broke.
+    """Stream a URL into a file. A broken transfer is resumed at the last byte received.
 
-    A function instead of a URL is asked for another one when the time of the first is over.
+    If `url` is a function, it is called again for a new link when the current one has expired.
     """
     scratch = target.with_name(f".tinkex-{secrets.token_hex(8)}")
     try:
@@ -167,7 +167,7 @@ def fetch(
 def _persist(
     transfer: _Transfer, url: str | Callable[[], str], sleep: Callable[[float], None]
 ) -> None:
-    """Try until everything is there, or until several tries in a row have brought nothing."""
+    """Retry until the file is complete, or until `_ATTEMPTS` attempts in a row bring no new byte."""
     link, renewed_at, policy = _link(url), -1, _DownloadPolicy(transfer)
 
     async def once(attempt: int) -> None:
@@ -175,7 +175,7 @@ def _persist(
         try:
             transfer.go_on(link)
         except APIStatusError as error:
-            # A new link that is refused at the same place as the one before had not expired.
+            # A new link refused at the same byte as the previous one: the reason is not expiry.
             expired = facts_of(error.status_code).expired_link
             if not expired or isinstance(url, str) or renewed_at == policy.most:
                 raise
@@ -193,11 +193,11 @@ def _persist(
 
 @dataclass(slots=True)
 class _DownloadPolicy:
-    """Resume a broken transfer; give up after several tries in a row that brought no byte."""
+    """Resume a broken transfer; give up after `_ATTEMPTS` attempts in a row without a new byte."""
 
     transfer: _Transfer
     failures: int = 0
-    most: int = 0  # bytes that have arrived at best
+    most: int = 0  # largest number of bytes received so far
 
     def wait_before_retry(self, error: Exception, _: Tried) -> float | None:
         if not isinstance(error, _BrokenError):
@@ -218,14 +218,12 @@ def _link(url: str | Callable[[], str]) -> str:
             message=f"The service names a file on its own disk, {link:.200}; copy it from that machine."
         )
     if not link.startswith(("http://", "https://")):
-        raise APIResponseValidationError(
-            message=f"The service sent a URL that is none: {link:.200}"
-        )
+        raise APIResponseValidationError(message=f"The service sent an invalid URL: {link:.200}")
     return link
 
 
 class _BrokenError(Exception):
-    """A try that ended early, and how long the service asks to wait before the next."""
+    """A failed attempt; `wait` is the delay in seconds that the service asks for."""
 
     def __init__(self, message: object, wait: float | None = None) -> None:
         super().__init__(str(message))
@@ -233,7 +231,7 @@ class _BrokenError(Exception):
 
 
 class _Transfer:
-    """One file on its way: what has arrived of it, and what is known of the whole."""
+    """One file being downloaded: the bytes received, and the known length, version and checksums."""
 
     def __init__(
         self, file: BufferedRandom, progress: Progress | None, proxy: Proxy | None
@@ -244,16 +242,16 @@ class _Transfer:
         through = None if proxy is None else {"http": proxy.url, "https": proxy.url}
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(through))
         self._total: int | None = None
-        self._same: str | None = None  # how the server tells that it is still the same file
+        self._same: str | None = None  # ETag or Last-Modified, for If-Range
         self._digests: dict[str, bytes] = {}
 
     @property
     def done(self) -> int:
-        """How many bytes have arrived."""
+        """Number of bytes received."""
         return self._file.tell()
 
     def go_on(self, url: str) -> None:
-        """Read on from where the file ends."""
+        """Request the rest of the file and append it."""
         have = self.done
         headers = {"range": f"bytes={have}-"} if have else {}
         if have and self._same is not None:
@@ -262,13 +260,13 @@ class _Transfer:
         with self._open(request) as response:
             self._learn(response)
             while part := self._read(response):
-                self._file.write(part)  # what the disk says to it is not the connection's doing
+                self._file.write(part)  # a disk error is not a connection error: no retry
                 self._tell()
         if self._total is not None and self.done != self._total:
             raise _BrokenError(f"{self.done} of {self._total} bytes arrived")
 
     def _tell(self) -> None:
-        """Report progress; a report that fails is the last, and costs the download nothing."""
+        """Report progress. If the callback fails, it is not called again; the download continues."""
         if self._progress is None or self._total is None:
             return
         try:
@@ -280,7 +278,7 @@ class _Transfer:
     def _open(self, request: urllib.request.Request) -> Any:
         for name, value in self._proxy.headers if self._proxy else ():
             if request.type == "http" or name.lower() == "proxy-authorization":
-                # Through a tunnel the others would reach the server.
+                # In an HTTPS tunnel all other headers would reach the server, not the proxy.
                 request.add_unredirected_header(name, value)
         try:
             return self._opener.open(request, timeout=60)
@@ -291,7 +289,7 @@ class _Transfer:
             raise _BrokenError(error) from error
 
     def _refused(self, error: urllib.error.HTTPError) -> None:
-        if error.code == 416:  # it is another file now, and shorter
+        if error.code == 416:  # the file on the server was replaced by a shorter one
             self._begin_anew()
             raise _BrokenError("the file has changed") from error
         headers = {name.lower(): value for name, value in error.headers.items()}
@@ -301,12 +299,12 @@ class _Transfer:
         body = b""
         with suppress(OSError, http.client.HTTPException):
             body = error.read(4096)
-        # Without the URL, whose signature opens the file to whoever reads it.
+        # The URL is left out: its signature gives access to the file.
         about = HTTPRequest("GET", "")
         raise error_from_response(error.code, headers, body, about, now=time.time()) from error
 
     def _learn(self, response: Any) -> None:
-        """Take note of what an answer says of the file; another file than before begins anew."""
+        """Read length, version and checksums from an answer. If the file changed, start again at byte 0."""
         headers = response.headers
         length = headers.get("content-length", "")
         start, total = 0, int(length) if length.isdigit() else None
@@ -322,7 +320,7 @@ class _Transfer:
         self._total = total
         tag = headers.get("etag", "")
         self._same = tag if tag.startswith('"') else headers.get("last-modified")
-        # A part may come without the checksums of the whole.
+        # A partial answer (206) may lack the checksums of the whole file.
         self._digests = _digests(headers) or self._digests
 
     def _read(self, response: Any) -> bytes:
@@ -338,17 +336,17 @@ class _Transfer:
         self._digests = {}
 
     def check(self) -> None:
-        """Compare the whole with the checksums that the server gave, if it did."""
+        """Compare the whole file with the checksums that the server sent, if any."""
         for algorithm, expected in self._digests.items():
             self._file.seek(0)
             if hashlib.file_digest(self._file, algorithm).digest() != expected:
                 raise APIResponseValidationError(
-                    message=f"The download arrived damaged: its {algorithm} is not the one that was sent."
+                    message=f"The download is damaged: its {algorithm} differs from the one that the server sent."
                 )
 
 
 def _digests(headers: Any) -> dict[str, bytes]:
-    """Checksums of a whole file by the names `hashlib` has for them; Google's storage has its own header."""
+    """Checksums of a whole file by `hashlib` name. Google Cloud Storage uses the header `x-goog-hash`."""
     found: dict[str, bytes] = {}
     for name in ("repr-digest", "digest", "x-goog-hash"):
         for value in headers.get_all(name, ()):
@@ -362,14 +360,14 @@ def _digests(headers: Any) -> dict[str, bytes]:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar, compressed or not; members that could reach outside `target` are refused."""
+    """Unpack a tar archive, compressed or not. Members that point outside `target` are refused."""
     try:
         with archive.open("rb") as file, _tar(file) as tar:
             for member in tar:
                 _check_member(member)
                 tar.extract(member, target, filter="data")
     except (*_DAMAGED, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's doing
+        if isinstance(error, OSError) and error.errno is not None:  # a disk error
             raise
         raise APIResponseValidationError(
             message=f"The archive could not be unpacked: {error}"
@@ -381,17 +379,19 @@ def _tar(file: BinaryIO) -> tarfile.TarFile:
     file.seek(0)
     if compressed:
         return tarfile.open(fileobj=zstandard.ZstdDecompressor().stream_reader(file), mode="r|")
-    return tarfile.open(fileobj=file)  # plain, or what the standard library knows
+    return tarfile.open(fileobj=file)  # detects gzip, bzip2, xz and no compression
 
 
 def _check_member(member: tarfile.TarInfo) -> None:
     name = Path(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise InvalidPathError(f"the archive holds {member.name!r:.200}, which leads out of it")
-    # A sparse file is none either: a hole of any size takes no place in an archive.
+        raise InvalidPathError(f"the archive holds {member.name!r:.200}, which points outside it")
+    # Sparse files are refused too: a tiny archive can declare a hole of any size.
     plain = member.isreg() and member.sparse is None
     if not (plain or member.isdir()):
-        raise InvalidPathError(f"the archive holds {member.name!r:.200}, which is no plain file")
+        raise InvalidPathError(
+            f"the archive holds {member.name!r:.200}, which is not a regular file"
+        )
 
 
 def _plain(name: str) -> str:
@@ -401,7 +401,7 @@ def _plain(name: str) -> str:
 
 
 def verify(directory: Path) -> None:
-    """Compare the files with the checksums that came with them, where some did."""
+    """Compare the files with the checksums in the checkpoint's manifest, if it has one."""
     manifest = directory / _MANIFEST
     if not manifest.is_file():
         return
@@ -422,12 +422,12 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-# -- all or nothing --------------------------------------------------------------------------------
+# -- atomic replacement ---------------------------------------------------------------------------
 
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A directory on the same disk; what fails in it leaves nothing behind, not even `output`."""
+    """A temporary directory in `output`, removed at the end. Directories created for it are removed too if empty."""
     made = [place for place in (output, *output.parents) if not place.exists()]
     scratch = None
     try:
@@ -438,7 +438,7 @@ def _scratch(output: Path) -> Iterator[Path]:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
         for place in made:
-            with suppress(OSError):  # there is something in it
+            with suppress(OSError):  # not empty
                 place.rmdir()
 
 

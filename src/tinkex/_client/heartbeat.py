@@ -1,7 +1,7 @@
-"""The heartbeat of a session: tells the service that it is in use, until it is closed, finished, given up or dropped.
+"""The heartbeat of a session: tells the service that the session is in use.
 
-The heartbeat does not hold its session, so that a session which nobody uses any more is freed; then the heartbeat
-closes what is left of it.
+It stops when the session is closed, finished, given up or garbage-collected. It holds only a weak reference, so that an
+unused session is freed; the heartbeat then closes the connections and tasks that the session leaves behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .transport import Transport
 
 __all__ = ["Heartbeat"]
 
-#: The service has to say this often in a row that the session is finished before the heartbeat stops.
+#: The heartbeat stops after this many answers in a row that the session is finished (410).
 _FINISHED_AFTER: Final = 3
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """How the heartbeat of one session has gone so far."""
+    """State of the heartbeat of one session."""
 
     session_id: str
     transport: Transport
@@ -42,7 +42,7 @@ class Heartbeat:
     async def keep_beating(
         self, session: ref[Any], let_go: Callable[[], Awaitable[object]]
     ) -> None:
-        """Beat for as long as `session` lives; then `let_go` of what is left of it."""
+        """Send heartbeats while `session` is alive, then call `let_go` to release its resources."""
         clock, interval = self.transport.clock, self.transport.config.heartbeat_interval
         beating = True
         while True:
@@ -53,7 +53,7 @@ class Heartbeat:
             beating = beating and await self.beat()
 
     async def beat(self) -> bool:
-        """Tell the service that the session is in use; whether to go on."""
+        """Send one heartbeat. Returns False if the heartbeat must stop."""
         request = SessionHeartbeatRequest(session_id=self.session_id)
         try:
             await self.transport.send(operation("session_heartbeat"), request)
@@ -62,7 +62,7 @@ class Heartbeat:
             if self.finished == _FINISHED_AFTER:
                 logger.info("Session %s is finished; its heartbeat stops.", self.session_id)
                 return False
-        except Exception as error:  # a replaced HTTP client may raise anything
+        except Exception as error:  # a custom HTTP client may raise anything
             return self._failed(error)
         else:
             self.finished = self.failures = 0

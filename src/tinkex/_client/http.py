@@ -1,4 +1,4 @@
-"""Calls by path, for what has no method of its own: raw answers, streams, uploads."""
+"""Requests by path, for calls that no client method covers: raw answers, streams, uploads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StreamResponse:
     async def iter_events(
         self, parser: Literal["json", "raw"] | Callable[[ServerSentEvent], Any] = "json"
     ) -> AsyncIterator[Any]:
-        """Server-sent events as they come in; those without data are dropped."""
+        """Server-sent events as they arrive. Events without data are skipped."""
         decoder = SSEDecoder()
         async for chunk in self._chunks:
             for event in decoder.feed(bytes(chunk)):
@@ -64,9 +64,9 @@ def _parsed(event: ServerSentEvent, parser: Any) -> Any:
 
 
 class HTTPClient:
-    """The four verbs on a service's paths, with the client's headers, retries and errors.
+    """GET, POST, PUT and DELETE on paths of the service, with the client's headers, retries and errors.
 
-    Plain calls give the body as JSON; `with_raw_response` gives an `APIResponse` instead, and
+    Plain calls return the body as JSON; `with_raw_response` returns an `APIResponse` instead, and
     `with_streaming_response` opens a `StreamResponse` without waiting for the body. Redirects are
     reported, not followed.
     """
@@ -115,7 +115,7 @@ class HTTPClient:
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[StreamResponse]:
-        """Open an answer and read it as it arrives, on the caller's own event loop."""
+        """Open an answer and read its body as it arrives, on the caller's event loop."""
         method, transport = _checked(method), self._session.transport
         url = transport.url(path, query)
         content, extra = _body(body, None, headers)
@@ -164,7 +164,7 @@ class HTTPClient:
         if timeout is not None:
             extra.setdefault("x-stainless-read-timeout", f"{timeout:.3f}")
         if content is not None and method in {"GET", "DELETE"}:
-            raise InvalidInputError(f"a {method} carries none", field="body")
+            raise InvalidInputError(f"a {method} request has no body", field="body")
         if method != "GET":
             extra.setdefault("x-idempotency-key", transport.new_idempotency_key())
         row, deadline = _row(method, path, timeout), session.deadline(timeout)
@@ -217,7 +217,7 @@ def _row(method: Method, path: str, timeout: float | None = None) -> Operation[A
 
 
 def _omitted(headers: Mapping[str, Any] | None) -> list[str]:
-    """The headers that are to be left out though every request has them."""
+    """Default headers that the caller asks to leave out."""
     return [name.strip().lower() for name, value in (headers or {}).items() if is_omit(value)]
 
 
@@ -235,7 +235,7 @@ def _body(
 
 
 def _given_only(body: Any) -> Any:
-    """The body without what was not given; values of the protocol are left to those who write them."""
+    """The body without values that were not given, in mappings and lists. Typed protocol values stay unchanged."""
     if isinstance(body, Mapping):
         return {str(name): _given_only(value) for name, value in body.items() if given(value)}
     if isinstance(body, list | tuple):

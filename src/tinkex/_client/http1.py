@@ -1,8 +1,7 @@
-"""A lean HTTP/1.1 client for services reached without TLS: the local one, and clusters on a private network.
+"""A small HTTP/1.1 client for services without TLS: the local service, and clusters on a private network.
 
-It does for one event loop what `pyqwest.Client` does for the whole process, with the same methods, and a
-quarter of the CPU time per request, because nothing crosses a thread (docs/decisions/0004). TLS, HTTP/2 and
-proxies stay with pyqwest.
+It has the same methods as `pyqwest.Client` but serves one event loop. It takes a quarter of the CPU time per request,
+because no data crosses a thread (docs/decisions/0004). TLS, HTTP/2 and proxies stay with pyqwest.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from tinkex.errors import DecodeError, InvalidInputError
 
 __all__ = ["HTTP1Client", "HTTP1Response"]
 
-#: Larger bodies are written on their own instead of being copied behind the headers.
+#: Bodies above this many bytes are written separately, to avoid copying them next to the headers.
 _JOIN_LIMIT: Final = 1 << 16
-#: A stream stops reading from its socket while this much waits to be consumed.
+#: A stream stops reading from its socket while more than this many bytes are unread.
 _STREAM_BUFFER: Final = 1 << 20
 
 
@@ -47,11 +46,11 @@ class _Origin:
 
 
 class _StaleConnectionError(ConnectionError):
-    """A kept connection turned out to be closed before the service saw the request."""
+    """A kept-alive connection was closed before any byte of the answer arrived; another connection is tried."""
 
 
 class HTTP1Client:
-    """Sends requests over kept connections; used on one event loop only."""
+    """Sends requests over kept-alive connections. Used on one event loop only."""
 
     def __init__(self, *, connect_timeout: float = 5.0, max_idle: int = 100) -> None:
         self._connect_timeout = connect_timeout
@@ -84,28 +83,27 @@ class HTTP1Client:
         headers: Mapping[str, str],
         content: bytes | None = None,
     ) -> AsyncIterator[HTTP1Stream]:
-        """An answer whose `content` is iterated over while it arrives.
+        """An answer whose `content` can be iterated while it arrives.
 
-        The connection belongs to the caller alone, who may be on another event loop than the rest.
+        It uses its own connection, so the caller may be on another event loop than other requests.
         """
         origin, head = self._prepare(method, url, headers, content)
         connection = await self._connect(origin)
         try:
             response = await connection.stream(head, content)
             encoding = response.headers.get("content-encoding", "identity")
-            if (
-                encoding != "identity" and response.status < 400
-            ):  # none was asked for, and parts cannot be unpacked
+            # The request asked for no encoding, and a partial body cannot be decoded.
+            if encoding != "identity" and response.status < 400:
                 raise ConnectionError(f"the stream is encoded as {encoding}")
             yield response
         finally:
             connection.close()
 
     def drop_idle(self) -> None:
-        """Keep no connection, for when one has fallen silent.
+        """Close all idle connections. Called after a request timed out.
 
-        A path that went dead while the machine slept took all of them with it. The next request shall not have
-        to find that out once more.
+        If the network path died, for example while the machine slept, all idle connections are dead. Without this,
+        each of the next requests would time out on one of them.
         """
         for origin in self._origins.values():
             for kept in list(origin.idle):
@@ -126,7 +124,7 @@ class HTTP1Client:
             try:
                 return await self._exchange(origin.idle.pop(), origin, head, content)
             except _StaleConnectionError:
-                continue  # the service closed it while it was idle; the next may be fresher
+                continue  # the service closed it while it was idle: try the next one
         connection = await self._connect(origin)
         self._open.add(connection)
         connection.on_lost = self._forget
@@ -139,7 +137,7 @@ class HTTP1Client:
         try:
             response = await connection.exchange(head, content)
         except BaseException:
-            connection.close()  # also when cancelled: the answer may still come, for nobody
+            connection.close()  # also if cancelled: the unread answer may still arrive
             raise
         if connection.reusable and len(origin.idle) < self._max_idle:
             origin.idle.append(connection)
@@ -150,7 +148,7 @@ class HTTP1Client:
             try:
                 response.content = decode_body(response.content, encoding)
             except DecodeError as error:
-                if response.status < 400:  # of a refusal the status says enough
+                if response.status < 400:  # for an error answer the status is enough
                     raise ConnectionError(f"the body does not decode: {error}") from error
         return response
 
@@ -169,7 +167,7 @@ class HTTP1Client:
         head = f"{method} {target} HTTP/1.1\r\n{host}{lines}{length}\r\n"
         try:
             return origin, head.encode("latin-1")
-        except UnicodeEncodeError:  # says nothing of the text, which may be a secret
+        except UnicodeEncodeError:  # the value is not quoted: it may be a secret
             raise InvalidInputError("a header is not Latin-1 text", field="headers") from None
 
     async def _connect(self, origin: _Origin) -> _Connection:
@@ -181,8 +179,8 @@ class HTTP1Client:
             if not limit.expired():
                 raise
             raise TimeoutError(f"no connection within {self._connect_timeout:g} s") from error
-        except UnicodeError as error:  # what Python's name lookup says of impossible names
-            raise OSError(f"not the name of a host: {origin.host!r:.80}") from error
+        except UnicodeError as error:  # Python raises it for an impossible host name
+            raise OSError(f"not a valid host name: {origin.host!r:.80}") from error
         if self._closed:
             connection.close()
             raise ConnectionError("the client is closed")
@@ -200,7 +198,7 @@ def _split(url: str) -> tuple[str, int, str, str]:
     if parts.scheme != "http":
         raise InvalidInputError(f"not an http address: {url!r:.200}", field="url")
     host = parts.hostname or ""
-    # Escapes only what may not stand in a request line; what the caller escaped stays as it is.
+    # Escapes only characters that a request line forbids; the caller's own escapes are kept.
     target = quote(parts.path, safe="/%:@!$&'()*+,;=~") or "/"
     if parts.query:
         target += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?[]")
@@ -208,7 +206,7 @@ def _split(url: str) -> tuple[str, int, str, str]:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket and the exchange that is on it, if any. The parser calls the `on_…` methods."""
+    """One socket and its current exchange, if any. The parser calls the `on_…` methods."""
 
     origin: _Origin | None = None
 
@@ -257,7 +255,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         if not self._closed and self._transport is not None:
-            self._transport.abort()  # an upload that was given up must not be finished first
+            self._transport.abort()  # `close` would first send the rest of an abandoned upload
 
     def pause(self) -> None:
         if self._transport is not None and not self._paused:
@@ -269,7 +267,7 @@ class _Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
-    # -- asyncio's side ----------------------------------------------------------------------
+    # -- called by asyncio -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -304,12 +302,12 @@ class _Connection(asyncio.Protocol):
         if self.on_lost is not None:
             self.on_lost(self)
 
-    # -- the parser's side -------------------------------------------------------------------
+    # -- called by the parser ----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._answer is None and self._stream is None:
-            # Taken for the answer to the next request, it would shift all that follow by one.
-            raise ConnectionError("an answer that nobody asked for")
+            # If it were taken for the answer to the next request, all later answers would be off by one.
+            raise ConnectionError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -334,14 +332,14 @@ class _Connection(asyncio.Protocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200:  # "100 Continue" and its like announce the answer
+        if self._parser.get_status_code() < 200:  # interim, such as "100 Continue"
             self._headers = {}
             return
         self.reusable = self._parser.should_keep_alive() and not self._closed
         self._finish()
 
     def _ends_with_connection(self) -> bool:
-        """Whether the end of the connection is the end of the body: no length was announced."""
+        """Whether the body has no declared length, so that closing the connection ends it."""
         return (
             "content-length" not in self._headers
             and "chunked" not in self._headers.get("transfer-encoding", "").lower()
@@ -353,7 +351,7 @@ class _Connection(asyncio.Protocol):
             self._stream.feed(None)
             self._stream = None
             return
-        body, self._body = self._body, []  # an idle connection keeps no body in memory
+        body, self._body = self._body, []  # do not keep the body while the connection is idle
         content = body[0] if len(body) == 1 else b"".join(body)
         self._deliver(HTTP1Response(self._parser.get_status_code(), self._headers, content))
 
@@ -384,7 +382,7 @@ class HTTP1Stream:
         self._arrived = asyncio.Event()
 
     def feed(self, part: bytes | Exception | None) -> None:
-        """Take the next part of the body, its end, or what went wrong."""
+        """Add the next part of the body, None for its end, or an error."""
         self._parts.append(part)
         if isinstance(part, bytes):
             self._buffered += len(part)

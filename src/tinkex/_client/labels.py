@@ -1,7 +1,7 @@
-"""Fields that only label things, for services that do not know them.
+"""Fields that are only labels, for services that do not know them.
 
-A service that reads requests with the types of an older official release refuses every field that came later. Where such
-a field changes nothing but what people read in a list, the request is sent again without it.
+A service that reads requests with the types of an older official release refuses all newer fields. If such a field only
+changes what people read in a list, the request is sent again without it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LABELS: Final = frozenset({"user_metadata", "display_name"})
 
 
 class Labels:
-    """Which labels of which operations one service refuses."""
+    """Remembers which labels of which operations the service refuses."""
 
     def __init__(self) -> None:
         self._refused: set[tuple[str, str]] = set()
 
     async def send(self, name: str, request: Any, send: Callable[[Any], Awaitable[T]]) -> T:
-        """`send(request)`; if it is refused for its labels alone, `send` the request without them."""
+        """Call `send(request)`. If the service refuses only its labels, `send` the request without them."""
         if not isinstance(request, BaseModel):
             return await send(request)
         request = self._fitting(name, request)
@@ -41,7 +41,7 @@ class Labels:
                 raise
             self._refused |= {(name, field) for field in refused}
             logger.warning(
-                "The service does not know %s of %s; it goes without.",
+                "The service does not know the field %s of %s; the request is sent without it.",
                 " and ".join(sorted(refused)),
                 name,
             )
@@ -57,7 +57,7 @@ def _given(request: BaseModel) -> set[str]:
 
 
 def _unknown_fields(body: object) -> set[str]:
-    """The fields a validation report calls unknown; none if it also complains about anything else."""
+    """The fields that a validation report calls unknown. Empty if it also reports any other error."""
     detail = body.get("detail") if isinstance(body, Mapping) else None
     names: set[str] = set()
     for complaint in detail if isinstance(detail, list) else ():

@@ -1,4 +1,4 @@
-"""The options of a new adapter, given one by one, as one object, or both."""
+"""The options of a new adapter: separate arguments, one `LoraConfig`, or both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RANK", "TRAINED", "lora_config"]
 
 
 class _Default(int):
-    """A default that can be told from the same value given by a caller, and is equal to it in every other way."""
+    """A default value that differs only in type from the same value passed by a caller."""
 
     def __repr__(self) -> str:
         return repr(bool(self)) if self == 1 else int.__repr__(self)
@@ -24,7 +24,7 @@ TRAINED: Final[bool] = cast("bool", _Default(1))
 
 
 def lora_config(base: LoraConfig | None, **options: Any) -> LoraConfig:
-    """`base` with the options that the caller has given, even where they equal their defaults."""
+    """`base`, overridden by the options that the caller passed, even if they equal the defaults."""
     given = {
         name: value
         for name, value in options.items()

@@ -1,4 +1,4 @@
-"""The sum of a loss, for services that leave it out of the metrics of a pass."""
+"""Adds `loss:sum` to the metrics of a pass, for services that leave it out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinkex.types import Datum, ForwardBackwardOutput
 __all__ = ["divides_by_weights", "with_loss_sum"]
 
 _SUM: Final = "loss:sum"
-#: What SkyRL's training backends call it.
+#: The name of the same metric in SkyRL's training backends.
 _OTHER_NAME: Final = "total_loss:sum"
 #: The loss of each token, in the outputs of SkyRL's JAX backend.
 _ELEMENTWISE: Final = "elementwise_loss"
@@ -22,7 +22,7 @@ _ELEMENTWISE: Final = "elementwise_loss"
 def with_loss_sum(
     result: ForwardBackwardOutput, data: Sequence[Datum], loss_fn: str
 ) -> ForwardBackwardOutput:
-    """`result` with `loss:sum` among its metrics, where that can be known."""
+    """`result` with `loss:sum` in its metrics, if it can be computed."""
     if _SUM in result.metrics:
         return result
     total = result.metrics.get(_OTHER_NAME)
@@ -42,7 +42,7 @@ def _cross_entropy(result: ForwardBackwardOutput, data: Sequence[Datum]) -> floa
         weights = np.ones_like(scores) if given is None else given.to_numpy().reshape(-1)
         if weights.size != scores.size:
             return None
-        # A token of weight 0 counts nothing, even if its logprob is not finite.
+        # A token of weight 0 adds nothing, even if its logprob is not finite.
         total -= float((scores * weights)[weights != 0].sum())
     return total
 
@@ -57,6 +57,6 @@ def _added_up(result: ForwardBackwardOutput) -> float | None:
 
 
 def divides_by_weights(result: ForwardBackwardOutput) -> bool:
-    """Whether a result looks like one of SkyRL's JAX backend, where the loss of a datum is a weighted mean."""
+    """Whether a result looks like SkyRL's JAX backend, where the loss of a datum is a weighted mean, not a sum."""
     outputs = result.loss_fn_outputs
     return not result.metrics and any(_ELEMENTWISE in output for output in outputs)

@@ -1,7 +1,6 @@
 """File uploads: `multipart/form-data` bodies.
 
-The body is built here rather than by the HTTP library because it must be sent again, byte for byte, when a
-request is retried.
+The body is built here and not by the HTTP library, because a retry must send exactly the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BOUNDARY = re.compile(r'boundary="?([^";]+)"?', re.IGNORECASE)
 def encode_multipart(
     fields: Mapping[str, Any], files: Files, content_type: str | None = None
 ) -> tuple[bytes, str]:
-    """The body and its content type; a boundary the caller chose is kept."""
+    """The body and its content type. A boundary in the given content type is kept."""
     if not isinstance(fields, Mapping):
         raise InvalidInputError(
             f"must be a mapping when files are sent, not {type(fields).__name__}", field="body"

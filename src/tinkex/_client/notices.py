@@ -1,7 +1,7 @@
-"""Telling the user what is being waited for, before they have to wonder.
+"""Messages to the user about slow calls and retries.
 
-Everything goes through the `tinkex` logger at WARNING, which Python prints on stderr unless the program
-configured logging otherwise.
+They go to the `tinkex` logger at WARNING, which Python prints to stderr unless the program configures logging.
+Deprecations that the service marks as errors are logged at ERROR.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["Notices", "logger"]
 
 logger = logging.getLogger("tinkex")
 
-#: A silence longer than this is explained.
+#: A call without an answer for this many seconds is reported.
 PATIENCE = 2.0
-#: Work that was accepted may take its time: it is mentioned after so long, …
+#: Accepted work may take longer: it is reported after this many seconds, …
 WORK_PATIENCE = 10.0
-#: … if it also takes so many times as long as the longest of its kind did before.
+#: … and only if it takes this many times as long as the longest earlier request of its kind.
 UNUSUAL = 3.0
-#: How often the same wait is mentioned again.
+#: Seconds between two reports of the same wait.
 REPEAT = 30.0
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A call that may take `limit` seconds, or work that was promised, which has none."""
+    """A call with a timeout of `limit` seconds, or accepted work, which has no limit."""
 
     what: str
     since: float
@@ -40,7 +40,7 @@ class _Wait:
 
 
 class Notices:
-    """Watches calls in flight and retries; speaks up when one takes longer than a user expects."""
+    """Watches calls in flight and retries, and logs a warning if one takes longer than a user expects."""
 
     def __init__(self, where: str, clock: Clock) -> None:
         self._where = where
@@ -49,20 +49,20 @@ class Notices:
         self._next = 0
         self._tick: asyncio.TimerHandle | None = None
         self._last_spoken: dict[str, float] = {}
-        self._mentioned: dict[str, float] = {}  # kinds of calls that are late, and when it was said
-        self._longest: dict[str, float] = {}  # how long work of a kind has taken
+        self._mentioned: dict[str, float] = {}  # late kinds of calls → time of the last report
+        self._longest: dict[str, float] = {}  # kind of work → longest duration in seconds
         self._deprecated: set[str] = set()
 
     def begin(self, what: str, limit: float) -> int:
-        """Note that a call was sent that may take `limit` seconds; `end` it with the number returned."""
+        """Register a call with a timeout of `limit` seconds. Pass the returned number to `end`."""
         return self._add(_Wait(what, self._clock.monotonic(), limit))
 
     def expect(self, what: str, request_id: str) -> int:
-        """Note that the service has promised the result of a request; `end` it as above."""
+        """Register accepted work whose result the service has promised. Pass the returned number to `end`."""
         return self._add(_Wait(what, self._clock.monotonic(), None, request_id))
 
     def explain(self, number: int, trouble: str) -> None:
-        """Note why promised work is not there yet, for the line that mentions it; empty if nothing is wrong."""
+        """Set the reason that the report of this wait gives; empty if nothing is wrong."""
         wait = self._waits.get(number)
         if wait is not None:
             wait.trouble = trouble
@@ -82,7 +82,7 @@ class Notices:
                 self._longest[wait.what] = took
 
     def _look(self) -> None:
-        """Mention what has been silent for too long; one line however many wait."""
+        """Report late calls and late work, with one line each however many are late."""
         now = self._clock.monotonic()
         late = [wait for wait in self._waits.values() if now - wait.since >= self._patience(wait)]
         said = {_kind(wait): self._mentioned.get(_kind(wait), -REPEAT) for wait in late}
@@ -93,7 +93,8 @@ class Notices:
                 oldest = min(fresh, key=lambda wait: wait.since)
                 logger.warning("%s", self._complaint(oldest, len(alike) - 1, now - oldest.since))
                 said |= dict.fromkeys(map(_kind, alike), now)
-        self._mentioned = said  # a kind that answers again is forgotten, and told of anew
+        # A kind that is no longer late is dropped, so that its next delay is reported at once.
+        self._mentioned = said
         loop = asyncio.get_running_loop()
         self._tick = loop.call_later(PATIENCE / 2, self._look) if self._waits else None
 
@@ -121,7 +122,7 @@ class Notices:
     def retry(
         self, what: str, error: TinkerError, attempt: int, elapsed: float, wait: float, limit: str
     ) -> None:
-        """A call failed and is about to be tried again in `wait` seconds."""
+        """Report that a call failed and is retried in `wait` seconds."""
         if elapsed + wait < PATIENCE:
             return
         self._say_seldom(
@@ -136,14 +137,15 @@ class Notices:
         self._say_seldom(what, lambda: f"{what}: {reason} ({self._where}).")
 
     def deprecated(self, note: str, level: str | None) -> None:
-        """The service says that something will go away; once is enough."""
+        """Log a deprecation note of the service, once per note."""
         if note not in self._deprecated:
             self._deprecated.add(note)
             say = logger.error if (level or "").lower() == "error" else logger.warning
             say("%s says: %s", self._where, note)
 
     def _say_seldom(self, what: str, message: Callable[[], str]) -> None:
-        subject = what.partition(" (")[0]  # one line for all of a kind, not one for each request
+        # Without the request id: one line per kind of call, not per request.
+        subject = what.partition(" (")[0]
         now = self._clock.monotonic()
         last = self._last_spoken.get(subject)
         if last is None or now - last >= REPEAT:

@@ -1,4 +1,4 @@
-"""What a session is once it is open: values that do not change, and what each session counts."""
+"""The immutable values of an open session, and its counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["About", "Configured", "Numbers", "Opened"]
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The flags of a service, and the limits that follow from them."""
+    """The service's flags, and the limits derived from them."""
 
     flags: ClientConfigResponse
     sample_budget: SampleBudget
@@ -39,7 +39,7 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open session; its owner is the process that opened it, and finishes it."""
+    """An open session. The process that opened it owns it and finishes it."""
 
     session_id: str
     is_owner: bool
@@ -47,7 +47,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a session says of itself when it is opened."""
+    """Labels of a session that are sent when it is opened."""
 
     user_metadata: Mapping[str, Any] | None
     project_id: str | None
@@ -64,7 +64,7 @@ class About:
 
 
 class Numbers:
-    """The numbers of a session's models and samplers."""
+    """Counters that number the models and samplers of a session."""
 
     def __init__(self, first: int = 0) -> None:
         self.models = itertools.count(first)
@@ -72,5 +72,5 @@ class Numbers:
 
     @classmethod
     def of_a_copy(cls) -> Numbers:
-        """Numbers far from those of the original: the service takes equal ones for the same request sent twice."""
+        """Counters with a random offset, for a copy: the service treats equal numbers as one repeated request."""
         return cls((1 << 20) + secrets.randbelow(1 << 30))

@@ -1,4 +1,4 @@
-"""Every call of the protocol by its name, for code that needs more control than the clients' methods give."""
+"""Every protocol operation by name, for code that needs more control than the client methods offer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class OperationsClient:
     """The operations of `docs/reference/operations.md`, one call each.
 
     A request is one of `tinkex.types`, such as `GetInfoRequest`, or a mapping of its fields; `path` fills the
-    placeholders of the operation's path. Nothing here counts sequence numbers or keeps calls in order: that is what
-    `TrainingClient` and `SamplingClient` are for. Do not mix both on one model.
+    placeholders of the operation's path. This client assigns no sequence numbers and does not order calls;
+    `TrainingClient` and `SamplingClient` do. Do not mix both on one model.
     """
 
     def __init__(self, session: Session) -> None:
@@ -41,7 +41,7 @@ class OperationsClient:
         queue_state_observer: Observer | None = None,
         timeout: float | None = None,
     ) -> APIFuture[Any]:
-        """The typed result; that of a queued operation once it is done."""
+        """Run an operation; the future gives its typed result. For a queued operation it waits until the work is done."""
         row = _row(name)
         checked = _checked(row, request)
         session = self._session
@@ -58,7 +58,7 @@ class OperationsClient:
     def submit(
         self, name: str, request: Any = None, *, timeout: float | None = None
     ) -> APIFuture[UntypedAPIFuture | Any]:
-        """The promise of a queued operation, for `ServiceClient.poll`; the result, if the service has it at once."""
+        """Submit a queued operation; the future gives its promise, for `ServiceClient.poll`, or an immediate result."""
         row = _row(name)
         if not row.queued:
             raise InvalidInputError(f"{name} is answered at once; use call", field="name")
@@ -81,7 +81,7 @@ class OperationsClient:
         path: Mapping[str, str] | None = None,
         **options: Any,
     ) -> APIFuture[APIResponse]:
-        """The answer as it came; `options` are those of `ServiceClient.http`."""
+        """Run an operation; the future gives the raw answer. `options` are those of `ServiceClient.http`."""
         row = _row(name)
         checked = _checked(row, request)
         if row.body is Body.QUERY and checked is not None:

@@ -1,4 +1,4 @@
-"""Small option types that code written for the official SDK mentions."""
+"""Option types that code written for the official SDK uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Timeout:
-    """Seconds by phase; tinkex itself takes one number for the whole, which is `timeout`."""
+    """Timeouts in seconds per phase. tinkex itself uses one number for the whole call: `timeout`."""
 
     timeout: float | None = None
     _: KW_ONLY

@@ -2,16 +2,16 @@
 
 | answer                                    | wait before the next poll                                           |
 |-------------------------------------------|---------------------------------------------------------------------|
-| not yet, held by the service for 1 s      | none: the hold was the wait                                         |
-| not yet, at once                          | 0.1 s doubling to 5 s; from 1 s if paused or pending; or as asked   |
+| not yet, held by the service for 1 s      | none: the service already waited                                    |
+| not yet, at once                          | 0.1 s doubling to 5 s; 1 s first if paused or pending; or as asked  |
 | 5xx, 408 and 425 at once, no answer       | 1 s doubling to 30 s, or `poll_backoff`, or `retry-after`           |
 | 429                                       | 1 s doubling to 30 s, or `retry-after`                              |
 | 402                                       | 5 s, for as long as the service allows                              |
-| 400, 409, 410                             | none, then 1, 2, 4 … s; believed after 3 or 5 repetitions           |
-| other 4xx, or anything else               | believed at once                                                    |
+| 400, 409, 410                             | none, then 1, 2, 4 … s; final after 3 or 5 repetitions              |
+| other 4xx, or anything else               | final at once                                                       |
 
-All doubling waits have full jitter: a random wait up to the value above. The time that a failed poll took counts as
-part of the wait. A poll gives up after two hours in which the service gave no useful answer.
+All doubling waits have full jitter: a random wait up to the value above. The duration of a failed poll counts as part
+of the wait. Polling gives up after two hours without a useful answer from the service.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ FIRST_PAUSED_WAIT: Final = 1.0
 MAX_NOT_YET_WAIT: Final = 5.0
 FIRST_TROUBLE_WAIT: Final = 1.0
 MAX_TROUBLE_WAIT: Final = 30.0
-#: Shortest wait that an answer may ask for, and the longest of a "not yet".
+#: Bounds in seconds of the wait that an answer asks for. The upper bound applies only to "not yet".
 LEAST_ASKED: Final = 0.1
 MOST_ASKED: Final = 60.0
-#: Seconds without a useful answer after which the service is taken to be gone for good …
+#: Give up after this many seconds without a useful answer …
 GIVE_UP_AFTER: Final = 7200.0
-#: … if it was polled at least this often: a process that was stopped, or a machine that slept, has not been asking.
+#: … and at least this many polls: a stopped process or a sleeping machine sends none.
 GIVE_UP_POLLS: Final = 10
 #: The last poll is sent this many seconds before the caller's deadline.
 LAST_POLL: Final = 1.0
 
 
 class NotFinishedError(NotYetError):
-    """The result is not there yet.
+    """The result is not ready yet.
 
-    `asked` is the wait that the service asks for, in seconds; without one the waits double from `first` on.
+    `asked` is the wait in seconds that the service asks for. Without it the waits double, starting at `first`.
     """
 
     def __init__(self, *, asked: float | None = None, first: float = FIRST_WAIT) -> None:
@@ -67,7 +67,7 @@ class NotFinishedError(NotYetError):
 
 
 class Series(Enum):
-    """Kinds of answers; the waits of one kind grow until another kind comes."""
+    """Kinds of answers. The waits grow while answers of the same kind follow each other."""
 
     NOT_YET = auto()
     TROUBLE = auto()
@@ -77,12 +77,12 @@ class Series(Enum):
     FINAL = auto()
 
 
-#: Answers which show that the service is there and knows the request.
+#: Answers that show that the service is up and knows the request.
 _USEFUL: Final = frozenset({Series.NOT_YET, Series.BUSY, Series.UNPAID})
 
 
 def series_of(error: Exception, took: float) -> Series:
-    """Which kind of answer an error stands for; `took` is how long the service held the poll."""
+    """The kind of answer that an error stands for; `took` is the duration of the poll in seconds."""
     if isinstance(error, NotYetError):
         return Series.NOT_YET
     if isinstance(error, APIConnectionError):
@@ -102,20 +102,20 @@ def series_of(error: Exception, took: float) -> Series:
 
 @dataclass(slots=True)
 class PollPolicy:
-    """The pace of one poll loop. It remembers the answers of its loop, so each loop needs its own."""
+    """The retry policy of one poll loop. It counts the answers of its loop, so each loop needs its own."""
 
     billing_window: float = 3600.0
     time_left: float | None = None  # seconds from the first poll to the caller's deadline
-    #: The setting `poll_backoff`: number of polls so far → seconds, for a status that is trouble.
+    #: The setting `poll_backoff`: number of polls so far → seconds, for statuses of the series TROUBLE.
     chosen: Callable[[int], float] | None = None
 
     series: Series | None = None
     repeats: int = 0  # answers of this series in a row, before the last one
     last_useful: float = 0.0  # when the last useful answer came, in seconds after the first poll
     failed: int = 0  # polls since the last useful answer
-    out_of_time: bool = False  # it was the caller's deadline that ended the polls
-    #: "Not yet" answers since the last one that was held; errors in between do not reset it, so that a service whose
-    #: answers alternate is not stormed.
+    out_of_time: bool = False  # the caller's deadline ended the polls
+    #: "Not yet" answers since the last held one. Errors in between do not reset it, so that a service that alternates
+    #: between errors and "not yet" is not flooded.
     _immediate: int = 0
     _doubts: dict[int | None, int] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ class PollPolicy:
         if doubts >= facts_of(status).poll_doubts:
             return None
         self._doubts[status] = doubts + 1
-        # The first repetition follows at once; whatever sent the answer may need a while to recover.
+        # The first repetition is immediate. Later ones wait: the sender of the answer may need time to recover.
         return 0.0 if doubts == 0 else exponential(doubts - 1, 1.0, MAX_TROUBLE_WAIT)
 
 

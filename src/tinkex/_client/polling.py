@@ -1,10 +1,10 @@
-"""Waiting for a promised result: one long poll after another until it is there.
+"""Waiting for a promised result with repeated long polls.
 
-| answer                        | what happens                                                        |
+| answer                        | action                                                              |
 |-------------------------------|---------------------------------------------------------------------|
 | 200 protobuf or JSON result   | done                                                                |
-| 200 or 408 try_again          | poll again; the queue state goes to the observers                   |
-| 200 complete_metadata         | wait for room for that many bytes, then fetch it                    |
+| 200 or 408 try_again          | poll again; observers get the queue state                           |
+| 200 complete_metadata         | wait until the byte budget has room for the result, then fetch it   |
 | 200 {error, category}         | RequestFailedError                                                  |
 | any other status, no answer   | poll again or raise, as `poll_policy` decides                       |
 """
@@ -73,13 +73,13 @@ __all__ = ["Poll"]
 R = TypeVar("R")
 
 _RETRIEVE: Final = operation("retrieve_future")
-#: Thousands of samples may be waited for at once; a training step must not wait behind them.
+#: Polls of samples use a separate pool: thousands of them must not delay the poll of a training step.
 _RETRIEVE_SAMPLE: Final = replace(_RETRIEVE, pool=Pool.SAMPLE_FUTURES)
 
 
 @dataclass(slots=True)
 class Poll(Generic[R]):
-    """One promise and how to wait for it; times are the transport clock's."""
+    """Waits for one promise. Times are those of the transport's clock."""
 
     transport: Transport
     operation: Operation[R]
@@ -88,11 +88,11 @@ class Poll(Generic[R]):
     watch: QueueWatch = field(default_factory=QueueWatch)
     deadline: float | None = None
     promise_seconds: float | None = None
-    size: int | None = None  # of the result in bytes, if the service has told already
-    poll_backoff: PollBackoffOption | None = None  # None for the configuration's
+    size: int | None = None  # of the result in bytes, if already known
+    poll_backoff: PollBackoffOption | None = None  # None: use the configured one
 
     async def result(self) -> R:
-        """Poll until the result is there; gives up at the deadline with the last error seen."""
+        """Poll until the result is there. At the deadline, raise APITimeoutError with the last error as cause."""
         now = self.transport.clock.monotonic()
         state = _Progress(now)
         if wants(FutureSubmitted):
@@ -140,11 +140,11 @@ class Poll(Generic[R]):
         )
 
     async def _poll_once(self, lease: Lease, state: _Progress) -> R:
-        """The result, if the service has it; else its answer is raised."""
+        """Return the result if it is ready; otherwise raise the answer as an error."""
         try:
             response = await self._ask(state)
         except APIConnectionError as error:
-            if not self._out_of_time():  # else it only says that the deadline cut the poll short
+            if not self._out_of_time():  # otherwise our own deadline cut the poll short
                 state.last_error = error
             raise
         if wants(FuturePolled):
@@ -158,10 +158,10 @@ class Poll(Generic[R]):
             raise self._not_finished(body)
         if body.get("status") == "complete_metadata":
             await self._reserve(body, lease, state, response)
-            raise NotFinishedError(first=0.0)  # it is finished; the next poll fetches it
+            raise NotFinishedError(first=0.0)  # the work is done; the next poll fetches the result
         return self._read(body, response)
 
-    # -- telling -----------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def _tell(self, kind: Callable[..., FutureEvent], *facts: Any) -> None:
         about = self.promise.request_id, self.operation.request_type or self.operation.name
@@ -280,7 +280,7 @@ class Poll(Generic[R]):
         )
 
     def _refusal(self, response: RawResponse, state: _Progress) -> Exception:
-        """What an answer with an error status means."""
+        """The error to raise for an answer with an error status."""
         error = self.transport.error(_RETRIEVE, self.transport.url(_RETRIEVE.path), response)
         error.request_id = self.promise.request_id
         if response.status == 408 and isinstance(error.body, Mapping) and _is_pending(error.body):
@@ -292,7 +292,7 @@ class Poll(Generic[R]):
     def _tell_waiting(
         self, state: _Progress, policy: PollPolicy, error: Any, tried: Tried, wait: float
     ) -> None:
-        """Say why the result is not there yet, in the words of the last answer."""
+        """Report why the result is not ready, with the message of the last answer."""
         notices = self.transport.notices
         if policy.series is Series.NOT_YET:
             notices.explain(state.notice, "")
@@ -316,7 +316,7 @@ class Poll(Generic[R]):
 
 @dataclass(slots=True)
 class _Progress:
-    """What one poll has seen so far."""
+    """State of one poll loop."""
 
     started: float
     iteration: int = 0
@@ -336,7 +336,7 @@ def _failure(error: TinkerError) -> type[FutureFailure]:
     return FutureApiError
 
 
-#: What a failed poll is called; the first class that fits.
+#: The event of a failed poll, by error class; the first match wins.
 _FAILURES: Final[tuple[tuple[type[TinkerError], type[FutureFailure]], ...]] = (
     (APITimeoutError, FutureTimeout),
     (APIConnectionError, FutureConnectionError),
@@ -344,7 +344,7 @@ _FAILURES: Final[tuple[tuple[type[TinkerError], type[FutureFailure]], ...]] = (
     (APIResponseValidationError, FutureValidationError),
 )
 _PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
-# JSON as second choice: services before 0.18.1 know nothing else.
+# JSON as second choice: services before 0.18.1 support only JSON.
 _ACCEPT_BINARY: Final = f"{proto_codec.CONTENT_TYPE}, application/json;q=0.5"
 
 

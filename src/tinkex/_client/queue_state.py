@@ -1,4 +1,4 @@
-"""Who is told that the service lets a request wait, and why."""
+"""Reports the queue state of a request, and its reason, to observers and the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .notices import logger
 __all__ = ["Observer", "QueueLogger", "QueueWatch", "observer_of", "resolve_reason"]
 
 ClientKind: TypeAlias = Literal["Sampling", "Training"]
-#: Called with the state and, if it takes two arguments, with why.
+#: Called with the state and, if it takes two arguments, with the reason.
 Observer: TypeAlias = Callable[..., object]
 
 #: Seconds before the same pause is logged again.
@@ -31,7 +31,7 @@ _CAPACITY = "Tinker backend is running short on capacity, please wait"
 
 
 def resolve_reason(state: QueueState, kind: ClientKind, reason: str | None = None) -> str:
-    """Why a client waits: what the service says, else what its state implies."""
+    """Why a client waits: the reason given by the service, or else a default for the state."""
     if reason and reason.strip():
         return reason.strip()
     if state is QueueState.PAUSED_RATE_LIMIT:
@@ -60,7 +60,7 @@ class QueueLogger:
             logger.warning("%s is paused for %s. Reason: %s", self._kind, self._name, why)
 
     def clear(self) -> None:
-        """Log the next pause however recent the last."""
+        """Log the next pause even if the last one was less than a minute ago."""
         self._last = None
 
 
@@ -85,13 +85,13 @@ def observer_of(observer: Observer | Any) -> Observer:
 
 @dataclass(slots=True)
 class QueueWatch:
-    """Notices when state or reason of one request change, and tells the observers once."""
+    """Calls the observers once per change of the state or reason of one request."""
 
     observers: tuple[Observer, ...] = ()
     _seen: tuple[QueueState, str | None] | None = None
 
     def see(self, body: Any, request_id: str | None = None) -> QueueState | None:
-        """Look at an answer that may carry a queue state."""
+        """Read the queue state from an answer body, if it has one."""
         if not isinstance(body, Mapping) or "queue_state" not in body:
             return None
         reason = body.get("queue_state_reason")

@@ -1,4 +1,4 @@
-"""A whole answer, for those who want more of it than its data."""
+"""A complete answer: status, headers, body, duration and number of retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(frozen=True, slots=True)
 class APIResponse:
-    """An answer with everything around it."""
+    """A complete answer with its metadata."""
 
     status: int
     headers: Mapping[str, str]
@@ -30,7 +30,7 @@ class APIResponse:
 
     @property
     def data(self) -> Any:
-        """The body as JSON; `{}` when it is empty. Of a redirect, where it leads and until when."""
+        """The body as JSON; `{}` if it is empty. For a redirect: its `url`, `status` and `expires`."""
         if self.status in REDIRECTS:
             expires = self.header("expires")
             return {"url": self.header("location"), "status": self.status, "expires": expires}
@@ -40,9 +40,9 @@ class APIResponse:
         return self.headers.get(name.lower())
 
     def parse(self, parser: Any = None, *, to: Any = None) -> Any:
-        """The data as they are, through a function, or as a type: of the protocol, Python's own, or with `from_json`.
+        """The data, converted by `parser`: a function, a protocol type, a built-in type, or a type with `from_json`.
 
-        `to` is the same as `parser`.
+        Without `parser` it is `data`. `to` is the same as `parser`.
         """
         wanted = parser if to is None else to
         if wanted is None:
@@ -60,7 +60,7 @@ class APIResponse:
             )
         return wanted(self.data)
 
-    # -- the same by the official SDK's names ------------------------------------------------
+    # -- aliases with the official SDK's names -----------------------------------------------
 
     @property
     def status_code(self) -> int:
@@ -84,10 +84,10 @@ class APIResponse:
 
     @property
     def is_closed(self) -> bool:
-        return True  # all of it is here
+        return True  # the body is already read
 
     def close(self) -> None:
-        """There is nothing left to close."""
+        """Does nothing: the body is already read."""
 
     def read(self) -> bytes:
         return self.body
@@ -97,7 +97,7 @@ class APIResponse:
         about["content-type"] = self.header("content-type") or ""
         try:
             return self.body.decode(about.get_content_charset("utf-8"), errors="replace")
-        except LookupError:  # a charset that nobody knows
+        except LookupError:  # unknown charset
             return self.body.decode(errors="replace")
 
     def json(self) -> Any:
@@ -116,7 +116,7 @@ class APIResponse:
         return iter(self.text().splitlines())
 
 
-#: Types of Python's own, and how an answer becomes one.
+#: Built-in types, and how an answer is converted to them.
 _PLAIN: Final[dict[Any, Any]] = {
     dict: lambda answer: answer.data,
     list: lambda answer: answer.data,

@@ -1,4 +1,4 @@
-"""The retry policies of requests and of samples, and the settings of the latter. The loop is `tinkex._retry`."""
+"""Retry policies for requests and samples, and `RetryConfig`. The retry loop is in `tinkex._retry`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def retryable_status(status: int) -> bool:
 def retry_delay(
     attempt: int, *, chance: float, initial: float = 0.5, maximum: float = 10.0
 ) -> float:
-    """Exponential, capped, then shortened by up to a quarter so that clients do not ask at the same moment."""
+    """Exponential delay with a cap, shortened by up to 25 % so that clients do not retry in step."""
     return exponential(attempt, initial, maximum) * (1 - 0.25 * chance)
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPRetryPolicy:
-    """For one request.
+    """Policy for one request.
 
-    The first `max_retries` retries wait `initial` seconds, doubling to `maximum`; with a `window`, further retries wait
-    1, 2, 4 … 30 s until that many seconds have passed.
+    The first `max_retries` retries wait `initial` seconds, doubling to `maximum`. With a `window`, further retries wait
+    1, 2, 4 … 30 s until `window` seconds have passed since the first attempt.
     """
 
     max_retries: int = 10
@@ -84,20 +84,20 @@ class HTTPRetryPolicy:
         return None
 
     def limit(self, error: TinkerError) -> str:
-        """When the loop gives up on `error`, in words."""
+        """Text for the log: when the loop gives up on `error`."""
         window = self.billing_window if isinstance(error, BillingError) else self.window
         if window:
             return f"giving up {window:.0f} s after the first"
         return f"giving up after try {self.max_retries + 1}"
 
 
-#: An archive is built when it is first asked for; meanwhile the service answers 503.
+#: The service builds an archive on the first request for it and answers 503 until it is ready.
 ARCHIVE_WAIT = 30.0
 ARCHIVE_ATTEMPTS = 6
 
 
 class ArchivePolicy(HTTPRetryPolicy):
-    """For the address of a checkpoint's archive, which takes the service a while to build."""
+    """Policy for requesting the URL of a checkpoint archive, which the service may still be building."""
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
         if isinstance(error, TinkerError) and error.status_code == 503:
@@ -111,18 +111,18 @@ class ArchivePolicy(HTTPRetryPolicy):
 
 
 def billing_wait(elapsed: float, window: float) -> float | None:
-    """The account may be topped up meanwhile; the service says how long to keep asking."""
+    """Wait after a 402: the user may top up the account. The service sets the window in which to keep asking."""
     return BILLING_WAIT if elapsed + BILLING_WAIT <= window else None
 
 
 def _is_blank_400(error: TinkerError) -> bool:
-    # The service always says what was wrong with a request; a 400 with an empty body comes from a proxy.
+    # The service always explains a 400; one with an empty body comes from a proxy and may pass.
     body = error.body
     return error.status_code == 400 and not (body.strip() if isinstance(body, str) else body)
 
 
 def _is_lasting_conflict(error: TinkerError) -> bool:
-    # Most conflicts pass. A name or a number that another request has taken stays taken.
+    # Most conflicts are temporary. A name or number already used by another request stays used.
     return error.status_code == 409 and bool(_TAKEN.search(error.message))
 
 
@@ -130,14 +130,14 @@ _TAKEN: Final = re.compile(r"\b(already|duplicate|reused|taken)\b", re.IGNORECAS
 
 
 def _should_retry(error: TinkerError) -> bool | None:
-    """What the service itself says about a retry, in the header `x-should-retry`."""
+    """The value of the header `x-should-retry`, or None without it."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     return {"true": True, "false": False}.get(str(headers.get("x-should-retry", "")).lower())
 
 
-@dataclass(unsafe_hash=True)  # not frozen, as scripts set the fields of the official one
+@dataclass(unsafe_hash=True)  # not frozen: scripts for the official SDK assign its fields
 class RetryConfig:
-    """How sampling tries again. Delays are in seconds; `max_retries=None` means without limit."""
+    """How samples are retried. Delays are in seconds; `max_retries=None` means no limit."""
 
     max_connections: int | None = 1000
     progress_timeout: float = 7200
@@ -178,7 +178,7 @@ def _is_count_or_none(value: Any, least: int) -> bool:
     return value is None or (_is_number(value) and isinstance(value, int) and value >= least)
 
 
-#: What each field of a `RetryConfig` may be, and how to say so.
+#: For each field of `RetryConfig`: its check, and the words for the error message.
 _FITS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "progress_timeout": (_is_positive, "a positive number of seconds"),
     "retry_delay_base": (_is_positive, "a positive number of seconds"),
@@ -199,7 +199,7 @@ _FITS: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class SampleRetryPolicy:
-    """For one sample, from submission to result: everything that may pass is retried."""
+    """Policy for one sample, from submission to result: every temporary error is retried."""
 
     config: RetryConfig
     billing_window: float = 3600.0
@@ -219,9 +219,9 @@ class SampleRetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ThrottlePolicy:
-    """For the dispatch of one sample: a 429 asks to slow down and is not an error, unless retries are off.
+    """Policy for the dispatch of one sample: a 429 asks to slow down and is not an error, unless retries are off.
 
-    The wait is zero because the sample budget holds the next dispatch back, for all samples together.
+    The wait is 0 because the sample budget delays the next dispatch, for all samples together.
     """
 
     config: RetryConfig

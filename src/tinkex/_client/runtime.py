@@ -1,8 +1,7 @@
-"""One event loop in one daemon thread, on which all of the client's work runs.
+"""One event loop in one daemon thread runs all work of the clients.
 
-Callers on any thread, with or without an event loop of their own, hand work over through an inbox that
-wakes the loop once for everything that is waiting in it, and get results back the same way. That is what
-makes thousands of small requests cheap.
+Callers on any thread, with or without an event loop, submit work through a mailbox. It wakes the loop once for all
+waiting work, and results come back the same way. This makes thousands of small requests cheap.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ __all__ = [
     "runtime",
 ]
 
-#: Seconds after which a wait looks up: Python misses a Ctrl-C of the instant before it waits for a lock.
+#: Blocking waits wake up this often, in seconds: Python can miss a Ctrl-C that arrives just before a lock wait.
 _NOTICE: Final = 1.0
 
 T = TypeVar("T")
 
 
 class _Mailbox:
-    """Carries calls into one event loop from other threads, waking it once for many of them."""
+    """Passes calls from other threads to one event loop and wakes it once for many of them."""
 
     __slots__ = ("_calls", "_lock", "_loop", "_woken")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)  # a strong one would keep every loop that ever waited here
+        self._loop = ref(loop)  # a strong reference would keep closed loops alive
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()
         self._woken = False
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Run `call(*args)` on the loop soon; raises RuntimeError if the loop is closed."""
+        """Schedule `call(*args)` on the loop. Raises RuntimeError if the loop is closed."""
         loop = self._loop()
         if loop is None:
             raise RuntimeError("the event loop is gone")
@@ -89,18 +88,18 @@ def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
 
 
 class _Itself:
-    """An attribute that is the object itself, unless something else is assigned to it."""
+    """A descriptor that returns the instance itself, unless the attribute is assigned."""
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return self if instance is None else instance
 
 
 class APIFuture(concurrent.futures.Future[T]):
-    """A result on its way: block for it with `.result(timeout)`, or `await` it on any event loop.
+    """A future result: block with `.result(timeout)`, or `await` it on any event loop.
 
     It is a `concurrent.futures.Future`, so `add_done_callback`, `as_completed` and `wait` work too.
-    Awaiting is only waiting: when the waiting task is cancelled, the operation goes on. `cancel()` drops
-    the result; an operation that is part of a sequence, as every training step is, still takes its turn.
+    If a task that awaits it is cancelled, the operation continues. `cancel()` drops the result; an operation that is
+    part of a sequence, such as a training step, still runs.
     """
 
     _cancel_with_waiter = False
@@ -110,12 +109,12 @@ class APIFuture(concurrent.futures.Future[T]):
         self._process = _process
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result; raises TimeoutError if it is not there within `timeout` seconds."""
+        """Wait for the result. Raises TimeoutError if it takes more than `timeout` seconds."""
         self._wait_attentively(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; what `result` would raise, or None."""
+        """Wait for the end. Returns the exception that `result` would raise, or None."""
         self._wait_attentively(timeout)
         return super().exception(timeout)
 
@@ -130,20 +129,20 @@ class APIFuture(concurrent.futures.Future[T]):
         if not super().cancel():
             return False
         with self._condition:
-            if self._state == "CANCELLED":  # `wait` and `as_completed` look only for the next state
+            if self._state == "CANCELLED":  # `wait` and `as_completed` ignore this state
                 self.set_running_or_notify_cancel()
         return True
 
     def _check_waiting_helps(self, *, blocking: bool) -> None:
         if blocking and threading.get_ident() == _runtime_thread() and not self.done():
             raise WrongThreadError(
-                "A future was waited for on tinkex's own thread, which would wait for itself for "
-                "ever; await the future, or call result() on another thread."
+                "Blocking on a future on tinkex's own thread would deadlock; await the future, or call "
+                "result() on another thread."
             )
         if self._process is not _process and not self.done():
             raise WrongThreadError(
-                "This result is on its way to the process that asked for it, not to its fork; "
-                "ask again in this process."
+                "This result belongs to the parent process, not to its fork; repeat the call in "
+                "this process."
             )
 
     async def result_async(self, timeout: float | None = None) -> T:
@@ -158,8 +157,8 @@ class APIFuture(concurrent.futures.Future[T]):
     _future = _Itself()
 
     def __await__(self) -> Generator[Any, None, T]:
-        # The official class is abstract: code that derives its own future from it overrides
-        # `result_async`, never calls our constructor, and expects `await` to come out there.
+        # The official class is abstract. Code that derives from it overrides `result_async`, does not
+        # call our constructor, and expects `await` to use its `result_async`.
         if type(self).result_async is not APIFuture.result_async:
             return (yield from self.result_async().__await__())
         return (yield from _wait(self))
@@ -185,7 +184,7 @@ def _wait(future: APIFuture[T]) -> Generator[Any, None, T]:
 
 
 class _Arrival(Generic[T]):
-    """Waits for a future, whatever its class makes of `await`."""
+    """Waits for a future, even if its class overrides `__await__`."""
 
     __slots__ = ("_awaited",)
 
@@ -197,7 +196,7 @@ class _Arrival(Generic[T]):
 
 
 class AwaitableConcurrentFuture(APIFuture[T]):
-    """Somebody else's `concurrent.futures.Future`, made awaitable; cancelling one cancels both."""
+    """Makes any `concurrent.futures.Future` awaitable. Cancelling one cancels both."""
 
     def __init__(self, future: concurrent.futures.Future[T]) -> None:
         super().__init__()
@@ -219,7 +218,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
 
 class SampleFuture(APIFuture[T]):
-    """A future whose work ends when it is cancelled, or when the task that awaits it is."""
+    """A future whose work is cancelled with it, or with the task that awaits it."""
 
     _cancel_with_waiter = True
 
@@ -227,10 +226,10 @@ class SampleFuture(APIFuture[T]):
 def await_many(
     futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None
 ) -> list[T | Exception]:
-    """Wait for all of them and return, in the same order, each one's result or the error it failed with.
+    """Wait for all futures and return, in the same order, the result or the error of each.
 
-    Never raises for a failed call. After `timeout` seconds in all, what is not done yet is an
-    `APITimeoutError` in the list; the operation itself goes on. In async code use
+    Never raises for a failed call. A future that is not done `timeout` seconds after the call gives an
+    `APITimeoutError` in the list; the operation itself continues. In async code use
     `asyncio.gather(*futures, return_exceptions=True)`.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -252,12 +251,12 @@ def _wake(arrived: asyncio.Future[None]) -> None:
 
 
 def _post_quietly(mailbox: _Mailbox, call: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is waiting any more
+    with contextlib.suppress(RuntimeError):  # its loop is closed, so no task waits
         mailbox.post(call, *args)
 
 
 class TaskGroup:
-    """Work that ends together, when the client it belongs to is closed."""
+    """The tasks of one client, which are cancelled together when it is closed."""
 
     __slots__ = ("closed", "futures")
 
@@ -266,7 +265,7 @@ class TaskGroup:
         self.closed: BaseException | None = None
 
     def close(self, error: BaseException) -> None:
-        """Fail everything under way with `error`, and everything that comes later."""
+        """Fail all running and all later work with `error`."""
         self.closed = error
         for task, future in list(self.futures.items()):
             fail(future, error)
@@ -274,7 +273,7 @@ class TaskGroup:
 
 
 class Runtime:
-    """The loop and its thread; the thread starts with the first piece of work."""
+    """The event loop and its thread, which starts with the first submitted work."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -293,12 +292,12 @@ class Runtime:
         group: TaskGroup,
         context: Context | None = None,
     ) -> APIFuture[T]:
-        """Run `work` on the loop and deliver what it returns or raises into the future."""
+        """Run `work` on the loop and set its result or exception on the future."""
         self.post(self._start, work, future, group, context)
         return future
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
-        """Run `call(*args)` on the loop soon."""
+        """Schedule `call(*args)` on the loop."""
         if self._mailbox is None:
             self._ensure_started()
         assert self._mailbox is not None
@@ -327,7 +326,7 @@ class Runtime:
         if future._cancel_with_waiter:
 
             def give_up(_: concurrent.futures.Future[T]) -> None:
-                if not task.done():  # cancelled, or its caller's time is up
+                if not task.done():  # the future was cancelled or timed out
                     self.post(task.cancel)
 
             future.add_done_callback(give_up)
@@ -367,13 +366,13 @@ def _deliver(task: asyncio.Task[T], future: APIFuture[T]) -> None:
 
 
 def deliver_result(future: APIFuture[T], result: T) -> None:
-    """Set a result unless the future is done already."""
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+    """Set a result unless the future is already done."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled in the meantime
         future.set_result(result)
 
 
 def fail(future: APIFuture[Any], error: BaseException) -> None:
-    """Set an exception unless the future is done already."""
+    """Set an exception unless the future is already done."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_exception(error)
 
@@ -386,18 +385,18 @@ class _BeginsAnew(Protocol):
     def _begin_anew(self) -> None: ...
 
 
-_process = object()  # another one in each process
+_process = object()  # identity of this process; replaced in a forked child
 _affected: WeakSet[_BeginsAnew] = WeakSet()
 _left_behind: list[object] = []
 
 
 def begin_anew_in_forks(thing: _BeginsAnew) -> None:
-    """Call `thing._begin_anew()` in every child forked from this process while it lives."""
+    """Call `thing._begin_anew()` in every forked child while `thing` is alive. Holds no reference to it."""
     _affected.add(thing)
 
 
 def leave_behind(*things: object) -> None:
-    """Keep what belongs to the parent from being closed here, which would reach into its event loop."""
+    """Keep the parent's objects alive in a forked child: closing them would touch the parent's event loop."""
     _left_behind.extend(things)
 
 
@@ -419,7 +418,7 @@ _shared = Runtime()
 
 
 def runtime() -> Runtime:
-    """The process's one runtime."""
+    """The shared runtime of this process."""
     return _shared
 
 

@@ -1,4 +1,4 @@
-"""Whether a sample holds what was asked for, and what is done where it does not."""
+"""Checks that a sample contains the requested fields, and repairs a missing first logprob."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_answered", "lacks_alternatives", "with_first_logprob"]
 
 
 def check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
-    """Refuse the answer of a service that does not know what was asked, and so has left it out."""
+    """Raise if the answer lacks a requested field: the service does not know that field of the request."""
     ignored = None
     if fields.get("prompt_alt_tokens_k") and result.prompt_alt_tokens is None:
         ignored = "prompt_alt_tokens_k"
@@ -30,14 +30,14 @@ def check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
 
 
 def lacks_alternatives(fields: Mapping[str, Any], result: SampleResponse) -> bool:
-    """Whether `topk_sample_logprobs` was asked for and no sequence has any; the samples are good all the same."""
+    """Whether `topk_sample_logprobs` was requested but no sequence has any. The samples are still valid."""
     return bool(fields.get("topk_sample_logprobs")) and all(
         sequence.topk_logprobs_np is None for sequence in result.sequences
     )
 
 
 def with_first_logprob(prompt: ModelInput, result: SampleResponse) -> None:
-    """Put prompt logprobs in their places where a service leaves out the first token, which has none."""
+    """Insert NaN for the first prompt token if the service leaves it out: the first token has no logprob."""
     scored = result.prompt_logprobs_np
     if scored is None or not all(isinstance(chunk, EncodedTextChunk) for chunk in prompt.chunks):
         return

@@ -1,4 +1,4 @@
-"""Reading the events of a streamed sample: tokens, the end of each sequence, and what goes wrong."""
+"""Reads the events of a streamed sample: tokens, the end of each sequence, and errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["SampleEvents"]
 
 
 class SampleEvents:
-    """What one stream has brought so far; it is complete when each of its sequences has a finish reason."""
+    """The state of one stream. It is complete when every sequence has a finish reason."""
 
     def __init__(self, num_samples: int) -> None:
         self.tokens = 0
         self._unfinished = set(range(num_samples))
 
     def read(self, event: ServerSentEvent) -> SampleStreamChunk | None:
-        """The chunk in an event; None if it only keeps the connection awake. An error that was sent is raised."""
+        """The chunk in an event; None for a keep-alive. Raises an error that the service sends as an event."""
         if not event.data:
             return None
         body = event.json()
@@ -44,9 +44,9 @@ class SampleEvents:
         return chunk
 
     def check_complete(self) -> None:
-        """Raise if the stream ended before its sequences did, so that half an answer never passes for a whole one."""
+        """Raise if the stream ended before all sequences did, so that no partial answer is taken for a complete one."""
         if self._unfinished:
             raise APIConnectionError(
                 message=f"The stream ended after {self.tokens} tokens, before the sample was finished; "
-                "what has come of it is incomplete."
+                "the text received so far is incomplete."
             )

@@ -1,7 +1,7 @@
-"""A session with a service: what its clients share.
+"""A session with a service: the state that its clients share.
 
-Opened with the first call that needs it: server flags, then the session itself, then a heartbeat every ten
-seconds until it is closed.
+The first call that needs it opens it: it fetches the service's flags, creates the session, and starts a heartbeat every
+`heartbeat_interval` seconds (10 by default) until the session is closed.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ _REASONS: Final[Mapping[str, ClientSessionFinishReason]] = {
 class Session:
     """Transport, flags, limits, counters and heartbeat of one service client and its children.
 
-    `session_id` adopts a session that another process opened: its heartbeat goes on here too, but closing
-    leaves it to its owner to finish it.
+    `session_id` adopts a session that another process opened: this process sends heartbeats for it too, but `close`
+    does not finish it; its owner does.
     """
 
     def __init__(
@@ -120,23 +120,23 @@ class Session:
         self._close_lock = threading.Lock()
         self._numbers = Numbers()
         self._labels = Labels()
-        #: The service's flags and limits; the defaults until it was asked.
+        #: The service's flags and limits; defaults until they are fetched.
         self.service = Configured.of(ClientConfigResponse(), config, self.clock)
         self.dynamic = ClientDynamicConfigResponse()
         self.training_wire = TrainingWire()
-        #: The models trained here, by id; what a model costs depends on it.
+        #: Model id → base model, for models trained here. Events name it, because prices depend on it.
         self.base_models: dict[str, str] = {}
         self._carrier = _Carrier(self)
         self.reporter = Reporter(
             self._carrier.ship, self._carrier.spawn, self.clock, enabled=config.telemetry_enabled
         )
-        # A session that is dropped before it was opened has no other end at which to stop listening.
+        # A session that is dropped before it was opened has no other point at which to stop listening for events.
         finalize(self, self.reporter.capture).atexit = False
         apply_log_level(config.log_level, dump_headers=config.dump_headers)
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
-        """In a forked child: go on in the same session, with connections, tasks and numbers of its own."""
+        """In a forked child: keep the same session, but with new connections, tasks and counters."""
         leave_behind(self._group, self._background, self._configuring, self._opening)
         self._configuring = self._opening = self._current = None
         self._group, self._background = TaskGroup(), set()
@@ -159,11 +159,11 @@ class Session:
     ) -> APIFuture[T]:
         """Run `work` on the runtime's loop as part of this session.
 
-        After `timeout` seconds the future fails, whatever the work is waiting for then.
+        After `timeout` seconds the future fails, even if the work still waits for something.
         """
         self._refuse_if_closed(work)
         future = APIFuture() if future is None else future
-        # The caller's trace, which a batch of work handed over together would mix up.
+        # Copy the caller's trace context: the loop starts work of many callers in one batch.
         traced = self.config.otel_propagate or wants(OperationStart)
         runtime().submit(work, future, self._group, copy_context() if traced else None)
         if timeout is not None:
@@ -171,7 +171,7 @@ class Session:
         return future
 
     def _submit_aside(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
-        """Run something of the session's own, which belongs to no call."""
+        """Run internal work of the session that belongs to no call."""
         self._refuse_if_closed(work)
         return runtime().submit(work, APIFuture(), self._group, Context())
 
@@ -195,7 +195,7 @@ class Session:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> APIFuture[Any]:
-        """Start an operation that is answered at once."""
+        """Start an operation that is not queued: the answer is the result."""
         deadline = self.deadline(timeout)
         return self.start(
             name,
@@ -213,13 +213,13 @@ class Session:
         *,
         timeout: float | None = None,
     ) -> APIFuture[T]:
-        """Run one of the client's operations; subscribers hear of it.
+        """Run one operation of the client and emit its events.
 
-        `facts` say whose work it is; `report(call, result, seconds)` may say more about a result.
+        `facts` are added to the metadata of the events; `report(call, result, seconds)` may emit more about a result.
         """
-        check_timeout(timeout)  # refuses a bad one before any work begins
+        check_timeout(timeout)  # raises before any work begins
         if self.session_id is None:
-            self.reporter.listen()  # else nobody would hear of the call that opens the session
+            self.reporter.listen()  # otherwise it would miss the call that opens the session
         if not wants(Event):
             return self.submit(work(), future, timeout=timeout)
         whose = {**self.metadata, **facts()}
@@ -227,16 +227,16 @@ class Session:
         return self.submit(told, future, timeout=timeout)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something nobody waits for; it ends with the session, and belongs to no call."""
+        """Run a task that no caller waits for. It is cancelled with the session and belongs to no call."""
         self.keep(asyncio.get_running_loop().create_task(work, context=Context()))
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Let a task end with the session."""
+        """Cancel the task when the session is closed."""
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def deadline(self, timeout: float | None) -> float | None:
-        """The moment a call's time is up; refuses a timeout that is not one."""
+        """The time on the session's clock at which a call times out. Raises if `timeout` is invalid."""
         seconds = check_timeout(timeout)
         return None if seconds is None else self.clock.monotonic() + seconds
 
@@ -250,24 +250,24 @@ class Session:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What events of this session say of it."""
+        """The metadata of this session's events."""
         known = {} if self.session_id is None else {"session_id": self.session_id}
         return {**(self._about.user_metadata or {}), **known}
 
     # -- opening -----------------------------------------------------------------------------
 
     async def configured(self) -> Configured:
-        """The service's flags and limits, asked for once."""
+        """The service's flags and limits, fetched once."""
         return await _shared(self, "_configuring", self._configure)
 
     async def opened(self) -> str:
-        """The id of the open session."""
+        """Open the session if needed; returns its id."""
         opened = self._current
         if opened is None:
             opened = await _shared(self, "_opening", self._open)
         call = calls.current_call()
         if call is not None and "session_id" not in call.metadata:
-            # The call that opened the session began without its id.
+            # The call that opened the session started without its id.
             calls.add_metadata(session_id=opened.session_id)
         return opened.session_id
 
@@ -326,13 +326,13 @@ class Session:
     # -- background --------------------------------------------------------------------------
 
     async def _refresh(self) -> float | None:
-        """Fetch the flags that may change; seconds until the next time, or None where there are none."""
+        """Fetch the dynamic flags. Returns the seconds until the next fetch, or None if the service has none."""
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             self.dynamic = await self.transport.call(operation("client_dynamic_config"), request)
         except NotFoundError:
             return None
-        except Exception as error:  # a replaced HTTP client may raise anything
+        except Exception as error:  # a custom HTTP client may raise anything
             logger.debug("The dynamic configuration could not be fetched: %s", error)
         return max(self.dynamic.refresh_interval_sec, _LEAST_REFRESH)
 
@@ -347,7 +347,7 @@ class Session:
         headers: Mapping[str, str] | None = None,
         deadline: float | None = None,
     ) -> Any:
-        """An operation that is answered at once and needs no session."""
+        """Run an operation that is not queued and needs no open session."""
         await self.configured()
         row = operation(name)
         self.transport.admit(row.pool)
@@ -363,7 +363,7 @@ class Session:
         headers: Mapping[str, str] | None = None,
         deadline: float | None = None,
     ) -> tuple[UntypedAPIFuture | Any, float]:
-        """Submit a queued operation: its promise, or at once its result, and how long that took."""
+        """Submit a queued operation. Returns its promise or an immediate result, and the seconds that took."""
         started = self.clock.monotonic()
         send = partial(self.transport.send, row, headers=headers, deadline=deadline)
         response = await self._labels.send(row.name, request, send)
@@ -379,7 +379,7 @@ class Session:
         deadline: float | None = None,
         poll_backoff: PollBackoffOption | None = None,
     ) -> T:
-        """Wait for what was promised; an answer given at once is passed through."""
+        """Wait for the promised result. An immediate result is returned unchanged."""
         if not isinstance(promised, UntypedAPIFuture):
             return promised  # type: ignore[no-any-return]
         return await Poll(
@@ -409,7 +409,7 @@ class Session:
         return await self.outcome(row, promised, seconds, observers=observers, deadline=deadline)
 
     def get_session_id(self) -> str:
-        """The id of the session, which is opened for it if it must; waits for the service then."""
+        """The id of the session. Opens it if needed, and then blocks until the service answers."""
         return self.session_id or self.submit(self.opened()).result()
 
     def next_model_seq(self) -> int:
@@ -421,7 +421,7 @@ class Session:
     # -- closing -----------------------------------------------------------------------------
 
     def close(self, reason: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
-        """End everything: work under way fails with ClientClosedError, the service is told."""
+        """Close the session: running work fails with ClientClosedError; an owned session is finished on the service."""
         with self._close_lock:
             if self._closing is None:
                 self._closing = APIFuture()
@@ -437,7 +437,7 @@ class Session:
         if self.session_id is not None and wants(SessionClosed):
             emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
         try:
-            # Without a session the service has not answered yet; it probably will not now.
+            # The session never opened, so the service probably does not answer: wait only briefly.
             limit = None if self.session_id is not None else _UNOPENED_CLOSE_LIMIT
             endings: list[Awaitable[object]] = [self.reporter.close(limit)]
             if self._current is not None and self._current.is_owner:
@@ -464,7 +464,7 @@ class Session:
 
 @contextmanager
 def refusing_bad_values() -> Iterator[None]:
-    """Say which argument of a request does not fit, in the words every other check uses."""
+    """Turn a pydantic ValidationError into an InvalidInputError that names the field."""
     try:
         yield
     except ValidationError as error:
@@ -473,12 +473,12 @@ def refusing_bad_values() -> Iterator[None]:
 
 
 # -- the session's own tasks ---------------------------------------------------------------------
-# They hold the session only while they work, so that one nobody uses any more is let go of.
+# They hold the session only while they run, so that an unused session can be garbage-collected.
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What is left of a session that was dropped without being closed."""
+    """The resources of a session that was garbage-collected without being closed."""
 
     connection: Connection
     reporter: Reporter
@@ -506,7 +506,7 @@ async def _exchange_key(transport: Transport) -> str:
 
 
 class _Carrier:
-    """Sends a session's telemetry, of which there may be some left when the session is dropped."""
+    """Sends a session's telemetry, even after the session itself is garbage-collected."""
 
     def __init__(self, session: Session) -> None:
         self._session = ref(session)
@@ -524,7 +524,7 @@ class _Carrier:
         return runtime().submit(work, APIFuture(), TaskGroup(), Context())
 
     async def ship(self, batch: TelemetrySendRequest, key: str, deadline: float | None) -> None:
-        """Send telemetry, without a word about how long that takes."""
+        """Send a telemetry batch. Slow or failed sends are not reported to the user."""
         living = self._session()
         if living is not None:
             await living._connection.locate()
@@ -542,9 +542,9 @@ class _Carrier:
 
 
 async def _shared(session: Session, slot: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Do `work` once for all who ask; when it fails, the next who asks tries anew.
+    """Run `work` once for all callers. If it fails, the next caller runs it again.
 
-    The work is a task of its own, so that one asker's cancellation does not take it from the others.
+    The work is a separate task, so that cancelling one caller does not cancel it for the others.
     """
     task: asyncio.Task[T] | None = getattr(session, slot)
     if task is not None and task.done() and not task.cancelled() and task.exception() is None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a service on another machine: its files, downloaded once, checked, and kept by their checksum."""
+"""Tokenizer files of a service on another machine: downloaded once, checked, and cached by checksum."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .tokenizers import is_path, tokenizer_id
 
 __all__ = ["loadable_tokenizer", "tokenizer_cache"]
 
-#: Of one file, in bytes. The largest tokenizers have some 35 MB.
+#: Largest file accepted, in bytes. The largest known tokenizers have about 35 MB.
 _MOST: Final = 512 << 20
 
 
 def loadable_tokenizer(
     session: Session, model_name: str, stated: str | None, sha256: str | None
 ) -> str:
-    """What to load: the id that the service states, or a directory with the files that it offers.
+    """What to load: the tokenizer id that the service states, or a local directory with its files.
 
-    A path on the service's own machine is of use only there, so a service elsewhere is asked for the files.
+    A path on the service's machine is useless elsewhere, so the files are downloaded from a remote service.
     """
     name = tokenizer_id(model_name, stated)
     if is_path(name) and Path(name).is_dir() and (sha256 is None or session.config.is_loopback):
@@ -51,14 +51,14 @@ def loadable_tokenizer(
 
 
 def tokenizer_cache() -> Path:
-    """Where downloaded tokenizers are kept, one directory per checksum."""
+    """The cache of downloaded tokenizers, with one directory per checksum."""
     cache = read_env("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "tokenizers"
 
 
 def _downloaded(session: Session, model_name: str, sha256: str) -> Path:
     target = tokenizer_cache() / sha256
-    if target.is_dir():  # it is moved there when it is complete
+    if target.is_dir():  # always complete: it is renamed into place
         return target
     http, path = HTTPClient(session), f"/local/tokenizers/{quote(model_name)}"
     files = _listed(http, path, sha256)
@@ -71,7 +71,7 @@ def _downloaded(session: Session, model_name: str, sha256: str) -> Path:
         try:
             scratch.rename(target)
         except OSError:
-            if not target.is_dir():  # another process was faster
+            if not target.is_dir():  # if it is, another process downloaded it first
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -82,20 +82,22 @@ def _listed(http: HTTPClient, path: str, sha256: str) -> list[TokenizerFile]:
     try:
         listed = json_codec.from_object(http.get(path).result(), TokenizerFilesResponse)
     except DecodeError as error:
-        raise _not_as_promised(f"the list of its files is not understood: {error}") from error
+        raise _not_as_promised(f"the list of its files cannot be read: {error}") from error
     for file in listed.files:
-        # Names are fixed, so that nothing is written anywhere else and no code is taken.
+        # Only known names are accepted: no file is written elsewhere, and no code is downloaded.
         if file.name not in TOKENIZER_FILES or file.size > _MOST:
-            raise _not_as_promised(f"{file.name!r:.80} of {file.size} bytes is no tokenizer file")
+            raise _not_as_promised(
+                f"{file.name!r:.80} of {file.size} bytes is not a tokenizer file"
+            )
     if tokenizer_digest(listed.files) != sha256:
-        raise _not_as_promised("its checksum is another than the service has stated")
+        raise _not_as_promised("its checksum differs from the one that the service states")
     return listed.files
 
 
 def _content(http: HTTPClient, path: str, file: TokenizerFile) -> bytes:
     content = http.with_raw_response("GET", f"{path}/files/{file.name}").result().body
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise _not_as_promised(f"{file.name} does not have its checksum")
+        raise _not_as_promised(f"the checksum of {file.name} is wrong")
     return content
 
 

@@ -1,4 +1,4 @@
-"""HTTP: connections by purpose, headers, and the one place where an exchange is tried again."""
+"""HTTP transport: connection pools by purpose, headers, authentication, retries and events."""
 
 from __future__ import annotations
 
@@ -59,10 +59,9 @@ __all__ = ["RawResponse", "Transport", "clean_headers"]
 
 R = TypeVar("R")
 
-#: Connections by purpose over HTTP/1.1, where each exchange needs one of its own. Sampling begins with the
-#: configured pool size, because more than some fifty busy sockets cost more than they bring, and adds connections
-#: when a service is slow to accept. Polls of samples take as many as the process may open: a sample that is finished
-#: must not wait for the connection of one that is not.
+#: Connections per pool over HTTP/1.1, where each exchange needs its own. Sampling starts with `pool_size` connections,
+#: because more than about 50 busy sockets reduce throughput, and adds more when the service is slow to accept. Polls of
+#: samples use half of the process's file limit: the poll of a finished sample must not wait for an unfinished one.
 _CONNECTIONS: Final = {
     Pool.SESSION: 16,
     Pool.REST: 50,
@@ -72,12 +71,12 @@ _CONNECTIONS: Final = {
 }
 #: Seconds a sample waits for a connection before more are opened.
 _PATIENCE: Final = 1.0
-#: Exchanges under way per purpose over HTTP/2, where they share a connection.
+#: Exchanges in flight per pool over HTTP/2, where they share a connection.
 _STREAMS: Final = 1000
-#: More than are ever under way; samples have a limit of their own.
+#: More than are ever in flight; samples have their own limit.
 _UNLIMITED: Final = 1_000_000_000
-#: What a circuit breaker may stop, and by what name. Polls wait for what is under way, and telemetry is
-#: nobody's call.
+#: The circuit breaker of each pool. Polls have none, because they wait for calls already started; telemetry has none,
+#: because it belongs to no call.
 _CIRCUITS: Final = {
     Pool.SESSION: "session",
     Pool.REST: "session",
@@ -87,7 +86,7 @@ _CIRCUITS: Final = {
 
 
 class RawResponse(Protocol):
-    """What an HTTP client answers with."""
+    """The answer of an HTTP client."""
 
     @property
     def status(self) -> int: ...
@@ -104,15 +103,15 @@ class Transport:
         self.config = config
         self.clock = clock or Clock()
         self.auth = Auth(config, self.clock)
-        # Userinfo goes into a header, so that no address in a log or an error holds a password.
+        # Userinfo moves into a header, so that no URL in a log or error contains a password.
         self._base_url, userinfo = _split_userinfo(config.base_url)
         self.notices = Notices(self._base_url, self.clock)
         self.billing_window = 3600.0
         self._clients: dict[Pool, Any] = {}
-        self._borrowed: Any = None  # a client that was given to us, for its owner to close
+        self._borrowed: Any = None  # the caller's own client, which the caller closes
         self._limits: dict[Pool, Budget] = {}
-        self._sampling_pools = 1  # how many times `pool_size` connections
-        #: The circuits of `_CIRCUITS`, where the settings want any.
+        self._sampling_pools = 1  # sampling connections, as a multiple of `pool_size`
+        #: The circuits of `_CIRCUITS`; None without the setting `circuit_breaker`.
         self.circuits = (
             None if config.circuit_breaker is None else Circuits(config.circuit_breaker, self.clock)
         )
@@ -123,7 +122,7 @@ class Transport:
         self._counter = itertools.count()
         self._multiplexed = urlsplit(config.base_url).scheme == "https"
         self._closed = False
-        #: What events of requests say beside the request itself, unless these belong to a call.
+        #: Metadata of request events that belong to no call.
         self.metadata: Mapping[str, Any] = dict(config.user_metadata or {})
         self._add_trace_context = _trace_context(config)
 
@@ -139,7 +138,7 @@ class Transport:
         deadline: float | None = None,
         policy: HTTPRetryPolicy | None = None,
     ) -> R:
-        """Send an operation and read its immediate answer."""
+        """Send an operation and decode its answer."""
         response = await self.send(
             operation, request, path=path, headers=headers, deadline=deadline, policy=policy
         )
@@ -155,7 +154,7 @@ class Transport:
         deadline: float | None = None,
         policy: HTTPRetryPolicy | None = None,
     ) -> RawResponse:
-        """Send an operation, trying again as the policy says; returns the first good answer."""
+        """Send an operation, with retries by `policy`. Returns the first successful answer."""
         url = self._url(operation, request, path)
         body, content_headers = encode_body(operation, request)
         extra = {**content_headers, **clean_headers(headers or {})}
@@ -192,7 +191,7 @@ class Transport:
         tried: Tried,
         wait: float,
     ) -> None:
-        """Say that a request failed, when it is sent again and when it is given up."""
+        """Report that a request failed, when it is retried and when the retries end."""
         limit = policy.limit(error)
         if deadline is not None:
             left = deadline - self.clock.monotonic()
@@ -200,8 +199,8 @@ class Transport:
         self.notices.retry(what, error, tried.attempt, tried.elapsed, wait, limit)
 
     def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
-        """Read the body of a good answer; what is not of the protocol is an error, never a guess."""
-        if kind is EmptyResponse:  # what was asked for is done, whatever is said of it
+        """Decode the body of a successful answer. A body that does not fit the protocol is an error."""
+        if kind is EmptyResponse:  # success; the body does not matter
             return kind()
         try:
             return json_codec.decode(response.content, kind)
@@ -209,7 +208,7 @@ class Transport:
             raise self.misunderstood(operation, response, error) from error
 
     def read_promise(self, operation: Operation[Any], response: RawResponse) -> Any:
-        """The promise of a queued operation, or its result if the service has it at once."""
+        """The promise of a queued operation, or its result if the service answers with it directly."""
         try:
             body = json_codec.parse(response.content)
             promised = isinstance(body, dict) and "request_id" in body
@@ -226,7 +225,7 @@ class Transport:
             HTTPResponse(response.status, headers, HTTPRequest(operation.method, url)),
             response.content[:2000],
             f"{operation.name}: the service answered {response.status} with "
-            f"{headers.get('content-type', 'no content type')} that is not understood: {error}",
+            f"{headers.get('content-type', 'no content type')} that cannot be decoded: {error}",
             request_id=headers.get("x-request-id"),
         )
 
@@ -252,9 +251,9 @@ class Transport:
         deadline: float | None = None,
         omitted: Iterable[str] = (),
     ) -> Coroutine[Any, Any, RawResponse]:
-        """One request and its answer, whatever its status; raises only if there is no answer.
+        """Send one request and return its answer, whatever the status. Raises only if there is no answer.
 
-        `omitted` are headers that every other request has.
+        `omitted` names default headers to leave out.
         """
         once = self._exchange(operation, url, headers, body, attempt, deadline, omitted)
         if self.circuits is None or operation.pool not in _CIRCUITS:
@@ -262,7 +261,7 @@ class Transport:
         return self.circuits.of(_CIRCUITS[operation.pool]).learn_from(once, deadline)
 
     def admit(self, pool: Pool) -> None:
-        """Raise if the circuit breaker lets nothing new begin; asked once per call, before it takes a number."""
+        """Raise if the circuit breaker is open. Called once per call, before it gets a sequence number."""
         if self.circuits is not None and pool in _CIRCUITS:
             self.circuits.of(_CIRCUITS[pool]).admit()
 
@@ -283,8 +282,10 @@ class Transport:
         for name in omitted:
             sent.pop(name, None)
         timeout = self._timeout(operation, deadline)
-        if timeout <= 0:  # what nobody waits for any more is not sent
-            raise APITimeoutError(HTTPRequest(operation.method, url), "No time was left to ask.")
+        if timeout <= 0:  # the caller no longer waits, so nothing is sent
+            raise APITimeoutError(
+                HTTPRequest(operation.method, url), "The timeout ended before the request was sent."
+            )
         if self.config.dump_headers:
             _dump(operation.method, url, attempt, sent, body)
         pool = operation.pool
@@ -292,11 +293,11 @@ class Transport:
         if not limit.try_take(1):
             await self._wait_for_place(pool, limit)
         flight = None
-        if operation.pool in _CIRCUITS:  # a poll that is held is no silence
+        if operation.pool in _CIRCUITS:  # the service holds polls on purpose: not reported as slow
             flight = self.notices.begin(operation.name, timeout)
         watched: tuple[int, float] | None = None
         try:
-            self._check_open()  # it may have been closed during the wait
+            self._check_open()  # it may have been closed while waiting
             if wants(HttpEvent):
                 watched = self._watch(operation)
             if self._add_trace_context is not None:
@@ -323,10 +324,10 @@ class Transport:
             if watched is not None:
                 self._tell_failed(operation, watched, sys.exception())
 
-    # -- telling of an exchange, to those who listen -------------------------------------------
+    # -- events of an exchange -----------------------------------------------------------------
 
     def _watch(self, operation: Operation[Any]) -> tuple[int, float]:
-        """A number for the events of one request, and when it began."""
+        """Emit the start event of a request. Returns the number of its events and the start time."""
         number = next_id()
         if wants(HttpRequestStart):
             facts = self._facts_of(operation)
@@ -351,7 +352,7 @@ class Transport:
             emit(HttpRequestException(number, *facts, seconds, *told, metadata=self._whose()))
 
     def _facts_of(self, operation: Operation[Any]) -> tuple[str, str, str, str]:
-        pool = operation.pool._value_  # `value` takes longer than all the rest
+        pool = operation.pool._value_  # faster than `value`, which dominates this function
         return operation.method, operation.path, pool, self._base_url
 
     def _whose(self) -> Mapping[str, Any]:
@@ -377,7 +378,7 @@ class Transport:
     async def stream(
         self, operation: Operation[Any], request: Any, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[Any]:
-        """Send an operation once and hand out its answer while it is still arriving."""
+        """Send an operation once, without retries, and yield its answer while it is still arriving."""
         url = self._url(operation, request, None)
         body, content_headers = encode_body(operation, request)
         await self.ready(operation.pool)
@@ -393,7 +394,7 @@ class Transport:
             yield response
 
     async def ready(self, pool: Pool) -> None:
-        """Have a fresh credential and a client for `pool`; on the runtime's loop only."""
+        """Make sure the credential is fresh and `pool` has a client. Call it on the runtime's loop only."""
         self._check_open()
         if self.auth.stale:
             await self.auth.ensure()
@@ -411,18 +412,18 @@ class Transport:
         *,
         name: str | None = None,
     ) -> AsyncIterator[Any]:
-        """An answer from its first byte on; with a `name`, waiting for that byte is explained.
+        """Open a streamed answer. With a `name`, a slow start is reported to the user.
 
-        Only the first byte has to come in time: how long the rest takes is the caller's business.
+        The timeout covers only the time until the answer starts; the body may take any time.
         """
         self._check_open()
         if pool not in self._limits:
             self._open_pool(pool)
         client, timeout = self._clients[pool], self.config.timeout
-        if isinstance(client, HTTP1Client) and url.startswith("https:"):  # the service sent us on
+        if isinstance(client, HTTP1Client) and url.startswith("https:"):  # redirected
             client = self._pyqwest_client()
         open_stream = _method_of(client, "stream")
-        # An address elsewhere is a signed one, and as good as a key.
+        # A URL on another host is signed and gives access like a key, so it is not logged.
         if self.config.dump_headers and url.startswith(self._base_url):
             _dump(method, url, 0, headers, body)
         flight = None if name is None else self.notices.begin(name, timeout)
@@ -450,7 +451,7 @@ class Transport:
 
     @staticmethod
     async def read_stream(response: Any) -> RawResponse:
-        """The rest of a stream that turned out not to be wanted as one."""
+        """Read the rest of a stream into a complete answer, for example of an error."""
         content = b"".join([bytes(part) async for part in response.content])
         return HTTP1Response(response.status, _lower(response.headers), content)
 
@@ -460,7 +461,7 @@ class Transport:
         return f"tinkex-{self._nonce}-{next(self._counter):x}"
 
     def headers(self, attempt: int = 0) -> dict[str, str]:
-        """The headers every request has, credential included."""
+        """The default headers of every request, including the credential."""
         return {
             "x-api-key": self.auth.credential,
             "x-stainless-retry-count": str(attempt),
@@ -468,14 +469,14 @@ class Transport:
         }
 
     def url(self, path: str, query: Mapping[str, Any] | None = None) -> str:
-        """The full address of a path: default query < query in the path < explicit query."""
+        """The full URL of a path. Precedence of query parameters: default < in the path < explicit."""
         if not path.startswith("/"):
             path = f"/{path}"
         if not query and not self._query:
             return f"{self._base_url}{path}"
         base, _, inline = path.partition("?")
         explicit = _query(query or {})
-        # In a path a name may stand more than once; it is replaced as a whole or not at all.
+        # A name may occur several times in the path; an explicit value replaces all of them.
         kept = [
             pair for pair in parse_qsl(inline, keep_blank_values=True) if pair[0] not in explicit
         ]
@@ -498,7 +499,7 @@ class Transport:
         return self.url(filled, query)
 
     def _timeout(self, operation: Operation[Any], deadline: float | None) -> float:
-        """Seconds one exchange may take."""
+        """Timeout of one exchange in seconds."""
         timeout = operation.timeout or self.config.timeout
         if deadline is not None:
             timeout = min(timeout, deadline - self.clock.monotonic())
@@ -510,7 +511,7 @@ class Transport:
         return self._limits[pool]
 
     async def _wait_for_place(self, pool: Pool, limit: Budget) -> None:
-        """Wait until another exchange may begin; a sample that waits long opens more connections for all."""
+        """Wait for a free slot. A sample that waits `_PATIENCE` seconds adds connections for all samples."""
         may_grow = self._sampling_pools < self.config.pool_count
         if pool is not Pool.SAMPLING or self._multiplexed or not may_grow:
             await limit.take(1)
@@ -523,13 +524,13 @@ class Transport:
 
     def _add_connections(self, limit: Budget) -> None:
         size, most = self.config.pool_size, _spare_sockets(_file_limit()) // 2
-        fits = (self._sampling_pools + 1) * size <= most  # the polls of samples need sockets too
+        fits = (self._sampling_pools + 1) * size <= most  # polls of samples need sockets too
         if fits and self._sampling_pools < self.config.pool_count:
             self._sampling_pools += 1
             limit.give_back(size)
 
     def _places(self, pool: Pool) -> int:
-        """How many exchanges of one purpose may be under way at first."""
+        """Initial limit on exchanges in flight in a pool."""
         if pool is Pool.SAMPLE_FUTURES:
             return _UNLIMITED if self._multiplexed else _spare_sockets(_file_limit())
         if self._multiplexed:
@@ -581,7 +582,7 @@ class Transport:
 
 
 def _file_limit() -> int | None:
-    """How many files and sockets this process may have open, where there is a limit."""
+    """The limit on open files and sockets of this process, or None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -591,12 +592,12 @@ def _file_limit() -> int | None:
 
 
 def _spare_sockets(file_limit: int | None) -> int:
-    """Half of them: the rest of the program has to open something too."""
+    """Half of the file limit; the other half is for the rest of the program."""
     return _UNLIMITED if file_limit is None else max(1, file_limit // 2)
 
 
 class _Streamed:
-    """A stream whose parts fail as everything else does here."""
+    """A stream that raises APIConnectionError instead of errors of the HTTP library."""
 
     def __init__(self, response: Any, method: str, url: str) -> None:
         self.status: int = response.status
@@ -614,7 +615,7 @@ class _Streamed:
 
 
 def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, dict[str, str]]:
-    """The bytes of a request and the headers that say what they are."""
+    """The body of a request and its content headers."""
     if operation.body in {Body.NONE, Body.QUERY}:
         return (None, {}) if operation.method in {"GET", "DELETE"} else (b"", {})
     if isinstance(request, bytes):
@@ -623,11 +624,11 @@ def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, 
 
 
 _JSON: Final = {"content-type": "application/json"}
-_EXCHANGE: Final = operation("auth_token")  # made with the key itself
+_EXCHANGE: Final = operation("auth_token")  # sent with the API key, so it needs no fresh token
 
 
 def encode_training(request: Any, *, zstd: bool) -> tuple[bytes, dict[str, str]]:
-    """A forward or forward_backward request as protobuf, compressed if the service asked for it."""
+    """A forward or forward_backward request as protobuf, compressed with `zstd=True`."""
     body = proto_codec.encode_forward_backward_request(request)
     headers = {"content-type": proto_codec.CONTENT_TYPE}
     if zstd:
@@ -644,9 +645,9 @@ _LINE: Final = re.compile(r"[^\r\n\0]*")
 
 
 def clean_headers(headers: Mapping[str, Any]) -> dict[str, str]:
-    """Headers somebody gave, with lower-case names; what would not stay in its line is refused.
+    """The caller's headers with lower-case names. Invalid names and values with line breaks are refused.
 
-    Those without a value are left out. The values are not repeated in the error: one of them may be a key.
+    Headers without a value are left out. Errors do not quote values: one of them may be a key.
     """
     clean = {
         str(name).strip().lower(): str(value)
@@ -662,7 +663,7 @@ def clean_headers(headers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _query(query: Mapping[str, Any]) -> dict[str, str | None]:
-    """What was given as text, and None for what is to be left out though it is a default."""
+    """The given query parameters as text; None for a default that the caller wants to leave out."""
     texts: dict[str, str | None] = {}
     for name, value in query.items():
         if not str(name).strip():
@@ -681,7 +682,7 @@ def _query(query: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _split_userinfo(url: str) -> tuple[str, str]:
-    """The address without `user:password@`, and that as a header has it."""
+    """The URL without `user:password@`, and that part base64-encoded for the header."""
     parts = urlsplit(url)
     userinfo, _, address = parts.netloc.rpartition("@")
     plain = parts._replace(netloc=address).geturl() if userinfo else url
@@ -691,12 +692,12 @@ def _split_userinfo(url: str) -> tuple[str, str]:
 def _method_of(client: Any, name: str) -> Any:
     method = getattr(client, name, None)
     if method is None:
-        raise ConfigError(f"offers no {name!r}, which this call needs", field="http_client")
+        raise ConfigError(f"has no method {name!r}, which this call needs", field="http_client")
     return method
 
 
 def _trace_context(config: Config) -> Callable[[dict[str, str]], None] | None:
-    """What adds the caller's trace to the headers of a request, where that is wanted and possible."""
+    """A function that adds the caller's trace to request headers; None if disabled or not available."""
     if not config.otel_propagate:
         return None
     from tinkex.telemetry.otel import trace_context
@@ -705,7 +706,7 @@ def _trace_context(config: Config) -> Callable[[dict[str, str]], None] | None:
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library raises: its own errors and the built-in connection and timeout ones."""
+    """Errors that the HTTP library raises: its own, and built-in connection and timeout errors."""
     if "pyqwest" not in sys.modules:
         return (OSError,)
     import pyqwest
@@ -725,7 +726,7 @@ def _connection_error(
     request = HTTPRequest(method, url)
     detail = str(error).partition("\n")[0]
     if isinstance(error, TimeoutError):
-        if detail:  # the library's own limit, not ours
+        if detail:  # the timeout is the library's, not ours
             return APITimeoutError(request, f"No answer: {detail}")
         return APITimeoutError(request, f"No answer within {timeout or 0:g} s")
     return APIConnectionError(request, f"Connection failed: {detail or type(error).__name__}")
@@ -748,7 +749,7 @@ def _dump(
 
 
 _SHOWN: Final = 2000
-#: An address up to the port that its scheme implies, which a log need not show.
+#: A URL with the default port of its scheme, which a log does not need to show.
 _DEFAULT_PORT: Final = re.compile(r"^(http://[^/?]+):80(?=[/?]|$)|^(https://[^/?]+):443(?=[/?]|$)")
 
 
@@ -780,7 +781,7 @@ _ARCH: Final = {
 
 
 def machine_headers(system: str, machine: str) -> dict[str, str]:
-    """What this runs on, in the words of the protocol; some systems have their release in the name."""
+    """Operating system and CPU, in the protocol's terms. A release number in the system name is ignored."""
     return {
         "x-stainless-os": _OS.get(system.rstrip("0123456789"), "Unknown"),
         "x-stainless-arch": _ARCH.get(machine.lower(), "unknown"),

@@ -1,4 +1,4 @@
-"""Places in line: operations of one model are dispatched in the order in which they were called."""
+"""A FIFO queue of operations: those of one model are dispatched in the order in which they were called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """Hands out places in line on the caller's thread and calls them up on the loop."""
+    """Issues tickets on the caller's thread; on the event loop, tickets proceed in order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Turns:
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
-        """In a forked child: what was in line before the fork is the parent's; numbers go on from there."""
+        """In a forked child: waiting operations belong to the parent and are skipped; numbering continues."""
         leave_behind(self._waiting)
         self._lock, self._waiting = threading.Lock(), {}
         self._current = self._tickets
@@ -46,14 +46,14 @@ class Turns:
             place.set_result(None)
 
     def next_seq(self) -> int:
-        """Sequence ids are given out in line, so they have no gaps however calls are split."""
+        """The next sequence id. Call it during a turn: then ids have no gaps, however calls are split."""
         self._seq_id += 1
         return self._seq_id
 
 
 @dataclass(slots=True)
 class Turn:
-    """One place in line, held while an operation is being dispatched."""
+    """One ticket. The block waits for its turn and holds it while the operation is dispatched."""
 
     _turns: Turns
     _ticket: int

@@ -1,4 +1,4 @@
-"""The retry loop for functions of the caller's own."""
+"""The retry loop for the caller's own functions."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def with_retry(
     telemetry_metadata: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> APIFuture[Any]:
-    """Call `function()` until it succeeds, as `retry_config` says; the future of its result.
+    """Call `function()` until it succeeds, with the limits in `retry_config`; returns a future of its result.
 
-    It runs on a worker thread, a coroutine function on an event loop of its own there. Retried are lost connections,
-    timeouts, statuses that may pass, and `retry_config.retryable_exceptions`; anything else, and the last error when the
-    retries or the `progress_timeout` are used up, is raised as it came. Cancelling the future ends the retries.
-    Attempts are told as `RetryEvent`s, which carry `telemetry_metadata`.
+    The function runs on a worker thread; a coroutine function gets its own event loop there. Lost connections, timeouts,
+    temporary statuses and `retry_config.retryable_exceptions` are retried. Any other error is raised unchanged, and so
+    is the last error when the retries or the `progress_timeout` are used up. Cancelling the future stops the retries.
+    Each attempt emits a `RetryEvent` with `telemetry_metadata`.
     """
     config, timing = retry_config or RetryConfig(), clock or Clock()
     policy = SampleRetryPolicy(config, billing_window=0.0)
