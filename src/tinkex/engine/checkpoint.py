@@ -1,6 +1,6 @@
-"""Checkpoints on disk: an adapter in PEFT's own format, and beside it the optimizer where it is wanted.
+"""Checkpoints on disk: an adapter in PEFT's format and, optionally, the optimizer state.
 
-What every checkpoint has in common, whoever wrote its tensors, is in `directories`.
+`directories` holds the parts that the checkpoints of both engines share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .values import LoraSpec
 __all__ = ["Saved", "load", "save"]
 
 _PREFIX: Final = "base_model.model."
-#: Settings of PEFT that change what an adapter does, and their values besides none at all that do not.
+#: PEFT settings that can change what an adapter computes, with the values that do not. Unset values are fine too.
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -42,14 +42,14 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "arrow_config": (),
     "kasa_config": (),
     "monteclora_config": (),
-    # The other ways to begin take something away from the base model, which the adapter then adds.
+    # The other initializations also change the base model's weights, which this service does not do.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     spec: LoraSpec
     tensors: dict[str, tuple[Tensor, Tensor]]
@@ -58,7 +58,7 @@ class Saved:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def restore_gradients(self, optimizer: AdamW, names: list[str]) -> None:
-        """Put the accumulated gradients of a snapshot back where the next step finds them."""
+        """Set the parameters' gradients to those of the snapshot, for the next optimizer step."""
         for key, parameter in zip(_parameter_keys(names), optimizer.parameters, strict=True):
             saved = self.gradients.get(key)
             if saved is not None:
@@ -67,11 +67,11 @@ class Saved:
                         f"the file {GRADIENTS} does not fit the adapter: {key} is of another shape",
                         field="path",
                     )
-                # Copied, because what was read lies in the mapped file.
+                # Copied, because loaded tensors are views of the mapped file.
                 parameter.grad = saved.to(parameter.device, copy=True)
 
     def restore(self, optimizer: AdamW, names: list[str]) -> None:
-        """Put the saved moments into an optimizer whose parameters belong to layers `names`."""
+        """Copy the saved moments into an optimizer whose parameters belong to the layers `names`."""
         if self.moments is None:
             raise InvalidInputError("the checkpoint holds no optimizer state", field="optimizer")
         optimizer.steps = self.steps
@@ -94,7 +94,7 @@ def save(
     optimizer: AdamW | None = None,
     gradients: Sequence[Tensor | None] = (),
 ) -> int:
-    """Write a checkpoint; how many bytes it takes. What was at `directory` before is replaced."""
+    """Write a checkpoint and return its size in bytes; replaces an older one at `directory`."""
     return directories.write(
         directory,
         lambda target: _write(target, adapter, optimizer, gradients),
@@ -136,7 +136,7 @@ def _write(
 
 
 def _parameter_keys(names: list[str]) -> list[str]:
-    """Names of an adapter's parameters in the order in which the optimizer holds them."""
+    """Names of an adapter's parameters, in the optimizer's order."""
     return [f"{name}.{factor}" for name in names for factor in ("a", "b")]
 
 
@@ -147,10 +147,10 @@ def load(
     gradients: bool = False,
     largest: Callable[[int], int] | None = None,
 ) -> Saved:
-    """Read a checkpoint, ours or a PEFT adapter; what is torn or foreign is refused by name.
+    """Read a checkpoint of this service or a PEFT adapter; the error names a damaged or unknown file.
 
-    `largest` says how many bytes an adapter of a rank can take on the base model; a larger file is refused before
-    it is read into memory.
+    `largest` returns the maximum size in bytes of an adapter with a given rank on the base model; a larger file is
+    refused before it is read into memory.
     """
     manifest = directories.checked_manifest(directory)
     spec = manifest.spec
@@ -174,7 +174,7 @@ def load(
     moments = None
     if optimizer and (directory / OPTIMIZER).exists():
         with directories.reading(OPTIMIZER):
-            # Two moments of each parameter.
+            # Two moments per parameter.
             check_regular(directory / OPTIMIZER, None if limit is None else 2 * limit)
             moments = load_file(directory / OPTIMIZER)
     accumulated = {}
@@ -186,17 +186,17 @@ def load(
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:
-    """Rank and alpha by PEFT's configuration; what would make the same tensors mean something else is refused."""
+    """Read rank and alpha from PEFT's configuration; refuse settings that change the meaning of the tensors."""
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     for name, plain in _PLAIN.items():
         value = config.get(name)
         if value and value not in plain:
             raise InvalidInputError(
-                f"is an adapter with {name}={value!r:.100}, of which this service knows nothing",
+                f"is an adapter with {name}={value!r:.100}, which this service does not support",
                 field="path",
             )
     if config.get("use_rslora"):
-        alpha *= math.sqrt(rank)  # its scale is alpha / √rank, ours alpha / rank
+        alpha *= math.sqrt(rank)  # rsLoRA scales by alpha / √rank, this service by alpha / rank
     return directories.checked_spec(LoraSpec(rank, alpha=alpha))
 
 

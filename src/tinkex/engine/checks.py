@@ -1,6 +1,6 @@
-"""What is refused, and under which name: decided here once, so that every engine refuses the same.
+"""Validation of requests, shared by both engines so that they raise the same errors.
 
-Plain values only: a mistake in a request can be seen without a model.
+The checks work on plain values; none of them needs a model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss by name, the inputs it cannot do without, and its settings with their defaults.
+    """A loss: its name, its required inputs, and its settings with their defaults.
 
-    `whole_sequences` marks one whose terms are not independent of each other: it needs all positions of an
-    example at once.
+    With `whole_sequences`, the terms depend on each other, so the loss needs all positions of an example at once.
     """
 
     name: str
@@ -67,7 +66,7 @@ LOSSES: Final[Mapping[str, Loss]] = {
 
 
 def check_base(name: str, known: Collection[str]) -> None:
-    """Refuse a base model that is not there."""
+    """Refuse an unknown base model."""
     if name not in known:
         raise InvalidInputError(
             f"this service does not have {name!r:.200}; it has {', '.join(known) or 'none'}",
@@ -76,7 +75,7 @@ def check_base(name: str, known: Collection[str]) -> None:
 
 
 def check_same_base(wanted: str, trained_on: str) -> None:
-    """Refuse to sample from a model as if it were on another base model."""
+    """Refuse to sample from a model on another base model than the one it was trained on."""
     if wanted != trained_on:
         raise InvalidInputError(
             f"is {wanted!r:.200}, the model was trained on {trained_on!r:.200}", field="base_model"
@@ -84,7 +83,7 @@ def check_same_base(wanted: str, trained_on: str) -> None:
 
 
 def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
-    """The loss called `name` and its complete settings; what it does not know is refused by name."""
+    """Return the loss called `name` and its complete settings; refuse unknown settings by name."""
     loss = LOSSES.get(name)
     if loss is None:
         raise InvalidInputError(
@@ -106,7 +105,7 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
 def check_examples(
     examples: Sequence[Example], loss: Loss, *, vocab_size: int, context_length: int
 ) -> None:
-    """Refuse what cannot be trained on, by the index of the datum and the name of the input."""
+    """Refuse invalid examples; the error names the index of the datum and the input."""
     if not examples:
         raise InvalidInputError("is empty", field="data")
     for index, example in enumerate(examples):
@@ -151,7 +150,7 @@ def check_job(
     context_length: int,
     detokenize: Callable[[Sequence[int]], str] | None,
 ) -> None:
-    """Refuse what cannot be sampled; once a job is under way there is nobody left to tell."""
+    """Refuse an invalid job before it joins the batch: there, an error would fail a step that others share."""
     if len(job.prompt_T) >= context_length:
         raise InvalidInputError(
             f"has {len(job.prompt_T)} tokens; the model's context of {context_length} "
@@ -172,16 +171,16 @@ def check_job(
                 field="target_prompt_logprobs",
             )
         if targets.size:
-            # A negative one stands for no token.
+            # A negative target means: no token.
             _check_tokens(targets.clip(0), vocab_size, "target_prompt_logprobs")
     if job.stop_texts:
         if detokenize is None:
             raise InvalidInputError("stop strings need a tokenizer", field="stop")
-        detokenize(())  # a tokenizer that cannot be read says so now
+        detokenize(())  # loads the tokenizer, so that an unreadable one raises here
 
 
 def _check_finite(values: Array, at: str) -> None:
-    """Refuse what would make the loss, and with one step the whole model, NaN."""
+    """Refuse values that would make the loss NaN and, after one step, the whole model."""
     finite = np.isfinite(values)
     if not finite.all():
         where = [int(place) for place in np.argwhere(~finite)[0]]

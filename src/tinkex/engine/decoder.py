@@ -1,11 +1,11 @@
-"""Running a model one token at a time, for many sequences at once.
+"""Run a model one token at a time, for many sequences at once.
 
-`LeanDecoder` is for models of the Llama family: it calls the matrix products itself, with the projections that
-read the same input fused, and keeps keys and values in one tensor per layer. `PlainDecoder` is for every other
-model: transformers' own forward, one sequence at a time.
+`LeanDecoder` runs models of the Llama family: it calls the matrix products itself, fuses projections that read the
+same input, and keeps keys and values in one tensor per layer. `PlainDecoder` runs every other model with
+transformers' own forward, one sequence at a time.
 
-Sequences of different users share a batch, and the values of one may be NaN. So whatever lies beyond a sequence's
-length in its slot is zero: a masked position still takes part in the arithmetic, and 0 · NaN is NaN.
+Sequences of different users share a batch, and the values of one may be NaN. So the cache beyond a sequence's length
+is always zero: a masked position still takes part in the arithmetic, and 0 · NaN is NaN.
 
 Shapes: B sequences in the batch, T positions, D hidden, H query heads, G key-value heads, E head size, V vocabulary.
 """
@@ -30,33 +30,33 @@ _GROW: Final = 64
 
 
 class Decoder(Protocol):
-    """Keeps the state of sequences in slots 0 … B-1; the caller decides which sequence is where."""
+    """Keeps the state of sequences in slots 0 … B-1; the caller assigns sequences to slots."""
 
     def prefill(
         self, slots: Sequence[int], prompts: Sequence[Tensor], adapter: Adapter | None
     ) -> list[Tensor]:
-        """Read prompts into slots there is room in; the hidden states of each prompt."""
+        """Read prompts into reserved slots; return the hidden states of each prompt."""
 
     def step(self, tokens_B: Tensor, lengths: Sequence[int], groups: Sequence[Rows]) -> Tensor:
-        """Read one token in each of the first B slots, after so many others; the logits after it."""
+        """Read one token into each of the first B slots, at position `lengths[slot]`; return the next logits."""
 
     def prompt_logits(self, hidden: Tensor, adapter: Adapter | None) -> Tensor:
-        """The logits after each hidden state that `prefill` gave."""
+        """Compute the logits of hidden states that `prefill` returned."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot into another."""
 
     def size(self, slots: int, length: int) -> int:
-        """Bytes of memory that so many sequences of such a length need."""
+        """Bytes of memory that `slots` sequences of `length` positions need."""
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for so many sequences, none longer than that; what is beyond is lost."""
+        """Make room for `slots` sequences of at most `length` positions; state outside of that is lost."""
 
     def release(self) -> None:
-        """Give the memory back; no sequence is left."""
+        """Free the memory; the state of all sequences is lost."""
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop what was prepared for an adapter that is gone."""
+        """Drop tensors that were prepared for an adapter; it is not used any more."""
 
 
 def decoder_for(base: LanguageModel) -> Decoder:
@@ -66,14 +66,14 @@ def decoder_for(base: LanguageModel) -> Decoder:
 
 
 class LeanDecoder:
-    """The Llama family, with as little between the matrix products as can be."""
+    """Decoder for the Llama family, with minimal overhead between the matrix products."""
 
     def __init__(self, base: LanguageModel, body: LlamaBody) -> None:
         self._base = base
         self._body = body
         self._caches = [_Cache() for _ in body.layers]
         self._slots = self._capacity = 0
-        #: Per slot the number of positions written since they were last zeroed.
+        #: For each slot, the number of positions that may be nonzero.
         self._filled: list[int] = []
 
     # -- the cache ---------------------------------------------------------------------------
@@ -86,10 +86,10 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def reserve(self, slots: int, length: int) -> None:
-        """Resize the cache to `slots` sequences of at most `length` positions; what lies outside is lost.
+        """Resize the cache.
 
         Every slot has the capacity of the longest sequence. A larger cache is kept until less than half of it is
-        needed, because sequences come and go all the time.
+        needed: sequences join and leave all the time, and every resize copies the cache.
         """
         needed = slots, _rounded(length)
         wanted = max(self._slots, needed[0]), max(self._capacity, needed[1])
@@ -112,12 +112,11 @@ class LeanDecoder:
         self._filled += [0] * (wanted[0] - kept)
 
     def release(self) -> None:
-        """Free the memory; no sequence is left."""
         self._slots = self._capacity = 0
         self._filled = []
         self._caches = [_Cache() for _ in self._caches]
 
-    @torch.inference_mode()  # the cache may have grown in it, and is then closed to everybody else
+    @torch.inference_mode()  # a tensor that was created in inference mode can be changed only in it
     def copy(self, source: int, target: int, length: int) -> None:
         for cache in self._caches:
             cache.keys[target, :, :length] = cache.keys[source, :, :length]
@@ -125,7 +124,7 @@ class LeanDecoder:
         self._clear(target, length)
 
     def _clear(self, slot: int, length: int) -> None:
-        """Zero what the sequence that used a slot before left beyond the length of the new one."""
+        """Zero the values that a slot's previous sequence left beyond `length`."""
         beyond = slice(length, self._filled[slot])
         if beyond.start < beyond.stop:
             for cache in self._caches:
@@ -134,7 +133,6 @@ class LeanDecoder:
         self._filled[slot] = length
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop what was prepared for an adapter that is gone."""
         for layer in self._body.layers:
             for projection in layer.projections:
                 projection.forget(adapter)
@@ -170,7 +168,7 @@ class LeanDecoder:
             )
             x = _finish(layer, x, mixed.transpose(1, 2).reshape(len(x), -1), groups)
         for slot in slots:
-            self._clear(slot, longest)  # up to there the padding is zero
+            self._clear(slot, longest)  # the padding before `longest` is zero already
         hidden_BTD = self._body.module.norm(x).view(count, longest, -1)
         return [hidden_BTD[row, :length] for row, length in enumerate(lengths)]
 
@@ -207,7 +205,7 @@ class LeanDecoder:
             pair = None if group.adapter is None else group.adapter.pairs.get(name)
             if group.adapter is None or pair is None:
                 continue
-            # Logits are float32, and so is the adapter: nothing is rounded on the way.
+            # Computed in float32, the type of logits and adapter, so nothing is rounded.
             rows = (hidden if group.rows is None else hidden.index_select(0, group.rows)).float()
             inner = functional.linear(rows, pair.a).mul_(group.adapter.scale)
             if group.rows is None:
@@ -222,7 +220,7 @@ class LeanDecoder:
 
 
 def _beyond(longest: int, lengths_B: Tensor) -> Tensor:
-    """Which of the positions 0 … longest - 1 lie beyond each sequence's length."""
+    """Mask of the positions 0 … longest - 1 that are beyond each sequence's length."""
     return torch.arange(longest, device=lengths_B.device) >= lengths_B[:, None]
 
 
@@ -232,36 +230,35 @@ def _rounded(length: int) -> int:
 
 @dataclass
 class _Cache:
-    """Keys and values of one layer: slots × G × T × E."""
+    """Keys and values of one layer, each with shape slots × G × T × E."""
 
     keys: Tensor = field(default_factory=lambda: torch.empty(0))
     values: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def _finish(layer: LlamaLayer, x: Tensor, mixed: Tensor, groups: Sequence[Rows]) -> Tensor:
-    """The second half of a layer: what attention mixed comes back, and the feed-forward part."""
+    """The second half of a layer: attention's output projection and the feed-forward block."""
     x = x + layer.out.infer(mixed, groups)
     gate, up = layer.gate_up.infer(rms_norm(x, *layer.after), groups).chunk(2, dim=-1)
     return x + layer.down.infer(layer.activation(gate).mul_(up), groups)
 
 
 class PlainDecoder:
-    """Any model, through transformers' own forward and cache."""
+    """Decoder for any model; uses transformers' forward and cache."""
 
     def __init__(self, base: LanguageModel) -> None:
         self._base = base
         self._caches: dict[int, Any] = {}
 
     def size(self, slots: int, length: int) -> int:
-        config = (
-            self._base.config.get_text_config()
-        )  # families differ; few have larger caches than this
+        # An upper estimate: few model families have a larger cache per position.
+        config = self._base.config.get_text_config()
         numbers = 2 * config.num_hidden_layers * config.hidden_size
         size: int = slots * length * numbers * self._base.dtype.itemsize
         return size
 
     def reserve(self, slots: int, length: int) -> None:
-        """Caches grow by themselves; those of slots that are not in use any more go."""
+        """Caches grow on demand; drop those of slots that are no longer in use."""
         for slot in [slot for slot in self._caches if slot >= slots]:
             del self._caches[slot]
 

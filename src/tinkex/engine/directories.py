@@ -1,7 +1,7 @@
-"""Directories of checkpoints: each appears whole or not at all, and holds a checksum of every file in it.
+"""Checkpoint directories: each is complete or absent, and holds a checksum of every file.
 
-Names, JSON and checksums only: what is in the tensors is for the engine that wrote them. `adapter_config.json` is
-PEFT's; `tinkex.json` holds what PEFT has no place for.
+This module handles names, JSON and checksums; the engine that writes a checkpoint handles the tensors.
+`adapter_config.json` has PEFT's format; `tinkex.json` holds the facts that PEFT's format has no field for.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ __all__ = [
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 OPTIMIZER: Final = "optimizer.safetensors"
-#: In snapshots only: what has accumulated for the next step.
+#: In snapshots only: the gradients accumulated for the next step.
 GRADIENTS: Final = "gradients.safetensors"
 _MANIFEST: Final = "tinkex.json"
-#: Limit of the JSON files of a checkpoint; an adapter's configuration takes a few kilobytes.
+#: Limit in bytes for each JSON file of a checkpoint; an adapter's configuration has a few kilobytes.
 JSON_LIMIT: Final = 4 << 20
 
 
@@ -67,9 +67,9 @@ def write(
     target_modules: Iterable[str],
     steps: int,
 ) -> int:
-    """Let `fill` write the tensors of a checkpoint and add the rest; how many bytes it takes.
+    """Write a checkpoint and return its size in bytes; `fill` writes the tensors.
 
-    What was at `directory` before is replaced.
+    Replaces an older checkpoint at `directory`.
     """
     with _whole(directory) as scratch:
         with _no_room(scratch):
@@ -88,13 +88,13 @@ def write(
 
 
 def copy(source: Path, target: Path) -> None:
-    """The same checkpoint once more; damaged files stay what they are, and are found when they are read."""
+    """Copy a checkpoint. Checksums are not verified here: damage is found when the copy is read."""
     with _whole(target) as scratch:
         shutil.copytree(source, scratch, dirs_exist_ok=True)
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name for the files of a checkpoint, which are never written to again; a copy where that cannot be."""
+    """Copy a checkpoint with hard links where possible: files of a checkpoint never change."""
     with _whole(target) as scratch:
         shutil.copytree(source, scratch, dirs_exist_ok=True, copy_function=_link_or_copy)
 
@@ -108,9 +108,9 @@ def _link_or_copy(source: str, target: str) -> None:
 
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory to fill, which then takes its place; on the disk with everything in it, or not there at all."""
+    """Yield a scratch directory; afterwards flush it and rename it to `directory`, or delete it on an error."""
     make_directory(directory.parent)
-    # Without the directory's name, which may be as long as names get.
+    # Does not contain the directory's name, which may already have the maximum length.
     scratch = directory.with_name(f".{secrets.token_hex(8)}")
     scratch.mkdir()
     try:
@@ -126,7 +126,7 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _no_room(place: Path) -> Iterator[None]:
-    """What a writer of tensors says of a disk in words of its own, as the operating system says it."""
+    """Turn safetensors' errors from the operating system, such as a full disk, into OSError."""
     from safetensors import SafetensorError
 
     try:
@@ -140,16 +140,16 @@ def _no_room(place: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `tinkex.json` says; nothing if there is none."""
+    """Content of `tinkex.json`; the defaults if there is no such file."""
 
     spec: LoraSpec | None = None
     steps: int = 0
 
 
 def checked_manifest(directory: Path) -> Manifest:
-    """The manifest, once every file is as it was written.
+    """Verify the checksum of every file and return the manifest.
 
-    The manifest of an imported checkpoint was written by somebody else: its names and values are checked before use.
+    The manifest of an imported checkpoint is untrusted: its names and values are checked before use.
     """
     if not directory.is_dir():
         raise InvalidInputError("there is no such checkpoint", field="path")
@@ -171,12 +171,12 @@ def checked_manifest(directory: Path) -> Manifest:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file of a checkpoint."""
+    """Read a JSON file of a checkpoint."""
     return json.loads(read_regular(file, JSON_LIMIT))
 
 
 def checked_spec(spec: LoraSpec) -> LoraSpec:
-    """The facts of an adapter, if they are of the right types and within bounds."""
+    """Return the spec if its values have the right types and are within bounds; raise otherwise."""
     flags = (spec.train_attn, spec.train_mlp, spec.train_unembed)
     if not (
         type(spec.rank) is int
@@ -186,7 +186,7 @@ def checked_spec(spec: LoraSpec) -> LoraSpec:
         and isinstance(spec.alpha, int | float)
         and math.isfinite(spec.alpha)
     ):
-        raise ValueError("not the facts of an adapter")
+        raise ValueError("not a valid adapter spec")
     if spec.rank > MAX_RANK:
         raise InvalidInputError(
             f"the adapter has rank {spec.rank}, the highest possible is {MAX_RANK}", field="path"
@@ -202,7 +202,7 @@ def _count(value: Any) -> int:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Whatever shows that a file is not what it should be: said with its name, without where it lies."""
+    """Turn every error from reading a bad file into one that gives its name, but not its path on the server."""
     from safetensors import SafetensorError
 
     try:
@@ -230,14 +230,14 @@ def _peft_config(spec: LoraSpec, base_model: str, target_modules: Iterable[str])
 
 
 def put(scratch: Path, directory: Path) -> None:
-    """Put a finished directory in its place, instead of an older one if there is one."""
+    """Move a finished directory to its final place; replaces an older one."""
     with placed(scratch, directory):
         pass
 
 
 @contextmanager
 def placed(scratch: Path, directory: Path) -> Iterator[None]:
-    """Have a finished directory in its place; if what is done then fails, the older one comes back, or none."""
+    """Move a finished directory to its final place; undo that if the body of the `with` raises."""
     older = None
     if not directory.exists():
         scratch.replace(directory)
@@ -252,7 +252,8 @@ def placed(scratch: Path, directory: Path) -> Iterator[None]:
             older.replace(directory)
             raise
     try:
-        flush(directory.parent)  # before the older one goes, so that one of the two is on the disk
+        # Flushed before the older one is deleted, so that one of the two is on disk.
+        flush(directory.parent)
         yield
     except BaseException:
         if older is None:

@@ -1,8 +1,8 @@
-"""Drawing tokens from logits.
+"""Draw tokens from logits.
 
-One uniform number picks a token by the cumulative chances of its row; far cheaper than noise over the whole
-vocabulary. Nor is a cumulative sum over the whole vocabulary needed: first a block of it is found by the sums of all
-blocks, then the token within that block. Tokens are drawn on the CPU, wherever the model is.
+One uniform random number per row picks a token by cumulative probability, which is much cheaper than adding noise to
+the whole vocabulary. The cumulative sum has two levels: the sums of blocks select a block, then a sum within that block
+selects the token. Tokens are drawn on the CPU, even if the model is on another device.
 
 Shapes: B rows, V vocabulary, K blocks of C tokens.
 """
@@ -21,9 +21,9 @@ from .values import Array, SampleJob
 
 __all__ = ["choose", "topk"]
 
-#: Below this temperature only the likeliest token has a chance, and logits divided by it would overflow.
+#: Lowest temperature: only the most likely token has a nonzero probability, and dividing by less could overflow.
 _COLDEST: Final = 1e-30
-#: The C of the shapes.
+#: Tokens per block: C in the shapes.
 _BLOCK: Final = 256
 
 
@@ -31,9 +31,9 @@ _BLOCK: Final = 256
 def choose(
     logits_BV: Tensor, jobs: Sequence[SampleJob], randoms: Sequence[np.random.Generator]
 ) -> tuple[list[int], list[float]]:
-    """A token for each row, and its logprob; both by the distribution at the job's temperature.
+    """Draw a token for each row; its logprob is that of the temperature-scaled distribution.
 
-    The logits are divided by the temperatures in place.
+    Divides the logits by the temperatures in place.
     """
     temperatures = [max(job.temperature, _COLDEST) if job.temperature > 0 else 1.0 for job in jobs]
     if any(temperature != 1 for temperature in temperatures):
@@ -56,20 +56,20 @@ def choose(
     if free:
         fractions = np.array([randoms[row].random() for row in free])
         chosen_B[free] = _by_blocks(chances_BV, ends_BK[free], np.array(free), fractions)
-    # The kernel of softmax adds many small numbers up in float32; dividing by the sum once more makes up for it.
+    # Softmax sums in float32, so the probabilities may not add up to one; dividing by their sum corrects that.
     logprobs_B = np.log(chances_BV[np.arange(len(jobs)), chosen_B] / ends_BK[:, -1])
     return chosen_B.tolist(), logprobs_B.astype(np.float32).tolist()
 
 
 def topk(logits_NV: Tensor, k: int, normalizers_N1: Tensor) -> tuple[Array, Array]:
-    """The likeliest tokens of each row and their logprobs."""
+    """The k most likely tokens of each row and their logprobs."""
     best = logits_NV.topk(min(k, logits_NV.shape[-1]), dim=-1)
     logprobs = (best.values - normalizers_N1).float()
     return best.indices.to(torch.int32).numpy(), logprobs.numpy()
 
 
 def _chances(logits_BV: Tensor) -> tuple[Array, Array]:
-    """The chances of all tokens, in whole blocks, and what the blocks have come to at the end of each."""
+    """Probabilities of all tokens, padded to whole blocks, and the cumulative sum at the end of each block."""
     chances_BV = logits_BV.softmax(-1)
     missing = -chances_BV.shape[1] % _BLOCK
     if missing:
@@ -87,15 +87,16 @@ def _by_blocks(chances_BV: Array, ends_BK: Array, rows_B: Array, fractions_B: Ar
 
 
 def _of_few(chances_V: Array, tokens: Array, fraction: float) -> int:
-    tokens = np.sort(tokens)  # the order of the vocabulary, as everywhere: a seed means the same
+    # Vocabulary order, as in `_by_blocks`, so that a seed picks the same token either way.
+    tokens = np.sort(tokens)
     ends = chances_V[tokens].cumsum(dtype=np.float64)
     return int(tokens[_search(ends[None], np.array([fraction]))[0][0]])
 
 
 def _search(ends_BK: Array, fractions_B: Array) -> tuple[Array, Array]:
-    """In each row the piece that the fraction of the whole falls into, and the fraction of that piece.
+    """For each row: the index of the piece that contains the fraction of the total, and the fraction within it.
 
-    A piece of no size is never found.
+    Never returns an empty piece.
     """
     whole_B = ends_BK[:, -1]
     wanted_B = np.minimum(fractions_B * whole_B, np.nextafter(whole_B, 0))
@@ -106,15 +107,15 @@ def _search(ends_BK: Array, fractions_B: Array) -> tuple[Array, Array]:
 
 
 def _kept(chances_V: Array, whole: float, top_k: int, top_p: float) -> Array:
-    """Only the k likeliest, and of those only the fewest that make up p; at least one."""
+    """The k most likely tokens, and of these the smallest set with probability p; at least one token."""
     if 0 < top_k < len(chances_V):
         tokens = _likeliest(chances_V, top_k)
         if top_p >= 1:
             return tokens
         whole = float(chances_V[tokens].sum(dtype=np.float64))
     else:
-        # What is so unlikely that all of it together may be left out is never among the fewest. Few tokens are
-        # not, and sorting those is much quicker than sorting all.
+        # All tokens below this probability together hold less than 1 - p, so none of them is in the smallest set.
+        # Few tokens remain, and sorting them is much faster than sorting the vocabulary.
         unlikely = (1 - top_p) * whole / (2 * len(chances_V))
         tokens = np.flatnonzero(~(chances_V < unlikely))
         tokens = tokens[np.argsort(-chances_V[tokens])]
@@ -123,8 +124,10 @@ def _kept(chances_V: Array, whole: float, top_k: int, top_p: float) -> Array:
 
 
 def _likeliest(chances_V: Array, count: int) -> Array:
-    """So many tokens, the likeliest first."""
-    if count * 64 <= len(chances_V):  # then torch does not sort them all either
+    """The `count` most likely tokens, most likely first."""
+    if count * 64 <= len(
+        chances_V
+    ):  # for a small count, torch's topk does not sort the whole vocabulary
         few: Array = torch.from_numpy(chances_V).topk(count).indices.numpy()
         return few
     ordered: Array = np.argsort(-chances_V)[:count]

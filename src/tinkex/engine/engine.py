@@ -1,7 +1,7 @@
-"""The engine: base models, the adapters being trained on them, and the samplers beside them.
+"""The engine: base models, the adapters that are trained on them, and samplers.
 
-Token ids in, numbers out. It knows no HTTP, no database, no tokenizer. Its methods are called from one thread; a
-training pass is a generator so that whoever calls can let sampling have its turn between micro-batches.
+Its input is token ids and its output is numbers; it does not use HTTP, a database or a tokenizer. All methods are
+called from one thread. A training pass is a generator, so that the caller can sample between micro-batches.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .values import (
 
 __all__ = ["TorchEngine"]
 
-#: Padded tokens of one micro-batch: activations of a 135M model take some 1.5 MB each.
+#: Padded tokens of one micro-batch. With a 135M model, the activations of one token need about 1.5 MB.
 TOKEN_BUDGET = 512
-#: Parameters below which threads cost more than they bring, much more on a busy machine.
+#: Models with fewer parameters run on one thread: more threads make them slower, especially on a busy machine.
 SMALL_MODEL = 8_000_000
-#: The part of the memory that keys and values of samples may need; while sequences come and go they take up to twice that.
+#: Share of the memory for the samplers' caches of keys and values. Spare capacity can double the actual use.
 CACHE_SHARE = 0.25
 
 
 @dataclass
 class _Loaded:
-    """A base model in memory and the sampler on it."""
+    """A base model in memory and its sampler."""
 
     language: LanguageModel
     sampler: Sampler
@@ -82,14 +82,14 @@ class TorchEngine:
         memory = memory_of(torch.device(device))
         self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
         self._threads = torch.get_num_threads()
-        self._loaded: dict[Path, _Loaded] = {}  # by directory: two names of one model share it
+        self._loaded: dict[Path, _Loaded] = {}  # by directory: two names can share one model
         self._models: dict[str, tuple[str, TrainedModel]] = {}
         self._samplers: dict[str, _OpenSampler] = {}
 
     # -- training ----------------------------------------------------------------------------
 
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
-        """A fresh adapter on a base model."""
+        """Create a new adapter on a base model."""
         language = self._base(base_model).language
         adapter = Adapter.fresh(language.layers, spec, self._device)
         self._models[model_id] = (base_model, TrainedModel(language, adapter))
@@ -97,11 +97,11 @@ class TorchEngine:
     def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
     ) -> None:
-        """A model from a checkpoint, with its optimizer or a fresh one."""
+        """Create a model from a checkpoint, with the saved optimizer or a new one."""
         self._restore(model_id, base_model, directory, optimizer=optimizer)
 
     def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None:
-        """A model as it was when `snapshot` was called, with the gradients that had accumulated."""
+        """Create a model from a snapshot, with optimizer and accumulated gradients."""
         self._restore(model_id, base_model, directory, optimizer=True, gradients=True)
 
     def _restore(
@@ -130,7 +130,7 @@ class TorchEngine:
         self._models.pop(model_id, None)
 
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
-        """A forward or forward-backward pass, in pieces."""
+        """Start a forward or forward-backward pass; the generator yields after each micro-batch."""
         base_model, model = self._named(model_id)
         return self._run_pass(self._base(base_model), model, request)
 
@@ -147,7 +147,7 @@ class TorchEngine:
             yield
 
     def check_traced(self, graph: TracedGraph) -> None:
-        """Refuse a traced loss that does what a loss may not."""
+        """Raise if a traced loss contains an operation that is not allowed."""
         TracedLoss(graph)
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
@@ -156,13 +156,13 @@ class TorchEngine:
         return model.step(options)
 
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
-        """Write a checkpoint; its size in bytes."""
+        """Write a checkpoint and return its size in bytes."""
         base_model, model = self._named(model_id)
         kept = model.optimizer if optimizer else None
         return checkpoint.save(directory, model.adapter, base_model, kept)
 
     def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
-        """The model, its optimizer and its gradients as they are now; what is returned writes them, from any thread."""
+        """Copy the current model, optimizer and gradients; return a function that writes them, from any thread."""
         base_model, model = self._named(model_id)
         adapter, optimizer = model.adapter.frozen_copy(), model.optimizer.frozen_copy()
         gradients = [
@@ -181,7 +181,7 @@ class TorchEngine:
         model_id: str | None = None,
         directory: Path | None = None,
     ) -> None:
-        """Freeze what is to be sampled from: a model as it is now, a checkpoint, or the base model."""
+        """Open a sampler on frozen weights: those of a model now, of a checkpoint, or of the base model."""
         self._known_model(base_model)
         adapter = None
         if model_id is not None:
@@ -201,7 +201,7 @@ class TorchEngine:
             self._base(closed.base_model).sampler.forget(closed.adapter)
 
     def add_sample(self, job_id: str, job: SampleJob) -> None:
-        """Queue a job for its sampler; a mistake in it is raised here."""
+        """Queue a job for its sampler; raises if the job is invalid."""
         sampler = self._samplers.get(job.sampler_id)
         if sampler is None:
             raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
@@ -213,11 +213,11 @@ class TorchEngine:
 
     @property
     def sampling(self) -> bool:
-        """Whether any sample waits or is under way."""
+        """Whether any sample is queued or running."""
         return any(loaded.sampler.busy for loaded in self._loaded.values())
 
     def sample_step(self) -> list[SampleEvent]:
-        """One token for every sequence under way, on every base model."""
+        """Draw one token for every running sequence of every base model."""
         events: list[SampleEvent] = []
         for loaded in self._loaded.values():
             if loaded.sampler.busy:
@@ -225,10 +225,10 @@ class TorchEngine:
                 events += loaded.sampler.step()
         return events
 
-    # -- what is there -----------------------------------------------------------------------
+    # -- base models and lookups -------------------------------------------------------------
 
     def load(self, model: BaseModel) -> None:
-        """Have a base model, in memory ahead of its first use; one that cannot be loaded is not had."""
+        """Load a base model into memory and add it to the known ones, unless loading fails."""
         self._in_memory(model)
         self._known[model.name] = model
 
@@ -237,7 +237,7 @@ class TorchEngine:
         return self._known[name]
 
     def _base(self, name: str) -> _Loaded:
-        """A base model, loaded when it is first needed."""
+        """Return a base model; load it on first use."""
         return self._in_memory(self._known_model(name))
 
     def _in_memory(self, model: BaseModel) -> _Loaded:
@@ -257,7 +257,7 @@ class TorchEngine:
         return self._loaded[model.directory]
 
     def _use_threads(self, loaded: _Loaded) -> None:
-        """As many threads as a model is worth; by model, because sums depend on them in their last bit."""
+        """Set the model's number of threads; it is fixed per model, because the last bit of sums depends on it."""
         if torch.get_num_threads() != loaded.threads:
             torch.set_num_threads(loaded.threads)
 
@@ -277,12 +277,12 @@ class TorchEngine:
                     f"does not fit this base model: {name} is missing or of another shape",
                     field="path",
                 )
-        # In the order of a fresh adapter: norms are sums, and sums depend on it in their last bit.
+        # Use the order of a new adapter: the last bit of a norm depends on the order of its tensors.
         tensors = {name: saved.tensors[name] for name in layers if name in saved.tensors}
         return Adapter.of_tensors(saved.spec, tensors, self._device)
 
 
 def _adapter_bytes(layers: Mapping[str, LoraLinear], rank: int) -> int:
-    """The most that the file of an adapter can take: factors of every layer in the widest type, and their names."""
+    """Upper limit for an adapter's file in bytes: factors of every layer in the widest type, and their names."""
     numbers = sum(layer.in_features + layer.out_features for layer in layers.values())
     return 8 * rank * numbers + 1024 * len(layers) + (1 << 20)

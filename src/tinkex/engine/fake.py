@@ -1,8 +1,8 @@
-"""A stand-in for the engine that needs numpy alone and starts at once: for testing code that trains.
+"""A fake engine that needs only numpy and starts at once: for testing training code.
 
-Its model is a bigram table: the logits of a token depend on the one before it and on nothing else. Around that
-table everything is in earnest, with the values and the errors of `TorchEngine`: the losses and their gradients,
-Adam, sampling, checkpoints. Code that learns here is wired correctly, and what it gets is the same every time.
+Its model is a bigram table: the logits of a token depend only on the token before it. Everything else works as in
+`TorchEngine`, with the same values and errors: losses and gradients, Adam, sampling, checkpoints. Training code that
+learns here is wired correctly. Results are the same in every run.
 
 Shapes: T positions, K targets per position, V vocabulary.
 """
@@ -41,18 +41,18 @@ from .values import (
 
 __all__ = ["FakeEngine"]
 
-_SPREAD: Final = 0.5  # of the base model's logits
+_SPREAD: Final = 0.5  # standard deviation of the base model's logits
 _WORD: Final = 2**64 - 1
-_COLDEST: Final = 1e-30  # below this temperature only the likeliest token has a chance
+_COLDEST: Final = 1e-30  # lowest temperature: only the most likely token has a nonzero probability
 
-Rows = dict[int, Array]  # by the token before: V numbers, float32, never changed in place
+Rows = dict[int, Array]  # by previous token: V numbers, float32, never changed in place
 
 # -- the model --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Table:
-    """What follows what. A row that was never trained is absent and costs nothing."""
+    """The bigram table. A row that was never trained is absent and costs nothing."""
 
     base: BaseModel
     spec: LoraSpec
@@ -61,10 +61,10 @@ class _Table:
     def logprobs(self, previous: int, temperature: float = 1.0) -> Array:
         """The logprobs of all tokens after `previous`."""
         size = self.base.vocab_size
-        start = previous * 7919 % size  # neighbours begin far apart
+        start = previous * 7919 % size  # neighbouring tokens get windows that are far apart
         logits_V = _noise(self.base.name, size)[start : start + size].astype(np.float64)
         if previous in self.rows:
-            # LoRA's alpha lets the learning rates that suit LoRA show an effect here too.
+            # Scaled by LoRA's alpha, so that learning rates for LoRA have an effect here too.
             logits_V += self.spec.alpha * self.rows[previous]
         logits_V = (logits_V - logits_V.max()) / temperature
         result: Array = logits_V - np.log(np.exp(logits_V).sum())
@@ -73,20 +73,20 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _noise(name: str, vocab_size: int) -> Array:
-    """The chance that all rows of a base model are windows of; RandomState's stream is frozen for good."""
+    """Noise of a base model; its rows are windows of this array. RandomState guarantees a stable stream."""
     random = np.random.RandomState(zlib.crc32(name.encode()))
     return (_SPREAD * random.standard_normal(2 * vocab_size)).astype(np.float32)
 
 
 def _by_token(tokens: Array) -> Iterator[tuple[int, Array]]:
-    """Each different token, and where it stands."""
+    """Yield each distinct token with its positions."""
     for token in np.unique(tokens).tolist():
         yield token, np.flatnonzero(tokens == token)
 
 
 @dataclass
 class _Model:
-    """A table being trained."""
+    """A table in training, with its optimizer state."""
 
     table: _Table
     gradients: Rows = field(default_factory=dict)
@@ -96,7 +96,7 @@ class _Model:
 
     @np.errstate(all="ignore")
     def step(self, options: AdamStep) -> dict[str, float]:
-        """AdamW on every row that was ever trained; a row without a gradient has a zero one."""
+        """AdamW on every row that was ever trained; a missing gradient counts as zero."""
         self.pending.drop()
         rows, gradients, self.gradients = self.table.rows, self.gradients, {}
         norm = math.hypot(*(float(np.linalg.norm(row)) for row in gradients.values()))
@@ -176,7 +176,7 @@ _TERMS: Final[Mapping[str, Callable[[Array, Inputs, Config], Terms]]] = {
 
 
 def _run_pass(model: _Model, request: TrainingPass) -> Generator[None, None, PassResult]:
-    """Example by example; gradients count only when the whole pass succeeded."""
+    """Run a pass one example at a time; gradients are accumulated only when the whole pass has succeeded."""
     base = model.table.base
     earlier = model.pending.take(request.part) if request.backward else None
     loss, config = check_loss(request.loss_fn, request.config)
@@ -222,7 +222,7 @@ def _weighted(loss: Loss, logp: Array, inputs: Inputs, config: Config) -> tuple[
 
 @np.errstate(over="ignore", invalid="ignore")
 def _backward(table: _Table, example: Example, slopes: Array) -> Rows:
-    """A target's logprob moves with the logits by: one at the target, minus all probabilities."""
+    """The derivative of a target's logprob by the logits: one at the target, minus all probabilities."""
     gradients, targets = {}, example.inputs["target_tokens"]
     for previous, where in _by_token(example.tokens_T):
         slope = slopes[where].ravel()
@@ -276,7 +276,7 @@ class _Request:
 
 
 def _random(job: SampleJob, index: int, number: int) -> np.random.Generator:
-    """Chance for one sequence; without a seed it comes from the place of the job among all jobs."""
+    """Random generator of one sequence; without a seed, the number of the job serves as one."""
     key = (number, _WORD - index) if job.seed is None else (job.seed & _WORD, index)
     return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
 
@@ -304,7 +304,7 @@ def _topk(logp_V: Array, k: int) -> tuple[Array, Array]:
 
 
 def _scored_prompt(job: SampleJob, table: _Table) -> SampledResult:
-    """The part of a job's result that its prompt decides."""
+    """The scores of a job's prompt, as a result without sequences."""
     prompt, k, targets = job.prompt_T, job.topk_prompt_logprobs, job.target_prompt_tokens
     length, result = len(prompt), SampledResult([], [], [])
     scores = np.full(length, np.nan, np.float32)
@@ -320,7 +320,7 @@ def _scored_prompt(job: SampleJob, table: _Table) -> SampledResult:
             if targets is not None and target_scores is not None:
                 here = targets[before]
                 target_scores[before] = np.where(here < 0, 0.0, logp_V[np.maximum(here, 0)])
-        unasked = slice(job.first_scored)  # read for the targets only
+        unasked = slice(job.first_scored)  # computed only for the targets
         scores[unasked], ids[unasked], values[unasked] = np.nan, 0, -99999.0
     result.prompt_logprobs_T = scores if job.prompt_logprobs else None
     result.topk_prompt = (ids, values) if k else None
@@ -400,10 +400,10 @@ def _read(
         saved = load_file(directory / directories.WEIGHTS)
         rows = dict(zip(saved["ids"].tolist(), saved["values"], strict=True))
     if manifest.spec is None:
-        raise InvalidInputError("is a checkpoint without its tinkex.json", field="path")
+        raise InvalidInputError("is a checkpoint without tinkex.json", field="path")
     if saved["values"].shape[1:] != (base.vocab_size,):
         raise InvalidInputError(
-            "does not fit this base model: its vocabulary is of another size", field="path"
+            "does not fit this base model: its vocabulary has another size", field="path"
         )
     model = _Model(_Table(base, manifest.spec, rows))
     if optimizer:
@@ -427,7 +427,7 @@ def _read(
 
 
 class FakeEngine:
-    """All models of one process; `TorchEngine` in everything but what the models know."""
+    """All models of one process; the interface of `TorchEngine` with bigram tables as models."""
 
     def __init__(
         self,
@@ -564,7 +564,7 @@ class FakeEngine:
         texts = request.job.stop_texts
         if not texts or self._detokenize is None:
             return False
-        # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
+        # Every token has at least one byte, so a stop string spans at most as many tokens as it has bytes.
         window = max(len(text.encode()) for text in texts) + 4
         tail = self._detokenize(request.table.base, sequence.tokens[-window:])
         return any(text in tail for text in texts)

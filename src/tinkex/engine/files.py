@@ -1,4 +1,4 @@
-"""Files: written so that they survive a power cut, and read only if they are regular and of a bounded size."""
+"""Write files so that they survive a power cut; read only regular files of bounded size."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
     "write_whole",
 ]
 
-#: Linux: swap two names in one step.
+#: Linux flag of renameat2: swap two names atomically.
 _RENAME_EXCHANGE: Final = 2
 _AT_FDCWD: Final = -100
 
 
 def sync(descriptor: int) -> None:
-    """Wait until what was written to a file is on the disk."""
+    """Wait until the content of an open file is on disk."""
     os.fsync(descriptor)
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)
@@ -42,7 +42,7 @@ def flush(path: Path) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents; the name of each is on the disk."""
+    """Create a directory and its missing parents, and flush the new names to disk."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)
@@ -53,7 +53,7 @@ def make_directory(directory: Path, mode: int = 0o777) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write or replace a file; after a crash there is the old content or the new, never a part."""
+    """Write or replace a file; after a crash it has the old content or the new, never a part."""
     scratch = path.with_name(f".{path.name}.tmp")
     try:
         scratch.write_text(content)
@@ -66,7 +66,7 @@ def write_whole(path: Path, content: str) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the filesystem cannot."""
+    """Swap two names atomically; False if the system or the filesystem cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -80,7 +80,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name from outside stays in the directory it is joined to."""
+    """Whether an untrusted name, joined to a directory, stays inside that directory."""
     return (
         isinstance(name, str)
         and name not in {"", ".", ".."}
@@ -89,9 +89,9 @@ def is_plain_name(name: object) -> bool:
 
 
 def check_regular(path: Path, limit: int | None = None) -> int:
-    """The size of a regular file; anything else, or more than `limit` bytes, is refused unopened.
+    """Return the size of a regular file; refuse other kinds, and more than `limit` bytes, without opening.
 
-    Devices, pipes and links are refused because opening one can block, have effects or lead elsewhere.
+    Opening a device or a pipe can block or have side effects, and a link can point outside the directory.
     """
     facts = path.lstat()
     if not stat.S_ISREG(facts.st_mode):
@@ -105,7 +105,7 @@ def check_regular(path: Path, limit: int | None = None) -> int:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes."""
+    """Read a regular file of at most `limit` bytes."""
     size = check_regular(path, limit)
     with path.open("rb") as file:
         return file.read(size)

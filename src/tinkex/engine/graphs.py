@@ -1,11 +1,11 @@
-"""Graphs of traced losses as plain data: what may stand in one.
+"""Check the graphs of traced losses as plain data.
 
-A graph is a list of nodes as `torch.fx` records them. Every operation is looked up in a table, so what is not there
-is refused by name before anything runs. Nodes can only name nodes before them, so a graph always ends. Arguments are
-bounded in depth and number: they come from outside, and every later step walks through them.
+A graph is a list of nodes as `torch.fx` records them. Every operation must be in a table; an unknown one is refused
+by name before anything runs. A node can refer only to earlier nodes, so a graph always terminates. Depth and number of
+arguments are bounded: they are untrusted, and every later step walks through them.
 """
 
-# ruff: noqa: SIM905 - so many names read better without quotes
+# ruff: noqa: SIM905 - long lists of names read better without quotes
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 MAX_NODES: Final = 2000
 #: Levels of lists and objects in the arguments of a node.
 MAX_DEPTH: Final = 8
-#: Elements of all arguments of all nodes.
+#: Elements in all arguments of all nodes together.
 MAX_ELEMENTS: Final = 20_000
 MAX_TEXT: Final = 200
-#: Whole numbers above it are not exact as floats; Python's would grow without end.
+#: Larger integers are not exact as floats. Python's integers have no size limit, so one is needed.
 LARGEST_NUMBER: Final = 1 << 53
 
 TORCH: Final = """
@@ -68,16 +68,16 @@ METHODS: Final = (
         """.split()
     )
 )
-#: What may be read of a tensor with a dot; fx writes that as a call of `getattr`.
+#: Attributes of a tensor that a loss may read; fx records this as a call of `getattr`.
 ATTRIBUTES: Final = frozenset("T device dtype mT ndim shape".split())
-#: Words that stand for constants of torch, by the kind of argument they are.
+#: Names of torch constants, by kind of argument.
 CONSTANTS: Final = {
     "dtype": "float32 float64 float16 bfloat16 int64 int32 bool".split(),
     "layout": ["strided"],
     "memory_format": ["contiguous_format", "preserve_format"],
 }
 
-#: Options that put a result where its size is not counted.
+#: Options that allocate memory which the cost measurement does not count.
 _FORBIDDEN: Final = frozenset("out pin_memory".split())
 
 _CALLABLE: Final = (
@@ -90,7 +90,7 @@ _CALLABLE: Final = (
 
 
 def check_graph(graph: TracedGraph) -> None:
-    """Refuse a graph that does anything but arithmetic, or is too large to be looked at."""
+    """Refuse a graph that does anything but arithmetic, or exceeds the limits above."""
     if len(graph.nodes) > MAX_NODES:
         raise _refused(f"has {len(graph.nodes)} nodes, more than {MAX_NODES}")
     placeholders = sum(node["op"] == "placeholder" for node in graph.nodes)
@@ -143,13 +143,13 @@ def _check_argument(item: Any, node: Mapping[str, Any], known: set[str]) -> None
     kind, value = next(iter(item.items()), ("", None))
     if kind == "ref" and isinstance(value, str) and len(item) == 1:
         if value not in known:
-            raise _refused(f"{node['name']!r:.100} uses {value!r:.100} before it is there")
+            raise _refused(f"{node['name']!r:.100} uses {value!r:.100} before it is defined")
     elif not (len(item) == 1 and _is_marked(kind, value)):
         raise _refused(f"has an argument of kind {kind!r:.40} {at}, which is not known")
 
 
 def _is_marked(kind: str, value: Any) -> bool:
-    """Whether an object with one key is one of the arguments that JSON has no form for."""
+    """Whether an object with one key encodes a kind of argument that JSON cannot express."""
     if kind == "tuple":
         return isinstance(value, list)
     if kind == "dict":
@@ -157,16 +157,13 @@ def _is_marked(kind: str, value: Any) -> bool:
     if kind == "slice":
         return isinstance(value, list) and 1 <= len(value) <= 3
     if kind == "float":
-        return value in (
-            "nan",
-            "inf",
-            "-inf",
-        )  # a tuple: the value may be a list, which has no hash
+        # A tuple, not a set: the value may be a list, which is not hashable.
+        return value in ("nan", "inf", "-inf")
     return kind in {"ellipsis", "device"} or value in CONSTANTS.get(kind, ())
 
 
 def _walk(node: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """All arguments of a node and all they hold, with their depth; without recursion, however deep they are."""
+    """Yield all arguments of a node and their nested elements, with their depth; uses no recursion."""
     waiting = [(item, 1) for item in [*node["args"], *node["kwargs"].values()]]
     while waiting:
         item, depth = waiting.pop()
@@ -175,7 +172,7 @@ def _walk(node: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
             waiting += [(each, depth + 1) for each in item]
         elif isinstance(item, dict) and len(item) == 1:
             ((kind, value),) = item.items()
-            # Marked lists and dictionaries; the other kinds hold nothing.
+            # Only these kinds have nested elements.
             held = value.values() if kind == "dict" and isinstance(value, dict) else value
             if kind in {"tuple", "slice", "dict"} and not isinstance(
                 held, str | int | float | None
@@ -184,7 +181,7 @@ def _walk(node: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
 
 
 def last_uses(graph: TracedGraph) -> list[list[str]]:
-    """For each node the names of those whose value nobody needs after it."""
+    """For each node, the names of the values that no later node uses."""
     dying: list[list[str]] = [[] for _ in graph.nodes]
     seen: set[str] = set()
     for position in range(len(graph.nodes) - 1, -1, -1):
@@ -198,7 +195,7 @@ def last_uses(graph: TracedGraph) -> list[list[str]]:
 
 
 def reads_sizes(graph: TracedGraph) -> bool:
-    """Whether a graph may count with the sizes of its tensors: then more data need not mean more work."""
+    """Whether a graph may compute with the sizes of its tensors: then less data can mean more work."""
     return any(
         (node["op"] == "call_method" and node["target"] in _SIZES)
         or (node["target"] == "getattr" and node["args"][1] in {"ndim", "shape"})

@@ -1,7 +1,7 @@
-"""The Llama family taken apart: fused projections and layers that training, prompts and decoding share.
+"""Models of the Llama family: fused projections and layers, used by training, prefill and decoding.
 
-Projections that read the same input are one matrix product, and so are their adapters. On a CPU the small
-products of seven adapters a layer otherwise take as long as half the model.
+Projections that read the same input run as one matrix product, and so do their adapters. Otherwise, on a CPU, the
+small products of the seven adapters of a layer take half as long as the model itself.
 
 Shapes: B sequences, T positions, N rows (all positions of all sequences), D hidden, H query heads, G key-value
 heads, E head size, R rank of all adapters of a projection together.
@@ -30,14 +30,14 @@ def is_llama(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch speak with which adapter; None is the base model, or all rows."""
+    """Rows of a batch that use one adapter. No adapter means the base model; no rows means all rows."""
 
     adapter: Adapter | None
     rows: Tensor | None = None
 
 
 class Projection:
-    """Linear layers that read the same input, as one."""
+    """Linear layers that read the same input, fused into one."""
 
     def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
         self._names = list(layers)
@@ -46,14 +46,14 @@ class Projection:
         self.weight = torch.cat([part.weight.data for part in parts])
         biases = [part.bias for part in parts if part.bias is not None]
         self.bias = torch.cat([bias.data for bias in biases]) if biases else None
-        # The layers become views of the fused weight, so that the model is in memory once.
+        # The layers become views of the fused weight, so that memory holds the weights only once.
         for part, weight in zip(parts, torch.split(self.weight, self.sizes), strict=True):
             part.base.weight.data = weight
-        # By id, which belongs to the adapter only as long as it is kept here too.
+        # By id of the adapter. Keeping the adapter in the value prevents reuse of its id.
         self._frozen: dict[int, tuple[Adapter, tuple[Tensor, Tensor] | None]] = {}
 
     def train(self, x_ND: Tensor, adapter: Adapter) -> Tensor:
-        """The output for one adapter, with gradients for its tensors."""
+        """Compute the output for one adapter, with gradients for its tensors."""
         pairs = [adapter.pairs.get(name) for name in self._names]
         if not any(pairs):
             return functional.linear(x_ND, self.weight, self.bias)
@@ -66,7 +66,7 @@ class Projection:
         return output
 
     def infer(self, x_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
-        """The output for rows that may speak with different adapters."""
+        """Compute the output for rows that may use different adapters."""
         y = functional.linear(x_ND, self.weight, self.bias)
         for group in groups:
             factors = None if group.adapter is None else self._frozen_factors(group.adapter)
@@ -81,7 +81,7 @@ class Projection:
         return y
 
     def _frozen_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
-        """What a sampler's adapter adds here, prepared once: it never changes."""
+        """Fused factors of a sampler's adapter; cached, because the adapter never changes."""
         if id(adapter) not in self._frozen:
             pairs = [adapter.pairs.get(name) for name in self._names]
             tensors = [
@@ -102,7 +102,7 @@ class Projection:
 def fuse(
     pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Several pairs as one, in `dtype`: A stacked, B block-diagonal."""
+    """Fuse several pairs into one, in `dtype`: A stacked, B block-diagonal."""
     present = [pair for pair in pairs if pair is not None]
     a = torch.cat([pair[0] for pair in present]).to(dtype)
     b = a.new_zeros(sum(sizes), len(a))
@@ -112,7 +112,7 @@ def fuse(
 
 
 def _blocks(pairs: Sequence[Any], sizes: Sequence[int]) -> list[tuple[slice, slice, Any]]:
-    """Where each pair's B stands in the fused one."""
+    """Rows and columns of each pair's B in the fused B."""
     found, row, column = [], 0, 0
     for pair, size in zip(pairs, sizes, strict=True):
         if pair is not None:
@@ -168,7 +168,7 @@ def _paired(tensors: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | No
 
 
 class _GatedSilu(torch.autograd.Function):
-    """`silu(gate) · up`, keeping its input alone for the gradient: it is the widest of a layer's activations."""
+    """`silu(gate) · up`; saves only its input for the gradient, because these are a layer's widest activations."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 class LlamaLayer:
-    """One layer: its projections, norms, and what lies between them."""
+    """One layer: projections, norms and attention heads."""
 
     def __init__(self, name: str, module: Any, config: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -229,7 +229,7 @@ class LlamaLayer:
         return other
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values, from B × T × all heads: each B × heads × T × E."""
+        """Split B × T × all heads into rotated queries, rotated keys, and values: each B × heads × T × E."""
         heads = qkv.view(*qkv.shape[:2], -1, self.size)
         turned, v = torch.split(heads, [self.heads + self.groups, self.groups], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -241,7 +241,7 @@ class LlamaLayer:
 
 
 class LlamaBody:
-    """The body of a model of the family, for training: all positions at once, with gradients."""
+    """The layers of a Llama model; `hidden` runs all positions at once, with gradients."""
 
     def __init__(self, model: Any) -> None:
         self.module: Any = getattr(model, model.base_model_prefix)
@@ -253,7 +253,7 @@ class LlamaBody:
         self._leave_the_file(model)
 
     def _leave_the_file(self, model: Any) -> None:
-        """Copy what is not fused, so that nothing holds the mapped file and the model is in memory once."""
+        """Copy the weights that are not fused: then nothing keeps the mapped file, and memory holds one copy."""
         fused = {
             projection.weight.untyped_storage().data_ptr()
             for layer in self.layers
@@ -264,7 +264,7 @@ class LlamaBody:
                 parameter.data = parameter.data.clone()
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions, ready to be spread over heads."""
+        """Cosines and sines of the positions, with a dimension to broadcast over heads."""
         cos, sin = self.module.rotary_emb(x, positions)
         return cos[:, None], sin[:, None]
 

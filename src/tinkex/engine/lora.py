@@ -1,11 +1,11 @@
 """Low-rank adapters on a shared base model.
 
-One base model is in memory however many adapters there are. Its linear layers are wrapped once; a wrapped layer
-adds `scale · B A x` of whichever adapter is switched on, and costs nothing when none is. Names and shapes of the
-tensors are PEFT's, so what is saved loads there as it is.
+All adapters share one base model in memory. Its linear layers are wrapped once; a wrapped layer adds `scale · B A x`
+of the adapter that is switched on, and costs nothing when none is. Names and shapes of the tensors are PEFT's, so PEFT
+loads a saved adapter unchanged.
 
-Adapters are float32 whatever the base model is: a step of 1e-5 on a weight of 0.05 is nothing in bfloat16. They are
-rounded where they meet activations, each time anew, which costs nothing where both are float32.
+Adapters are float32 for every base model, because bfloat16 would round away a step of 1e-5 on a weight of 0.05. They
+are rounded to the type of the activations at each use, which costs nothing if that is float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MLP: Final = frozenset(
         "dense_4h_to_h",
     }
 )
-_SEEDS: Final = 2**64  # torch has so many; others are taken around
+_SEEDS: Final = 2**64  # torch accepts this many seeds; others wrap around
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Pair:
 class LoraLinear(nn.Module):
     """A frozen linear layer and the pair that is switched on, if any.
 
-    The layer is torch's, or the `Conv1D` of GPT-2's relatives: the same with its weight the other way around.
+    The layer is torch's `Linear`, or GPT-2's `Conv1D`: a linear layer with a transposed weight.
     """
 
     def __init__(self, base: Any, *, unembeds: bool = False) -> None:
@@ -92,7 +92,7 @@ class LoraLinear(nn.Module):
 
 
 def wrap(model: Any) -> dict[str, LoraLinear]:
-    """Wrap every linear layer of the model in place; the wrapped layers by name."""
+    """Wrap every linear layer of the model in place; return the wrapped layers by name."""
     from transformers.pytorch_utils import Conv1D
 
     found = {
@@ -111,7 +111,7 @@ def wrap(model: Any) -> dict[str, LoraLinear]:
 
 
 def adaptable_layers(layers: Mapping[str, LoraLinear], spec: LoraSpec) -> list[str]:
-    """The layers an adapter trains: attention, feed-forward and unembedding, as its spec says."""
+    """Names of the layers that an adapter with this spec trains."""
     parts = {name: _part(name, layer) for name, layer in layers.items()}
     asked = [part for part in ("train_attn", "train_mlp", "train_unembed") if getattr(spec, part)]
     if not asked:
@@ -119,14 +119,14 @@ def adaptable_layers(layers: Mapping[str, LoraLinear], spec: LoraSpec) -> list[s
     for part in asked:
         if part not in parts.values():
             raise InvalidInputError(
-                "this model has no such layers that an adapter could train; leave them out with False",
+                "this model has no such layers that an adapter could train; set it to False",
                 field=f"lora_config.{part}",
             )
     return [name for name, part in parts.items() if part in asked]
 
 
 def _part(name: str, layer: LoraLinear) -> str:
-    """The setting that says whether a layer is trained."""
+    """The field of `LoraSpec` that decides whether a layer is trained."""
     if layer.unembeds:
         return "train_unembed"
     is_mlp = name.rpartition(".")[2] in _MLP or ".mlp." in f".{name}"
@@ -142,7 +142,7 @@ class Adapter:
 
     @classmethod
     def fresh(cls, layers: Mapping[str, LoraLinear], spec: LoraSpec, device: Any) -> Adapter:
-        """A new adapter: A as PEFT draws it, B zero, so that it changes nothing yet."""
+        """Create an adapter: A is drawn as in PEFT, B is zero, so the model's output does not change yet."""
         generator = torch.Generator().manual_seed(0 if spec.seed is None else spec.seed % _SEEDS)
         pairs = {}
         for name in adaptable_layers(layers, spec):
@@ -172,14 +172,14 @@ class Adapter:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether no weight is NaN or infinite; looked at once, so only for an adapter that does not change."""
+        """Whether all weights are finite; cached, so use it only for an adapter that does not change."""
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
 
     def named_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {name: (pair.a.detach(), pair.b.detach()) for name, pair in self.pairs.items()}
 
     def frozen_copy(self) -> Adapter:
-        """The weights as they are now, for a sampler."""
+        """A copy of the current weights without gradients."""
         copies = {
             name: Pair(
                 nn.Parameter(pair.a.detach().clone(), requires_grad=False),
@@ -191,7 +191,7 @@ class Adapter:
 
     @contextmanager
     def switched_on(self, layers: Mapping[str, LoraLinear]) -> Iterator[None]:
-        """Let the base model speak with this adapter."""
+        """Apply this adapter to the base model inside the `with` block."""
         for name, pair in self.pairs.items():
             layers[name].pair, layers[name].scale = pair, self.scale
         try:
@@ -202,8 +202,8 @@ class Adapter:
 
 
 def _parameters(a: Tensor, b: Tensor, device: Any) -> Pair:
-    # Copied even where they could be taken as they are: tensors that were read lie in the mapped file, where they
-    # would die with it, and less aligned than fresh ones, on which the last bit of a product may depend.
+    # Always copied. Loaded tensors are views of the mapped file: a change of the file would change them, and their
+    # alignment differs from that of new tensors, which can change the last bit of a product.
     return Pair(
         nn.Parameter(a.to(device=device, dtype=torch.float32, copy=True)),
         nn.Parameter(b.to(device=device, dtype=torch.float32, copy=True)),

@@ -1,11 +1,10 @@
-"""The losses of the protocol: plain sums over tokens and examples.
+"""The protocol's losses: plain sums over tokens and examples.
 
-Every loss is a function of `logp`, the logprob of each target under the current weights, and of constants that
-came with the example. Positions are flat: N is all positions of all examples of a micro-batch, one after
-another; K is the number of targets per position (1 unless targets are soft).
+Every loss is a function of `logp`, the logprob of each target under the current weights, and of constants in the
+example. Positions are flat: N counts all positions of all examples of a micro-batch, one after another; K is the
+number of targets per position (1 unless targets are soft).
 
-A zero weight must give exactly zero even where a ratio is infinite, so weights mask with `where` instead of
-multiplying.
+A zero weight must give exactly zero even if a ratio is infinite, so positions are masked with `where`.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ def _dro(logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def _gspo(logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """The ratio of the whole sequence, carried to each token (GSPO-token)."""
+    """GSPO-token: every token uses the ratio of its whole sequence."""
     mask = inputs["sequence_ratio_mask"] != 0
     distance = torch.where(mask, logp.detach() - inputs["logprobs"], 0.0)
     example = inputs["example"].long()
     count = int(example.max()) + 1 if example.numel() else 0
     zeros = distance.new_zeros(count)
     total = zeros.index_add(0, example, distance)
-    # Without a weight in it an example does not count, not even by an infinite ratio times a gradient of zero.
+    # An example whose weights are all zero must not contribute: an infinite ratio times a zero gradient is NaN.
     counted = zeros.index_add(0, example, (inputs["weights"] != 0).to(distance.dtype)) > 0
     total = torch.where(counted, total, 0.0)
     length = zeros.index_add(0, example, mask.to(distance.dtype)).clamp_min(1)
@@ -71,7 +70,7 @@ def _ratio(logp: Tensor, inputs: Inputs) -> Tensor:
     return (logp - inputs["logprobs"]).exp()
 
 
-#: The loss at each position, before weights; what else there is to know of a loss is in `checks`.
+#: The loss at each position, before weights. `checks.LOSSES` holds the inputs and settings of each loss.
 TERMS: Final[Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]]] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
@@ -83,11 +82,11 @@ TERMS: Final[Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]]] = {
 
 
 def loss_sum(loss: Loss, logp: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """The sum of the loss over all positions, each times its weight."""
+    """Weighted sum of the loss over all positions."""
     weights = inputs["weights"]
     counted = weights != 0
     if not loss.whole_sequences:
-        # Masking the result is not enough: an infinity behind the mask comes back as a NaN gradient.
+        # Masking only the result is not enough: an infinite value behind the mask makes the gradient NaN.
         logp = torch.where(counted, logp, 0.0)
         inputs = {
             **inputs,

@@ -1,4 +1,4 @@
-"""How much memory there is where models run."""
+"""Memory size of the device that models run on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["memory_of"]
 
-#: Where the limit of a container stands, in the two versions of control groups.
+#: Files with the memory limit of a container, for control groups version 2 and 1.
 _LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -20,11 +20,11 @@ _LIMITS: Final = (
 
 
 def memory_of(device: torch.device, limits: Sequence[Path] = _LIMITS) -> int:
-    """Bytes of memory of a device, used or not; for the CPU what this process may have of the machine's."""
+    """Total memory of a device in bytes; for the CPU at most the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in limits:
-        with suppress(OSError, ValueError):  # not there, or "max"
+        with suppress(OSError, ValueError):  # no such file, or its content is "max"
             found = min(found, int(limit.read_text()))
     return found

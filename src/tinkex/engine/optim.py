@@ -1,4 +1,4 @@
-"""AdamW on an adapter, with the hyper-parameters of each step."""
+"""AdamW for an adapter; every step brings its own hyper-parameters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["AdamW"]
 
 
 class AdamW:
-    """The state is two moments per parameter and the number of steps; everything else comes with the step.
+    """The state is two moments per parameter and the number of steps; hyper-parameters come with each step.
 
-    The arithmetic is torch.optim.AdamW's, in its order of operations.
+    The arithmetic and its order are those of torch.optim.AdamW.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -26,7 +26,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, options: AdamStep) -> dict[str, float]:
-        """Apply the accumulated gradients and clear them; none counts as zero."""
+        """Apply the accumulated gradients and clear them; a missing gradient counts as zero."""
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self.parameters
@@ -52,7 +52,7 @@ class AdamW:
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
 
     def frozen_copy(self) -> AdamW:
-        """The moments as they are now; not for stepping, for it has no parameters."""
+        """A copy of the current moments, for saving; it has no parameters, so it cannot step."""
         copied = AdamW([])
         copied.steps = self.steps
         copied.first = [moment.clone() for moment in self.first]

@@ -1,8 +1,8 @@
-"""All or nothing for a pass that arrives in several requests.
+"""All or nothing for a pass that a client splits into several requests.
 
-The gradients of the parts that have run wait here until the last part has succeeded. They are dropped when a part
-fails, when a part is missing, when another backward pass begins, and by an optimizer step. What is pending depends
-only on the order of the calls that succeeded, so running these calls again after a crash gives the same state.
+Gradients of completed parts are held here until the last part succeeds. They are dropped when a part fails or is
+missing, when another backward pass begins, and by an optimizer step. The held gradients depend only on the order of
+the calls that succeeded, so a replay after a crash gives the same state.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ G = TypeVar("G")
 
 
 class PendingPass(Generic[G]):
-    """The gradients of the first parts of one pass."""
+    """Gradients of the completed parts of one unfinished pass."""
 
     def __init__(self) -> None:
         self._last: PassPart | None = None
         self._gradients: G | None = None
 
     def take(self, part: PassPart | None) -> G | None:
-        """The gradients of all parts before `part`; from now on nothing is pending until `keep`.
+        """Remove and return the gradients of all parts before `part`.
 
-        None for the first part and for a pass of one request. Raises if a part before this one is missing.
+        Returns None for the first part and for a pass of one request. Raises if an earlier part is missing.
         """
         last, gradients = self._last, self._gradients
         self.drop()
@@ -42,7 +42,7 @@ class PendingPass(Generic[G]):
         return gradients
 
     def keep(self, part: PassPart, gradients: G) -> None:
-        """Hold the gradients up to `part` until the next part comes."""
+        """Hold the gradients of all parts up to `part` until the next part arrives."""
         self._last, self._gradients = part, gradients
 
     def drop(self) -> None:

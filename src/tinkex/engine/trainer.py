@@ -29,12 +29,12 @@ from .values import AdamStep, Array, Example, LossLimits, PassResult, TrainingPa
 
 __all__ = ["LanguageModel", "TrainedModel", "run_pass"]
 
-#: Positions whose logits exist at one time: a vocabulary of 49k makes 50 MB of 256 of them.
+#: Logits are computed for this many positions at a time: 256 positions with a vocabulary of 49k need 50 MB.
 _LOGIT_ROWS: Final = 256
 
 
 class LanguageModel:
-    """A base model taken apart where we need it: body, unembedding, and the wrapped layers between."""
+    """A base model, split into body, unembedding and wrapped linear layers."""
 
     def __init__(self, model: Any, *, context_length: int) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class LanguageModel:
         self._divisor = getattr(self.config, "logits_scaling", None)
 
     def hidden(self, tokens_BT: Tensor, adapter: Adapter) -> Tensor:
-        """Hidden states. Sequences are padded on the right, where causality keeps padding from mattering."""
+        """Compute the hidden states. Padding on the right has no effect, because attention is causal."""
         if self.llama is not None:
             return self.llama.hidden(tokens_BT, adapter)
         states: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
@@ -71,7 +71,7 @@ class LanguageModel:
 
 @dataclass
 class TrainedModel:
-    """One adapter being trained."""
+    """An adapter in training, with its optimizer."""
 
     base: LanguageModel
     adapter: Adapter
@@ -82,7 +82,7 @@ class TrainedModel:
         self.optimizer = AdamW(self.adapter.parameters())
 
     def step(self, options: AdamStep) -> dict[str, float]:
-        """An optimizer step; a pass that is not complete does not count."""
+        """Take an optimizer step; drops the gradients of an incomplete pass."""
         self.pending.drop()
         return self.optimizer.step(options)
 
@@ -93,9 +93,9 @@ def run_pass(
     token_budget: int,
     limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
 ) -> Generator[None, None, PassResult]:
-    """Run a pass, yielding between micro-batches so that others get their turn.
+    """Run a pass; yield after each micro-batch, so that other requests can run.
 
-    Gradients are added to what has accumulated only when the whole pass succeeded, all its parts included.
+    The gradients are accumulated only when the whole pass, with all its parts, has succeeded.
     """
     earlier = model.pending.take(request.part) if request.backward else None
     traced = None if request.traced is None else TracedSum(request.traced, limits)
@@ -135,7 +135,7 @@ def run_pass(
 
 
 def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int]]:
-    """Micro-batches of examples that have the same number of targets per position."""
+    """Yield micro-batches; all examples of one have the same number of targets per position."""
     by_width: dict[tuple[int, ...], list[int]] = {}
     for index, example in enumerate(examples):
         by_width.setdefault(example.inputs["target_tokens"].shape[1:], []).append(index)
@@ -145,7 +145,7 @@ def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int
 
 
 def _join(model: TrainedModel, part: PassPart, earlier: list[Tensor | None] | None) -> bool:
-    """Add the gradients of the earlier parts to those just computed; whether the pass is complete now."""
+    """Add the gradients of the earlier parts to the new ones; return whether the pass is complete."""
     parameters = model.optimizer.parameters
     if earlier is not None:
         _restore(parameters, earlier, keep_new=True)
@@ -186,7 +186,7 @@ def _run_batch(
 
         rows = len(leaf_ND) if loss.whole_sequences else _LOGIT_ROWS
         total, logp = _unembed(base, leaf_ND, inputs, rows, value, backward)
-        if hidden_ND.requires_grad:  # not where the unembedding alone is trained
+        if hidden_ND.requires_grad:  # false if only the unembedding is trained
             hidden_ND.backward(leaf_ND.grad)  # type: ignore[no-untyped-call]
     pieces = torch.split(logp, [example.length for example in examples])
     return total, [piece.cpu().numpy() for piece in pieces]
@@ -200,7 +200,7 @@ def _unembed(
     loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
     backward: bool,
 ) -> tuple[float, Tensor]:
-    """Loss and logprobs some rows at a time; the gradient of the hidden states lands in their leaf."""
+    """Compute loss and logprobs, `rows` positions at a time; adds the gradient to `hidden_ND.grad`."""
     total, logprobs = 0.0, []
     for start in range(0, len(hidden_ND), rows):
         part = slice(start, start + rows)
@@ -219,7 +219,7 @@ def _unembed(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Logprobs of the targets. Its gradient takes the place of the logits, which nobody needs after it."""
+    """Logprobs of the targets. The backward pass overwrites the logits with their gradient, to save memory."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _padded(sequences: Sequence[Array], device: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flat_inputs(examples: Sequence[Example], loss: Loss, device: Any) -> dict[str, Tensor]:
-    """What the loss reads of all examples, one after another; without weights, each position counts once."""
+    """Concatenate the inputs that the loss reads over all examples; missing weights count as one."""
     targets = [example.inputs["target_tokens"] for example in examples]
     read = {name: [example.inputs[name] for example in examples] for name in loss.required}
     read["weights"] = [

@@ -1,6 +1,6 @@
-"""What crosses the seam between service and engine: plain values, nothing of torch.
+"""Values that service and engine exchange: plain data without torch.
 
-B sequences, T positions, K alternatives per position.
+Shapes: T positions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_RANK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """The adapter of a model. `alpha` is not on the wire; 32 is what other services use."""
+    """Configuration of an adapter. `alpha` is not part of the protocol; other services use 32 as well."""
 
     rank: int
     seed: int | None = None
@@ -60,7 +60,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class TracedGraph:
-    """A loss that a user has traced: its inputs with their ranks, logprobs first, and its nodes as JSON has them."""
+    """A loss traced by a client: its inputs (logprobs first) with their ranks, and its nodes as decoded JSON."""
 
     name: str
     inputs: Sequence[tuple[str, int]]
@@ -69,30 +69,30 @@ class TracedGraph:
 
 @dataclass(frozen=True)
 class LossLimits:
-    """What a traced loss may cost; the fields are settings of the service."""
+    """Limits of a traced loss; the fields are settings of the service."""
 
-    #: Bytes that one example may need at a time, forward and backward.
+    #: Peak memory of one example, forward and backward, in bytes.
     max_loss_bytes: int = 1 << 30
-    #: Elements that all examples of a pass may compute, forward and backward: some five seconds of one core, in
-    #: which nobody else gets a turn.
+    #: Elements that all examples of a pass may compute, forward and backward. The default is about five seconds
+    #: of one core, during which no other request is served.
     max_loss_work: int = 4 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPass:
-    """A forward pass over examples, with or without gradients; `traced` goes with the loss `custom`."""
+    """A forward pass over examples, with or without gradients; `traced` is set for the loss `custom`."""
 
     examples: Sequence[Example]
     loss_fn: str
     config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
     traced: TracedGraph | None = None
-    part: PassPart | None = None  # of a larger pass, whose gradients count together
+    part: PassPart | None = None  # set if a client splits one pass into several requests
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Logprobs of the targets, one array per example in request order, and metrics `name:reduction`."""
+    """Logprobs of the targets (one array per example, in request order) and metrics named `name:reduction`."""
 
     logprobs: list[Array]
     metrics: dict[str, float]
@@ -110,10 +110,11 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """One request to sample: `num_samples` continuations of one prompt.
+    """One sampling request: `num_samples` continuations of one prompt.
 
-    `stop_tokens=None` stops at the model's end tokens, an empty tuple never. `stop_texts` are token
-    sequences that the service's tokenizer made of stop strings, and the strings themselves. Owners take turns.
+    With `stop_tokens=None` a sample stops at the model's end tokens; with an empty tuple no token stops it.
+    `stop_texts` are the stop strings; the engine searches for them in the decoded text of the sampled tokens.
+    The sampler serves the owners in turn.
     """
 
     sampler_id: str
@@ -136,14 +137,14 @@ class SampleJob:
 
     @property
     def first_scored(self) -> int:
-        """Where logprobs of the prompt begin; those of targets are given everywhere."""
+        """First prompt position that gets a logprob; `target_prompt_tokens` get theirs at all positions."""
         last_n = self.prompt_logprobs_last_n
         return 1 if last_n is None else max(1, len(self.prompt_T) - last_n)
 
 
 @dataclass(slots=True)
 class SampledResult:
-    """The sequences of one job; prompt logprobs hold NaN where nothing was computed."""
+    """The sequences of one job; prompt logprobs are NaN at positions that were not requested."""
 
     tokens: list[Array]
     logprobs: list[Array]
@@ -156,7 +157,7 @@ class SampledResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleEvent:
-    """What a step of the sampler brought: a token of a streamed job, or a finished job."""
+    """Output of a sampling step: a token of a streamed job, or the result or error of a finished job."""
 
     job_id: str
     result: SampledResult | None = None
