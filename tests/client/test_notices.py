@@ -211,7 +211,7 @@ def test_samples_that_are_held_back_are_told_of(told, server, service):
     sampler.sample(prompt, 1, params).result(10)
     (line,) = told.lines
     assert line.startswith(
-        "sample: the service asks for fewer samples at once; waiting 1 s: slowly"
+        "sample: the service asks for fewer concurrent samples; waiting 1 s: slowly"
     )
     assert server.url in line
 

@@ -572,7 +572,7 @@ def test_an_archive_that_is_refused_is_an_error_at_once(server, patient, status)
 
 def test_a_redirect_to_nowhere_is_an_error(server, rest):
     server.on(ARCHIVE, found(None))
-    with pytest.raises(APIResponseValidationError, match="no place"):
+    with pytest.raises(APIResponseValidationError, match="no URL"):
         rest.get_checkpoint_archive_url(PATH).result(10)
 
 
@@ -606,7 +606,7 @@ def test_a_log_that_cannot_be_fetched_is_an_error(server, rest):
     server.on("GET /logs/1", Answer({"detail": "expired"}, 403))
     with pytest.raises(tinkex.PermissionDeniedError, match="expired"):
         rest.get_audit_log().result(10)
-    with pytest.raises(APIResponseValidationError, match="location"):
+    with pytest.raises(APIResponseValidationError, match="Location"):
         rest.get_audit_log().result(10)
 
 

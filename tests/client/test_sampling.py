@@ -529,9 +529,9 @@ def test_a_machine_that_slept_has_not_stood_still(server, service, clock):
     drawing = sample(sampler)
     server.wait_for(POLL)
     clock.advance(9 * 3600)  # overnight
-    flight = sampler._flight
-    assert flight is not None
-    until(lambda: not flight._look())  # type: ignore[func-returns-value]
+    state = sampler._state
+    assert state is not None
+    until(lambda: not state._check_progress())  # type: ignore[func-returns-value]
     held.set()
     assert drawing.result(10).sequences[0].tokens == [7]
 
@@ -560,9 +560,9 @@ def test_how_long_ago_the_last_of_them_moved_is_what_counts(server, service, clo
     clock.advance(29)
     sample(sampler).result(10)
     clock.advance(2)
-    flight = sampler._flight
-    assert flight is not None
-    until(lambda: not flight._look())  # type: ignore[func-returns-value]
+    state = sampler._state
+    assert state is not None
+    until(lambda: not state._check_progress())  # type: ignore[func-returns-value]
     held.set()
     assert slow.result(10).sequences[0].tokens == [9]
 

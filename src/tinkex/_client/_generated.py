@@ -38,9 +38,10 @@ class ServiceClientMethods:
         lora_config: LoraConfig | None = None,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A new LoRA adapter on `base_model`, ready to train.
+        """Create a LoRA adapter on `base_model`, ready to train.
 
-        `lora_config` says the same as the five options before `user_metadata`; an option that is given overrides it.
+        `lora_config` holds the same settings as the five options from `rank` to `train_unembed`. An option given here
+        overrides it.
         """
         return (
             cast("ServiceClient", self)
@@ -95,7 +96,7 @@ class ServiceClientMethods:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """A sampler of a checkpoint or of a base model."""
+        """Create a sampler of a checkpoint or of a base model."""
         return (
             cast("ServiceClient", self)
             ._create_sampling_client(
@@ -128,7 +129,7 @@ class ServiceClientMethods:
         load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A new model from a checkpoint's weights; with a fresh optimizer, unless `load_optimizer`."""
+        """Create a model from the weights of a checkpoint. Its optimizer is fresh unless `load_optimizer` is set."""
         return (
             cast("ServiceClient", self)
             ._create_training_client_from_state(
@@ -173,7 +174,7 @@ class ServiceClientMethods:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A new model that goes on exactly where the checkpoint was saved."""
+        """Create a model from the weights and the optimizer state of a checkpoint: training continues where it was saved."""
         return (
             cast("ServiceClient", self)
             ._create_training_client_from_state_with_optimizer(
@@ -198,7 +199,7 @@ class ServiceClientMethods:
     def get_server_capabilities(
         self, *, timeout: float | None = None
     ) -> GetServerCapabilitiesResponse:
-        """Which models the service has."""
+        """The models that the service offers."""
         return cast("ServiceClient", self)._get_server_capabilities(timeout=timeout).result()
 
     async def get_server_capabilities_async(
@@ -218,7 +219,7 @@ class TrainingClientMethods:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """A sampler of a saved checkpoint, in the same session."""
+        """Create a sampler of a saved checkpoint, in the same session."""
         return (
             cast("TrainingClient", self)
             ._create_sampling_client(
@@ -285,7 +286,7 @@ class TrainingClientMethods:
         )
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
-        """What the service knows of this model."""
+        """The service's description of this model."""
         return cast("TrainingClient", self)._get_info(timeout=timeout).result()
 
     async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
@@ -336,13 +337,13 @@ class TrainingClientMethods:
         ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """A sampler frozen at the current weights.
+        """Create a sampler of the current weights; later training does not change it.
 
-        With a `name` the weights are saved under it; without one the sampler lives as long as the session
-        and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
+        With a `name` the weights are saved as a checkpoint of that name. Without one the sampler lives as long as the
+        session and is not listed as a checkpoint. The service deletes the saved weights after `ttl_seconds`.
 
-        A name may be used again: its checkpoint keeps the weights of the first time, and the new sampler, which has the
-        current weights, is not listed.
+        If the name is already used, its checkpoint keeps the earlier weights. The new sampler has the current weights
+        and is not listed.
         """
         return (
             cast("TrainingClient", self)
@@ -405,7 +406,7 @@ class SamplingClientMethods:
         )
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
-        """The name of the model the weights belong to."""
+        """The name of the base model."""
         return cast("SamplingClient", self)._get_base_model(timeout=timeout).result()
 
     async def get_base_model_async(self, *, timeout: float | None = None) -> str:

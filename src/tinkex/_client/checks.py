@@ -1,4 +1,4 @@
-"""What a call is refused for before anything is sent."""
+"""Checks of arguments before anything is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
-#: Losses with settings that need not be numbers; those of all others are thresholds and factors.
+#: Losses that accept text settings; all other losses accept numbers only.
 _WITH_TEXT: Final = frozenset({"custom", "stable_reinforce"})
 
 
@@ -36,7 +36,7 @@ def check_data(data: Sequence[Datum]) -> None:
             f"expected a list of Datum, got {type(data).__name__}", field="data"
         )
     if not data:
-        raise InvalidInputError("is empty; there is nothing to train on", field="data")
+        raise InvalidInputError("is empty: there is nothing to train on", field="data")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise InvalidInputError(
@@ -46,9 +46,9 @@ def check_data(data: Sequence[Datum]) -> None:
 
 
 def _check_lengths(datum: Datum, index: int) -> None:
-    """The tensors that every loss reads have one row per position of the input."""
+    """Tensors that are read per position must have one row per token of the input."""
     if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
-        return  # how many positions an image takes is the service's to say
+        return  # only the service knows how many positions an image takes
     expected = datum.model_input.length
     for name in _PER_POSITION & datum.loss_fn_inputs.keys():
         length = len(datum.loss_fn_inputs[name])
@@ -64,7 +64,7 @@ def check_loss(
 ) -> dict[str, float | str] | None:
     if loss_fn not in get_args(LossFnType):
         raise InvalidInputError(
-            f"unknown loss {loss_fn!r:.80}; known are {', '.join(get_args(LossFnType))}",
+            f"unknown loss {loss_fn!r:.80}; known losses: {', '.join(get_args(LossFnType))}",
             field="loss_fn",
         )
     if config is None:
@@ -88,7 +88,7 @@ def _config_key(key: Any) -> str:
 def _config_value(key: str, value: Any, *, may_be_text: bool) -> float | str:
     field = f"loss_fn_config.{key}"
     if isinstance(value, str):
-        if key == "loss_id":  # a name, even where it looks like a number
+        if key == "loss_id":  # an id stays text, even if it consists of digits
             return value
         try:
             number = float(value.strip())
@@ -121,7 +121,7 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def is_seconds(value: Any) -> bool:
-    """Whether it is a length of time: a positive number."""
+    """Whether the value is a positive, finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
@@ -133,19 +133,19 @@ def check_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-#: Longer than any call takes. The Elixir SDK counts milliseconds: 120_000, two minutes there, are 33 hours here.
+#: Seconds. No call takes longer, so a larger timeout is probably in milliseconds, as in the Elixir SDK.
 _LONG: Final = 86_400.0
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Refuse what is not a number of seconds, and warn of one that was probably meant in milliseconds."""
+    """Refuse a timeout that is not a number of seconds; warn if it was probably meant in milliseconds."""
     if timeout is None:
         return None
     seconds = check_seconds("timeout", timeout)
     if seconds > _LONG:
         hours = seconds / 3600
         warnings.warn(
-            f"timeout={seconds:.0f} is {hours:.0f} hours: times are in seconds here", stacklevel=4
+            f"timeout={seconds:.0f} is {hours:.0f} hours: timeouts are in seconds", stacklevel=4
         )
     return seconds
 
@@ -163,7 +163,7 @@ def check_sampling_params(params: Any) -> SamplingParams:
 
 
 def check_retry_config(config: Any) -> RetryConfig | None:
-    """A configuration as it is or as a mapping of its fields; refused here, not when the first sample fails."""
+    """Accept a RetryConfig, a mapping of its fields, or the official class. Checked here, before the first sample."""
     if config is None or isinstance(config, RetryConfig):
         return config
     names = [each.name for each in fields(RetryConfig)]
@@ -174,7 +174,9 @@ def check_retry_config(config: Any) -> RetryConfig | None:
                     f"{name!r:.80} is not one of {', '.join(names)}", field="retry_config"
                 )
         return RetryConfig(**config)
-    if all(hasattr(config, name) for name in names if name != "max_retries"):  # the official one
+    if all(
+        hasattr(config, name) for name in names if name != "max_retries"
+    ):  # the official SDK's class
         return RetryConfig(
             **{name: getattr(config, name) for name in names if hasattr(config, name)}
         )

@@ -1,7 +1,4 @@
-"""Splitting a call that is too large for one request, and putting its results back together.
-
-All pure: data in, chunks out; results in, one result out.
-"""
+"""Split a call that is too large for one request, and combine the results. Pure functions."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ __all__ = ["combine", "datum_bytes", "input_bytes", "known_tokens", "reduce_metr
 MAX_ITEMS: Final = 1024
 MAX_BYTES: Final = 5_000_000
 
-_TOKEN_BYTES: Final = 4  # on the wire a token is an int32
-_JSON_TOKEN_BYTES: Final = 10  # and in JSON some digits and a comma
+_TOKEN_BYTES: Final = 4  # in protobuf a token is an int32
+_JSON_TOKEN_BYTES: Final = 10  # in JSON: digits and a comma, estimated
 
 
 def known_tokens(prompt: ModelInput) -> int:
-    """The length of a prompt without the images that do not tell theirs."""
+    """The length of a prompt in tokens, without images of unknown length."""
     total = 0
     for chunk in prompt.chunks:
         with suppress(InvalidInputError):
@@ -55,12 +52,12 @@ def chunk_bytes(chunk: ModelInputChunk, token_bytes: int) -> int:
 
 
 def input_bytes(model_input: ModelInput) -> int:
-    """What a prompt weighs as JSON, roughly; used to limit what is being sent at once."""
+    """Approximate size of a prompt as JSON, for the limit on bytes being sent."""
     return sum(chunk_bytes(chunk, _JSON_TOKEN_BYTES) for chunk in model_input.chunks)
 
 
 def datum_bytes(datum: Datum) -> int:
-    """What a datum weighs as protobuf."""
+    """Approximate size of a datum as protobuf."""
     tensors = 0
     for tensor in datum.loss_fn_inputs.values():
         tensors += tensor.values.nbytes
@@ -76,7 +73,7 @@ def split(
     max_bytes: int = MAX_BYTES,
     weigh: Callable[[Datum], int] = datum_bytes,
 ) -> Iterator[list[Datum]]:
-    """Cut in order and greedily; a datum that is too large alone is a chunk alone."""
+    """Split greedily and in order. A datum above `max_bytes` becomes a chunk of its own."""
     chunk: list[Datum] = []
     size = 0
     for datum in data:
@@ -91,14 +88,14 @@ def split(
 
 
 def combine(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One result of many: outputs in order, metrics reduced as their names say.
+    """Combine results: outputs in order, each metric reduced by the suffix of its name.
 
-    Also where there is only one, so that what a metric means does not depend on the size of the batch.
+    A single result is reduced too, so that the meaning of a metric does not depend on the batch size.
     """
     kinds = {result.loss_fn_output_type for result in results}
     if len(kinds) > 1:
         logger.warning(
-            "Chunks of one call differ in their output type: %s", ", ".join(sorted(kinds))
+            "Chunks of one call have different output types: %s", ", ".join(sorted(kinds))
         )
     return ForwardBackwardOutput(
         loss_fn_output_type=results[0].loss_fn_output_type if results else "",
@@ -110,10 +107,10 @@ def combine(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 
 def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """Reduce each metric of the first part by the reduction its name ends with.
+    """Reduce each metric of the first part; the suffix of its name (`:sum`, `:mean`, …) says how.
 
-    A metric that a later part lacks is reduced over the parts that have it; one without a known reduction
-    is averaged. Weights are the numbers of datums, and equal where there are none.
+    A metric that some parts lack is reduced over the parts that have it. Without a known suffix it is averaged.
+    Averages are weighted by the number of datums; if that is zero everywhere, all parts count equally.
     """
     reduced: dict[str, float] = {}
     for name in parts[0][0] if parts else ():
@@ -130,18 +127,20 @@ def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
-    if total == 0 or len(values) == 1:  # value · weight / weight may differ in the last digit
+    if (
+        total == 0 or len(values) == 1
+    ):  # value · weight / weight could differ from value in the last digit
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
 
 
 def _sum_of_hashes(values: Sequence[float], _: Sequence[float]) -> int:
-    """Hashes that are numbers of 64 bits are added up as such."""
+    """Add 64-bit hashes modulo 2⁶⁴."""
     return sum(int(value) for value in values if isfinite(value)) % 2**64
 
 
 def _hash_unordered(values: Sequence[float], _: Sequence[float]) -> float:
-    """The same number for the same values in any order, in any process."""
+    """Hash that is equal for equal values in any order and in any process."""
     packed = struct.pack(f"<{len(values)}d", *sorted(values))
     return float(int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big"))
 

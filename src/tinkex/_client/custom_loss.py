@@ -1,8 +1,7 @@
-"""Losses computed on the caller's side: forward, their gradient, and back as weights.
+"""Custom losses, computed by the client between two passes at the service.
 
-The service's cross entropy is `Σ -weight · logprob`, so sending `weight = -∂C/∂logprob` makes its gradient the
-gradient of any C. What C is, and its gradient, is the business of `tinkex.regularizers`; the wire calls are the
-training client's.
+The service's cross entropy is `Σ -weight · logprob`. With `weight = -∂C/∂logprob` its gradient is the gradient of any
+loss C. `tinkex.regularizers` computes C and its derivatives; the training client sends the requests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CustomLossFn: TypeAlias = (
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A custom loss at one point: taken apart, its metrics, and the data that carries its gradient."""
+    """A custom loss at given logprobs: its terms, its metrics, and data whose weights carry its gradient."""
 
     output: CustomLossOutput
     metrics: dict[str, Any]
@@ -37,7 +36,7 @@ class Surrogate:
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:
-    """The data of the first pass: only what it reads, with weights that make its loss zero."""
+    """The data of the first pass: target tokens, and weights of zero, so that its loss is zero."""
     return [_linear(datum, index, None) for index, datum in enumerate(data)]
 
 
@@ -57,7 +56,7 @@ def _linear(datum: Datum, index: int, weights: TensorData | None) -> Datum:
 def surrogate(
     data: list[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLossFn, pipeline: Pipeline
 ) -> Surrogate:
-    """Evaluate the composed loss at the logprobs of the first pass and differentiate it."""
+    """Evaluate loss plus regularizers at the logprobs of the first pass, and differentiate the sum."""
     leaves = [leaf.requires_grad_() for leaf in _logprobs(forward, data)]
     evaluation = pipeline.evaluate(data, leaves, loss_fn, differentiate=True)
     assert evaluation.gradients is not None
@@ -94,9 +93,9 @@ def _logprobs(forward: ForwardBackwardOutput, data: Sequence[Datum]) -> list[tor
 
 
 def merged(result: ForwardBackwardOutput, custom: Surrogate) -> ForwardBackwardOutput:
-    """The result of the second pass with the custom loss in place of its surrogate's.
+    """The result of the second pass, with the custom loss in place of the surrogate loss.
 
-    Metrics of the loss are the caller's own and may be anything; by now no work may be lost over one.
+    The metrics of the loss are not checked: the gradient is already accumulated, so raising here would lose it.
     With regularizers, `loss:sum` is the sum of `base_loss:sum` and all `regularizers/<name>:sum`.
     """
     metrics, output = dict(result.metrics), custom.output

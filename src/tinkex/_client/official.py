@@ -1,4 +1,4 @@
-"""What code written for the official SDK takes from its inner modules, made of what tinkex has for it."""
+"""Names from internal modules of the official SDK that other code imports, implemented with tinkex."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _READERS: Final[dict[type, Callable[[bytes], Any]]] = {
     SampleResponse: proto_codec.decode_sample_response,
     ForwardBackwardOutput: proto_codec.decode_forward_backward_output,
 }
-#: The results that are asked for in protobuf.
+#: Result types that the client requests as protobuf.
 PROTO_SUPPORTED_TYPES: Final = set(_READERS)
 
 
 def resolve_base_url(base_url: object = None) -> str:
-    """The address that is meant, without a slash at its end: the one given, the environment's, or the hosted one."""
+    """The base URL without a trailing slash: the argument, else TINKER_BASE_URL, else the hosted service."""
     given = "" if base_url is None else str(base_url)
     return (given or read_env("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
 
@@ -65,12 +65,12 @@ def forward_backward_request_to_proto(
 
 def deserialize_proto_response(proto_bytes: bytes, model_cls: type) -> Any:
     if model_cls not in _READERS:
-        raise InvalidInputError(f"{model_cls!r:.80} does not come in protobuf", field="model_cls")
+        raise InvalidInputError(f"{model_cls!r:.80} has no protobuf form", field="model_cls")
     return _READERS[model_cls](proto_bytes)
 
 
 class BytesSemaphore:
-    """A limit on bytes under way; what is larger than all of it passes alone."""
+    """A limit on bytes in flight, which one request may exceed: even a request larger than the limit runs."""
 
     def __init__(self, max_bytes: int) -> None:
         self._budget = Budget(max_bytes)
@@ -83,7 +83,7 @@ class BytesSemaphore:
 
 
 class RetryHandler(Generic[T]):
-    """Runs coroutine functions as a `RetryConfig` says: so many at once, tried again, and given up when none moves."""
+    """Runs coroutine functions with the concurrency limit, retries and stuck detection of a `RetryConfig`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RetryHandler(Generic[T]):
 
         with Lease() as lease:
             await lease.take(self._room)
-            with self._watch.boarding():
+            with self._watch.watching():
                 result = await retrying(once, policy, self._clock, events=attempt_events)
         self._watch.progressed()
         return result
@@ -123,7 +123,7 @@ class TelemetryProvider(Protocol):
 
 
 def is_user_error(exception: BaseException) -> bool:
-    """Whether the caller, not the program, was wrong."""
+    """Whether the caller caused the error."""
     return exceptions.user_error_in(exception) is not None
 
 
@@ -140,7 +140,7 @@ def capture_exceptions(
 def capture_exceptions(
     func: F | None = None, *, fatal: bool = False, severity: str = "ERROR"
 ) -> Any:
-    """Report what leaves a function, to the telemetry of the `self` it is called with or was made in."""
+    """Report exceptions that leave a function to the telemetry of `self`: its first argument, or the `self` in its closure."""
     if func is None:
         return functools.partial(capture_exceptions, fatal=fatal, severity=severity)
     function = func

@@ -1,4 +1,4 @@
-"""One pass in several requests: how they are written and tagged, and what the failure of one means for the others."""
+"""A pass in several requests: their encoding, their tags, and what the failure of one means for the others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .transport import encode_training
 
 __all__ = ["Parts", "TrainingWire"]
 
-#: How errors name a datum: `data.3.target_tokens` or `data[3]`.
+#: A datum in an error message: `data.3.target_tokens` or `data[3]`.
 _DATUM: Final = re.compile(r"\bdata(\.|\[)(\d+)")
-#: What services say to a body that they cannot read as JSON.
+#: Messages of services that tried to read a protobuf body as JSON.
 _NO_PROTOBUF: Final = re.compile(
     r"protobuf|content.?type|media.?type|json_invalid|json decode|valid json|valid dictionary",
     re.IGNORECASE,
@@ -30,54 +30,54 @@ _NO_PROTOBUF: Final = re.compile(
 
 @dataclass(slots=True)
 class TrainingWire:
-    """How the passes of a session are written: as protobuf, or as JSON for services that read nothing else."""
+    """The encoding of a session's passes: protobuf, or JSON for services that accept nothing else."""
 
     protobuf: bool = True
-    #: Protobuf was accepted once, so a later refusal is about the content.
+    #: The service has accepted protobuf before, so a later refusal is about the content.
     confirmed: bool = False
 
     def encode(
         self, request: ForwardBackwardRequest | ForwardRequest, *, zstd: bool
     ) -> tuple[Operation[Any], bytes, dict[str, str]]:
-        """The operation to send, its body and the headers that say what it is."""
+        """The operation, its body and the headers that describe the body."""
         if self.protobuf:
             return operation("forward_backward"), *encode_training(request, zstd=zstd)
         name = "forward" if isinstance(request, ForwardRequest) else "forward_backward"
         return operation(name), json_codec.encode(request), {"content-type": "application/json"}
 
     def may_fall_back(self, error: TinkerError) -> bool:
-        """Whether a refusal can mean that the service reads no protobuf."""
+        """Whether the error can mean that the service does not accept protobuf."""
         if not self.protobuf or self.confirmed:
             return False
         if error.status_code == 415:
             return True
-        said = f"{error} {error.body}"
-        return error.status_code in {400, 422} and _NO_PROTOBUF.search(said) is not None
+        text = f"{error} {error.body}"
+        return error.status_code in {400, 422} and _NO_PROTOBUF.search(text) is not None
 
 
 @dataclass(slots=True)
 class Parts:
-    """The requests that one pass is sent in, by the number of data in each."""
+    """The requests of one pass; `sizes` has the number of datums in each."""
 
     sizes: Sequence[int]
     backward: bool
     pass_id: str = field(default_factory=lambda: secrets.token_hex(8))
     accepted: int = 0
-    tagged: int = 0  # accepted requests whose tag the service knows
+    tagged: int = 0  # accepted requests whose tag the service understood
 
     def headers(self, index: int) -> dict[str, str]:
-        """The tag of one request; a pass of one request needs none."""
+        """The tag of one request. Forward passes and passes of one request need none."""
         if not self.backward or len(self.sizes) == 1:
             return {}
         return {PASS_HEADER: str(PassPart(self.pass_id, index, len(self.sizes)))}
 
     def note(self, answer: Mapping[str, str]) -> None:
-        """A request was accepted; its headers tell whether the service knows the tag."""
+        """Count an accepted request; the headers of its answer show whether the service understood the tag."""
         self.accepted += 1
         self.tagged += answer.get(PASS_HEADER) == ALL_OR_NOTHING
 
     def explain(self, error: TinkerError, index: int) -> None:
-        """Say which data failed, by their index in the caller's list, and what happened to the rest."""
+        """Add to the message which datums failed (indices in the caller's list) and what happened to the rest."""
         if len(self.sizes) == 1:
             return
         first = [0, *accumulate(self.sizes)][index]

@@ -1,4 +1,4 @@
-"""Runs, checkpoints, sessions and bills: calls that are answered at once."""
+"""Runs, checkpoints, sessions and billing: operations that the service does not queue."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizatio
 
 
 class _Sessionless:
-    """A client that can stand alone or share a service client's connections."""
+    """A client with its own connections, or with those of a service client."""
 
     def __init__(
         self,
@@ -90,7 +90,8 @@ class _Sessionless:
             _holder = Session(config)
         elif (base_url, api_key, config) != (None, None, None):
             raise InvalidInputError(
-                "has an address and a key of its own; give it alone", field="_holder"
+                "already has a base_url, an api_key and a config; pass none of them",
+                field="_holder",
             )
         self._session = _holder
 
@@ -99,11 +100,11 @@ class _Sessionless:
         return self._session
 
     def get_telemetry(self) -> Reporter:
-        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
+        """The session's telemetry reporter. With telemetry off it is falsy and drops every event."""
         return self._session.reporter
 
     def close(self) -> APIFuture[None]:
-        """Close the connections; a client made from a service client closes that one's too."""
+        """Close the connections. A client created by a service client shares them, so that client is closed too."""
         return self._session.close()
 
     def _call(
@@ -115,13 +116,13 @@ class _Sessionless:
         *,
         method: str | None = None,
     ) -> APIFuture[Any]:
-        """Start an operation; `method` is the public method that asks, where it is called differently."""
+        """Start an operation; `method` is the name of the public method, if it differs from the operation's."""
         headers = _headers_of(method or name)
         return self._session.start_call(name, request, path=path, headers=headers, timeout=timeout)
 
 
 class AdminClient(_Sessionless, AdminClientMethods):
-    """What an organisation's administrators ask."""
+    """Reports for the administrators of an organisation."""
 
     def get_audit_log(
         self,
@@ -130,7 +131,7 @@ class AdminClient(_Sessionless, AdminClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[AuditLogResponse]:
-        """What happened, on one day or at all."""
+        """Audit events of one day, or without `day` all of them."""
         with refusing_bad_values():
             request = GetAuditLogRequest(event_type=event_type, day=day)
         work = partial(self._audit_log, request)
@@ -141,17 +142,19 @@ class AdminClient(_Sessionless, AdminClientMethods):
         transport, row = self._session.transport, operation("get_audit_log")
         transport.admit(row.pool)
         response = await transport.send(row, request, headers=_headers_of("get_audit_log"))
-        if response.status >= 300:  # a long log lies elsewhere, under a signed address
+        if response.status >= 300:  # a redirect: long logs are served from a signed URL
             location = response.headers.get("location")
             if not location:
-                raise APIResponseValidationError(message="A redirect without a location.")
+                raise APIResponseValidationError(
+                    message="The service redirected the audit log without a Location header."
+                )
             response = await self._fetch(urljoin(transport.url(row.path), location))
             if response.status >= 300:
                 raise transport.error(row, location, response)
         return transport.read(row, AuditLogResponse, response)
 
     async def _fetch(self, url: str) -> RawResponse:
-        """Get a signed address as anybody would: keys and secret headers are the service's alone."""
+        """Fetch a signed URL without the API key and without custom headers: only the service may see these."""
         transport, headers = self._session.transport, {"accept": "application/json"}
         async with (
             asyncio.timeout(transport.config.timeout),
@@ -166,7 +169,7 @@ class AdminClient(_Sessionless, AdminClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[BillingUsageResponse]:
-        """Hourly usage; both ends on a full UTC hour, at most 14 days apart."""
+        """Hourly usage. Both times must be full UTC hours, at most 14 days apart."""
         request = GetBillingUsageRequest(
             starting_on=_moment("starting_on", starting_on),
             ending_before=_moment("ending_before", ending_before),
@@ -176,13 +179,13 @@ class AdminClient(_Sessionless, AdminClientMethods):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None, *, timeout: float | None = None
     ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
-        """What checkpoints take up now, and cost."""
+        """Size and cost of the checkpoints stored now."""
         request = GetCurrentCheckpointStorageUsageRequest(project_id=project_id)
         return self._call("get_current_checkpoint_storage_usage", request, timeout=timeout)
 
 
 class RestClient(RestClientMethods, AdminClient):
-    """Runs, checkpoints and sessions of an account; needs no session of its own."""
+    """Runs, checkpoints and sessions of an account. Opens no session."""
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -215,9 +218,9 @@ class RestClient(RestClientMethods, AdminClient):
     def search_sessions(
         self, request: SessionSearchRequest, *, timeout: float | None = None
     ) -> APIFuture[SessionSearchResponse]:
-        """Find sessions by name, metadata, owner and status, newest first; this call may still change."""
+        """Find sessions by name, metadata, owner and status, newest first. Experimental: this method may change."""
         warnings.warn(
-            "search_sessions may change or go away in any release",
+            "search_sessions is experimental: any release may change or remove it",
             ExperimentalWarning,
             stacklevel=2,
         )
@@ -232,7 +235,7 @@ class RestClient(RestClientMethods, AdminClient):
     def export_session_trace(
         self, session_id: str, *, timeout: float | None = None
     ) -> APIFuture[str]:
-        """Have the service build a trace of a session; the address of the file."""
+        """Let the service build a trace of a session; the result is the URL of the file."""
         work = partial(self._trace, session_id)
         return self._session.start("export_session_trace", work, timeout=timeout)
 
@@ -269,7 +272,7 @@ class RestClient(RestClientMethods, AdminClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingRun]:
-        """The run a checkpoint belongs to."""
+        """The run that a checkpoint belongs to."""
         run = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id
         return self._training_run("get_training_run_by_tinker_path", run, access_scope, timeout)
 
@@ -335,7 +338,7 @@ class RestClient(RestClientMethods, AdminClient):
     def publish_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Let everybody read a checkpoint."""
+        """Make a checkpoint readable for everybody."""
         method = "publish_checkpoint_from_tinker_path"
         return self._done("publish_checkpoint", None, _where(tinker_path), timeout, method)
 
@@ -348,14 +351,16 @@ class RestClient(RestClientMethods, AdminClient):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Expire a checkpoint so many seconds from now; None keeps it for good."""
+        """Let a checkpoint expire `ttl_seconds` from now; with None it never expires."""
         if ttl_seconds is not None:
             check_count("ttl_seconds", ttl_seconds)
         try:
             check_ttl(ttl_seconds)
         except ValueError as error:
             raise InvalidInputError(
-                f"{error}, not {ttl_seconds}", field="ttl_seconds", advice="None keeps it for good"
+                f"{error}, not {ttl_seconds}",
+                field="ttl_seconds",
+                advice="with None it never expires",
             ) from None
         request = SetCheckpointTtlRequest(ttl_seconds=ttl_seconds)
         method = "set_checkpoint_ttl_from_tinker_path"
@@ -368,9 +373,9 @@ class RestClient(RestClientMethods, AdminClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where the archive of a checkpoint can be fetched, named by run and id or by one path.
+        """The download URL of a checkpoint's archive; the checkpoint is given by run and id, or by one path.
 
-        The service may have to build it first; that is waited for.
+        If the service must build the archive first, the call waits for it.
         """
         method = "get_checkpoint_archive_url"
         return self._archive(method, _where(training_run_id, checkpoint_id), timeout)
@@ -395,7 +400,7 @@ class RestClient(RestClientMethods, AdminClient):
         try:
             return await self._archive_url(where, headers, deadline)
         except APIStatusError as error:
-            # SkyRL's route has room for the name of a checkpoint, and none for its kind.
+            # SkyRL's route takes the name of a checkpoint without its type (`sampler_weights/x` is `x`).
             kind, _, name = where["checkpoint_id"].rpartition("/")
             if not kind or not lacks_route(error):
                 raise
@@ -416,7 +421,7 @@ class RestClient(RestClientMethods, AdminClient):
         location = response.headers.get("location")
         if not location:
             raise APIResponseValidationError(
-                body=response.content[:2000], message="The service named no place for the archive."
+                body=response.content[:2000], message="The service returned no URL for the archive."
             )
         return CheckpointArchiveUrlResponse(
             url=location,
@@ -426,11 +431,11 @@ class RestClient(RestClientMethods, AdminClient):
     def get_external_weights_urls(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where the files written by `save_weights_external` can be fetched."""
+        """The download URLs of the files written by `save_weights_external`."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         if parsed.checkpoint_type != "external":
             raise InvalidPathError(
-                f"must be a path of external weights, not {tinker_path!r:.200}",
+                f"must be a path of external weights, got {tinker_path!r:.200}",
                 field="tinker_path",
             )
         return self._call("get_external_weights_urls", None, _where(tinker_path), timeout)
@@ -453,9 +458,10 @@ class RestClient(RestClientMethods, AdminClient):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint, perhaps from another account, into a project; the new path.
+        """Copy a checkpoint into a project; the result is the new path.
 
-        Without `destination_project_id` that is the project of the settings, if they name one.
+        `destination_project_id` defaults to the configured `project_id`. A private checkpoint of another account needs its
+        `weights_access_token`.
         """
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         with refusing_bad_values():
@@ -474,16 +480,16 @@ class RestClient(RestClientMethods, AdminClient):
 
         return self._session.start("copy_weights", copied, timeout=timeout)
 
-    # -- the rest ----------------------------------------------------------------------------
+    # -- other -------------------------------------------------------------------------------
 
     def get_sampler(
         self, sampler_id: str, *, timeout: float | None = None
     ) -> APIFuture[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """The base model and the checkpoint of a sampler."""
         return self._call("get_sampler", None, {"sampler_id": sampler_id}, timeout)
 
     def whoami(self, *, timeout: float | None = None) -> APIFuture[WhoamiResponse]:
-        """Who the key belongs to, where the service exchanges keys for tokens."""
+        """The owner of the API key. Only for services that exchange keys for tokens."""
         return self._session.start("whoami", self._whoami, timeout=timeout)
 
     async def _whoami(self) -> WhoamiResponse:
@@ -497,7 +503,7 @@ class RestClient(RestClientMethods, AdminClient):
             )
         except KeyError as error:
             raise APIResponseValidationError(
-                message=f"The token does not say its {error.args[0]}."
+                message=f"The token lacks the claim {error.args[0]!r}."
             ) from error
 
     def _done(
@@ -508,7 +514,7 @@ class RestClient(RestClientMethods, AdminClient):
         timeout: float | None,
         method: str | None = None,
     ) -> APIFuture[None]:
-        """A call whose answer is only that it worked."""
+        """An operation without a result."""
         headers = _headers_of(method or name)
 
         async def done() -> None:
@@ -518,7 +524,7 @@ class RestClient(RestClientMethods, AdminClient):
 
         return self._session.start(name, done, timeout=timeout)
 
-    # Names of other releases and of the Elixir SDK.
+    # Aliases: names in other releases and in the Elixir SDK.
     delete_checkpoint_by_tinker_path = delete_checkpoint_from_tinker_path
     publish_checkpoint = publish_checkpoint_from_tinker_path
     publish_checkpoint_by_tinker_path = publish_checkpoint_from_tinker_path
@@ -528,12 +534,12 @@ class RestClient(RestClientMethods, AdminClient):
 
 
 def _headers_of(method: str) -> dict[str, str]:
-    """By which release and which public method a call is made; services count what is still in use."""
+    """Headers with the release and the public method: services count which methods are still in use."""
     return {"x-sdk-version": PARITY_VERSION, "x-sdk-method": method}
 
 
 def _where(training_run_id: str, checkpoint_id: str | None = None) -> dict[str, str]:
-    """The two ids of a checkpoint; a `tinker://` path holds both."""
+    """Run id and checkpoint id; a `tinker://` path given as `training_run_id` contains both."""
     if checkpoint_id is None:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(training_run_id)
         training_run_id, checkpoint_id = parsed.training_run_id, parsed.checkpoint_id
@@ -541,7 +547,7 @@ def _where(training_run_id: str, checkpoint_id: str | None = None) -> dict[str, 
 
 
 def _scope(access_scope: AccessScope) -> AccessScope | None:
-    """What is sent: the default is left unsaid, as services before 0.15 do not know the word."""
+    """The value to send. The default is omitted: services before 0.15 do not know the field."""
     if access_scope not in {"owned", "accessible"}:
         raise InvalidInputError(
             f"must be owned or accessible, not {access_scope!r:.80}", field="access_scope"

@@ -1,4 +1,4 @@
-"""Sampling: many small requests at once, each from submission to result on its own."""
+"""Sampling: thousands of small requests at a time, each submitted, retried and polled independently."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ __all__ = ["SamplingClient", "open_sampling_session"]
 _ASAMPLE: Final = operation("asample")
 _STREAM: Final = operation("stream_sample")
 _HEADERS: Final = {"content-type": "application/json", "x-tinker-sampling-backpressure": "1"}
-#: Copies of a client in other processes number their requests from multiples of this.
+#: A copy of a client in another process numbers its requests from a multiple of this, so that numbers never collide.
 _CLONE_STRIDE: Final = 1_000_000_000
-#: How often a sampler with requests under way asks itself whether any of them moves.
+#: Seconds between two checks whether any request in flight makes progress.
 _STUCK_CHECK: Final = 60.0
 UNLIMITED: Final = 1_000_000_000
 
@@ -100,8 +100,8 @@ UNLIMITED: Final = 1_000_000_000
 class SamplingClient(SamplingClientMethods):
     """A frozen set of weights to sample from.
 
-    `sample` and `compute_logprobs` return futures at once; thousands may be under way. The client can be
-    pickled into other processes, where it goes on in the same sampling session under numbers of its own.
+    `sample` and `compute_logprobs` return futures at once; thousands may be in flight. The client can be
+    pickled: a copy in another process uses the same sampling session with its own range of request numbers.
     """
 
     def __init__(
@@ -122,18 +122,18 @@ class SamplingClient(SamplingClientMethods):
         self._observers: tuple[Observer, ...] = (self._report_queue_state,)
         self._seq_ids: itertools.count[int] | None = None if shadow else itertools.count()
         self._joining: asyncio.Lock | None = None
-        self._flight: _Flight | None = None
+        self._state: _SamplerState | None = None
         self._base_model: str | None = None
-        self._model_id: str | None = None  # of the run whose weights are sampled
+        self._model_id: str | None = None  # the training run whose weights are sampled
         self._metadata: Mapping[str, Any] | None = None
         self._tokenizer_id: str | None = None
-        self._told_of_alternatives = False
+        self._warned_of_alternatives = False
         begin_anew_in_forks(self)
 
     def _begin_anew(self) -> None:
-        """In a forked child: a copy like one that was pickled, with numbers of its own."""
-        leave_behind(self._flight, self._joining)
-        self._seq_ids = self._joining = self._flight = None
+        """In a forked child: behave like a pickled copy, with its own range of request numbers."""
+        leave_behind(self._state, self._joining)
+        self._seq_ids = self._joining = self._state = None
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
@@ -142,7 +142,7 @@ class SamplingClient(SamplingClientMethods):
     def holder(self) -> Session:
         return self._session
 
-    # -- making one --------------------------------------------------------------------------
+    # -- creation ---------------------------------------------------------------------------
 
     @staticmethod
     def create(
@@ -155,9 +155,9 @@ class SamplingClient(SamplingClientMethods):
         record_stability_info: bool = False,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        """A sampler of a checkpoint, of a base model, or of a sampling session that exists.
+        """Create a sampler of a checkpoint, of a base model, or of an existing sampling session.
 
-        `holder` is a service client, or what its `holder` is.
+        `holder` is a service client, or the `holder` of one.
         """
         session = holder if isinstance(holder, Session) else holder.holder
         if sampling_session_id is None and model_path is None and base_model is None:
@@ -184,7 +184,7 @@ class SamplingClient(SamplingClientMethods):
         facts = {"base_model": base_model, "model_id": run}
         return session.start("create_sampling_session", made, lambda: facts, timeout=timeout)
 
-    create_async = create  # its future can be awaited
+    create_async = create  # the future that it returns can be awaited
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class SamplingClient(SamplingClientMethods):
     ) -> APIFuture[SampleResponse]:
         """Draw `num_samples` continuations of `prompt`.
 
-        Whatever may pass — a lost connection, an overloaded service, a lost result — is tried again as the
-        client's `RetryConfig` says. Cancelling the future ends the work.
+        Transient failures (a lost connection, an overloaded service, a lost result) are retried as the client's
+        `RetryConfig` says. Cancelling the future cancels the sample.
         """
         if not isinstance(prompt, ModelInput):
             raise InvalidInputError(
@@ -218,7 +218,7 @@ class SamplingClient(SamplingClientMethods):
             check_count("prompt_logprobs_last_n", prompt_logprobs_last_n, 1)
             if not include_prompt_logprobs:
                 raise InvalidInputError(
-                    "is about prompt logprobs: set include_prompt_logprobs",
+                    "needs include_prompt_logprobs=True",
                     field="prompt_logprobs_last_n",
                 )
         fields: dict[str, Any] = {
@@ -229,7 +229,7 @@ class SamplingClient(SamplingClientMethods):
             "sampling_session_id": self._sampling_session_id,
             "topk_prompt_logprobs": check_count("topk_prompt_logprobs", topk_prompt_logprobs, 0),
         }
-        if include_prompt_logprobs is not None:  # None leaves it to the service
+        if include_prompt_logprobs is not None:  # None: the service's default applies
             fields["prompt_logprobs"] = bool(include_prompt_logprobs)
         if topk_sample_logprobs:
             fields["topk_sample_logprobs"] = check_count(
@@ -249,7 +249,7 @@ class SamplingClient(SamplingClientMethods):
         return self._session.start(
             "sample",
             partial(self._sample, fields, input_bytes(prompt), deadline),
-            self._whose,
+            self._event_metadata,
             partial(_report_sample, prompt),
             SampleFuture(),
             timeout=timeout,
@@ -262,7 +262,7 @@ class SamplingClient(SamplingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[list[float | None]]:
-        """The logprob of each token of `prompt`, None for the first."""
+        """The logprob of each token of `prompt`; None for the first token."""
         sampled = self.sample(
             prompt,
             1,
@@ -279,9 +279,9 @@ class SamplingClient(SamplingClientMethods):
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
     ) -> AsyncIterator[SampleStreamChunk]:
-        """Tokens as they are drawn, where the service can; else all at once when they are there.
+        """Yield tokens as the service draws them; if it cannot stream, all of them once the sample is complete.
 
-        The last chunk of each sequence has a `finish_reason` and no token. A stream that breaks off, or in which the
+        The last chunk of each sequence has a `finish_reason` and no token. A stream that ends early, or in which the
         service sends an error, raises.
         """
         request = SampleRequest(
@@ -299,7 +299,7 @@ class SamplingClient(SamplingClientMethods):
         streaming = self._session.start(
             "stream_sample",
             lambda: self._stream(request, put),
-            self._whose,
+            self._event_metadata,
             partial(_report_stream, request),
             SampleFuture(),
         )
@@ -311,10 +311,10 @@ class SamplingClient(SamplingClientMethods):
         finally:
             streaming.cancel()
 
-    # -- who it is ---------------------------------------------------------------------------
+    # -- identity ---------------------------------------------------------------------------
 
     def _get_base_model(self, *, timeout: float | None = None) -> APIFuture[str]:
-        """The name of the model the weights belong to."""
+        """The name of the base model."""
         sampler = self._session.start_call(
             "get_sampler", path={"sampler_id": self._sampling_session_id}, timeout=timeout
         )
@@ -331,11 +331,11 @@ class SamplingClient(SamplingClientMethods):
         return load_tokenizer(self._tokenizer_id)
 
     def get_telemetry(self) -> Reporter:
-        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
+        """The session's telemetry reporter. With telemetry off it is falsy and drops every event."""
         return self._session.reporter
 
     def get_sampler_handle(self) -> str:
-        """Text from which `from_sampler_handle` makes this client elsewhere; it holds no key."""
+        """A text from which `from_sampler_handle` creates this client in another process. It contains no API key."""
         facts = {
             "base_url": self._session.config.base_url,
             "session_id": self._session.session_id,
@@ -345,10 +345,10 @@ class SamplingClient(SamplingClientMethods):
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """Go on sampling where `get_sampler_handle` was called, in another process or on another host.
+        """Create a client from `get_sampler_handle`, in another process or on another host.
 
-        A handle for another service than the configured one needs an explicit `api_key`: the configured key is
-        never sent to a host that a handle names.
+        A handle of a service other than the configured one needs an explicit `api_key`: the configured key is
+        never sent to a host named by a handle.
         """
         try:
             facts = orjson.loads(base64.urlsafe_b64decode(handle))
@@ -364,7 +364,7 @@ class SamplingClient(SamplingClientMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         session = self._session
-        # A recovery policy is of no use to a sampler, and may hold functions without a name.
+        # A sampler does not use the recovery policy, which may hold lambdas: these cannot be pickled.
         config = session.config.replace(recovery=None)
         return _revive, (
             config,
@@ -379,11 +379,11 @@ class SamplingClient(SamplingClientMethods):
     def on_queue_state_change(
         self, queue_state: QueueState, queue_state_reason: str | None = None
     ) -> None:
-        """Told when the service lets requests wait; logs it at most once a minute."""
+        """Called when the service pauses or resumes requests. Logs at most once a minute; subclasses may override it."""
         self._queue_logger(queue_state, queue_state_reason)
 
     def observe_queue_state(self, observer: Observer) -> None:
-        """Also tell `observer` when the service lets requests wait, and why."""
+        """Call `observer` when the service pauses or resumes requests, with the reason."""
         self._observers = (*self._observers, observer_of(observer))
 
     def clear_queue_state_debounce(self) -> None:
@@ -392,8 +392,8 @@ class SamplingClient(SamplingClientMethods):
     def _report_queue_state(self, state: QueueState, reason: str | None) -> None:
         self.on_queue_state_change(state, reason)
 
-    def _whose(self) -> Mapping[str, Any]:
-        """What events of this sampler's operations say of it; always the same, as there are many."""
+    def _event_metadata(self) -> Mapping[str, Any]:
+        """Metadata of the events of this sampler's operations. Cached: there is one call per sample."""
         if self._metadata is None:
             known = self._session.base_models.get(self._model_id or "")
             self._metadata = {
@@ -412,54 +412,58 @@ class SamplingClient(SamplingClientMethods):
         session = self._session
         await session.opened()
         session.transport.admit(Pool.SAMPLING)
-        flight = self._flight or self._take_off()
-        sample = _Sample(flight, fields, weight, deadline)
-        with flight.boarding():
+        state = self._state or self._create_state()
+        sample = _Sample(state, fields, weight, deadline)
+        with state.watching():
             result = await retrying(
                 partial(self._attempt, sample),
                 sample,
                 session.clock,
-                partial(self._tell_waiting, flight),
+                partial(self._tell_waiting, state),
                 deadline,
                 attempt_events,
             )
-        flight.progressed()
+        state.progressed()
         check_answered(fields, result)
         with_first_logprob(fields["prompt"], result)
-        if lacks_alternatives(fields, result) and not self._told_of_alternatives:
-            self._told_of_alternatives = True
-            logger.warning("The service ignores topk_sample_logprobs: its samples come without.")
+        if lacks_alternatives(fields, result) and not self._warned_of_alternatives:
+            self._warned_of_alternatives = True
+            logger.warning(
+                "The service ignores topk_sample_logprobs: its samples lack these logprobs."
+            )
         return result
 
-    def _take_off(self) -> _Flight:
+    def _create_state(self) -> _SamplerState:
         flags = self._session.flags
         asked = self._retry_config or RetryConfig(
             max_connections=flags.sample_max_concurrent_requests
         )
-        config = replace(  # what the service switches off stays off
+        config = replace(  # the service can switch these off, but not on
             asked,
             enable_retry_logic=asked.enable_retry_logic and not flags.sample_no_retries,
             enable_stuck_detection=asked.enable_stuck_detection
             and flags.sample_enable_stuck_detection,
         )
-        self._flight = _Flight(self._session, config, asked, self._sampling_session_id)
-        return self._flight
+        self._state = _SamplerState(self._session, config, asked, self._sampling_session_id)
+        return self._state
 
-    def _tell_waiting(self, flight: _Flight, error: TinkerError, tried: Tried, wait: float) -> None:
+    def _tell_waiting(
+        self, state: _SamplerState, error: TinkerError, tried: Tried, wait: float
+    ) -> None:
         if isinstance(error, RateLimitError):
-            return  # `_slow_down` has said so
-        limit = f"giving up after {flight.progress_timeout:.0f} s without progress"
+            return  # `_slow_down` has already notified the user
+        limit = f"giving up after {state.progress_timeout:.0f} s without progress"
         if isinstance(error, BillingError):
-            limit = f"giving up {flight.policy.billing_window:.0f} s after the first"
+            limit = f"giving up {state.policy.billing_window:.0f} s after the first"
         notices = self._session.transport.notices
         notices.retry("sample", error, tried.attempt, tried.elapsed, wait, limit)
 
     async def _attempt(self, sample: _Sample, _: int) -> SampleResponse:
-        """Submit once and wait for the result."""
-        session, flight, deadline = self._session, sample.flight, sample.deadline
+        """Submit the sample once and wait for its result."""
+        session, state, deadline = self._session, sample.state, sample.deadline
         watch = QueueWatch(self._observers)
-        if not flight.room.try_take(1):
-            await flight.room.take(1)
+        if not state.room.try_take(1):
+            await state.room.take(1)
         try:
             if sample.seq_id is None:
                 sample.number(next(self._seq_ids or await self._join()), session)
@@ -471,7 +475,7 @@ class SamplingClient(SamplingClientMethods):
             sample.seq_id = None
             if not isinstance(promise, UntypedAPIFuture):
                 return cast("SampleResponse", promise)
-            request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, flight.poller
+            request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, state.poller
             try:
                 size = (
                     None if poller is None else await poller.finished(request_id, clone, deadline)
@@ -487,7 +491,7 @@ class SamplingClient(SamplingClientMethods):
                     size,
                 )
                 return await poll.result()
-            except (asyncio.CancelledError, APITimeoutError):  # nobody waits any more
+            except (asyncio.CancelledError, APITimeoutError):  # the caller no longer waits
                 if session.dynamic.sample_cancel_enabled and not session.closed:
                     session.in_background(self._cancel_at_service(request_id))
                 raise
@@ -495,10 +499,10 @@ class SamplingClient(SamplingClientMethods):
                 if poller is not None:
                     poller.fetched(request_id, clone)
         finally:
-            flight.room.give_back(1)
+            state.room.give_back(1)
 
     async def _post(self, sample: _Sample, watch: QueueWatch) -> Any:
-        """The promise of a sample; a 429 slows all samples of the session down."""
+        """Post a sample and return its promise or result. A 429 slows down all samples of the session."""
         session, transport = self._session, self._session.transport
         url = transport.url(_ASAMPLE.path)
         with await session.service.sample_budget.lease(sample.weight):
@@ -519,15 +523,16 @@ class SamplingClient(SamplingClientMethods):
         if wants(Throttled):
             emit(Throttled(wait, str(error), metadata=current_metadata()))
         self._session.transport.notices.paused(
-            "sample", f"the service asks for fewer samples at once; waiting {wait:.0f} s: {error}"
+            "sample",
+            f"the service asks for fewer concurrent samples; waiting {wait:.0f} s: {error}",
         )
 
     async def _join(self) -> itertools.count[int]:
-        """A range of numbers no other copy of this client uses."""
+        """Get a range of request numbers that no other copy of this client uses."""
         self._joining = self._joining or asyncio.Lock()
         async with self._joining:
             if self._seq_ids is None:
-                # Not from `random`: workers are often seeded alike.
+                # Not from `random`: workers often set the same seed.
                 clone = 1 + secrets.randbelow(_CLONE_STRIDE - 1)
                 if self._session.flags.sample_join_sampling_session:
                     request = JoinSamplingSessionRequest(
@@ -539,12 +544,12 @@ class SamplingClient(SamplingClientMethods):
         return self._seq_ids
 
     async def _cancel_at_service(self, request_id: str) -> None:
-        # If it fails, the service finishes work that nobody wants; that is all.
+        # If this fails, the service only finishes a sample that nobody reads.
         with contextlib.suppress(TinkerError):
             await self._session.call("cancel_future", CancelFutureRequest(request_id=request_id))
 
     async def _stream(self, request: SampleRequest, put: Any) -> int:
-        """Feed chunks to `put`, then None; an error ends the stream as itself. How many tokens came."""
+        """Pass chunks to `put`, then None, or the error that ended the stream. Returns the number of tokens."""
         session = self._session
         try:
             await session.opened()
@@ -558,8 +563,8 @@ class SamplingClient(SamplingClientMethods):
                     tokens = await self._read_stream(response, request.num_samples, put)
             except NotFoundError:
                 tokens = await self._sample_instead(request, put)
-        except asyncio.CancelledError:  # by the reader, who is gone, or by closing the client
-            put(ClientClosedError("The client was closed before the stream had ended."))
+        except asyncio.CancelledError:  # the reader stopped early, or the client was closed
+            put(ClientClosedError("The client was closed before the stream ended."))
             raise
         except Exception as error:
             put(error)
@@ -599,7 +604,7 @@ class SamplingClient(SamplingClientMethods):
         return sum(len(sequence.tokens) for sequence in result.sequences)
 
 
-# Not a method: tools list the coroutine methods of the class and expect the official ones.
+# Not a method: tools list the coroutine methods of the class and expect exactly the official ones.
 async def open_sampling_session(
     session: Session,
     *,
@@ -625,89 +630,88 @@ async def open_sampling_session(
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample on its way, and the policy of its retries.
+    """One sample in flight, and its retry policy.
 
-    While no promise has been read, the next attempt is the same request sent again: the service knows its number if
-    only the answer was lost. After that a new attempt is a new request.
+    Until a promise was read, a retry repeats the same request: if only the answer was lost, the service recognises
+    the seq_id and does not draw twice. After that a retry is a new request.
     """
 
-    flight: _Flight
+    state: _SamplerState
     fields: dict[str, Any]
     weight: int
     deadline: float | None
-    seq_id: int | None = None  # of the request that has no promise yet
+    seq_id: int | None = None  # set while the request has no promise yet
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     started: float = 0.0
     throttled: int = 0
 
     def number(self, seq_id: int, session: Session) -> None:
-        """Make a new request of it."""
+        """Build a new request with this number."""
         key = session.transport.new_idempotency_key()
         self.seq_id, self.started = seq_id, session.clock.monotonic()
         self.headers = {**_HEADERS, "x-idempotency-key": key}
         self.body = json_codec.encode({**self.fields, "seq_id": seq_id})
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
-        """A 429 has a policy of its own and does not count as a try."""
+        """A 429 has a separate policy and does not count as an attempt."""
         if isinstance(error, RateLimitError):
             self.throttled += 1
             again = replace(tried, attempt=self.throttled - 1)
-            return self.flight.throttle.wait_before_retry(error, again)
+            return self.state.throttle.wait_before_retry(error, again)
         again = replace(tried, attempt=tried.attempt - self.throttled)
-        return self.flight.policy.wait_before_retry(error, again)
+        return self.state.policy.wait_before_retry(error, again)
 
 
 class StuckWatch:
-    """Ends what is under way when none of it has moved for too long."""
+    """Cancels all tasks in flight when none of them has made progress for `progress_timeout` seconds."""
 
     def __init__(self, clock: Clock, config: RetryConfig) -> None:
         self._clock = clock
         self.progress_timeout = config.progress_timeout
-        self._watched = config.enable_stuck_detection
-        self._look_every = min(_STUCK_CHECK, config.progress_timeout)
-        self._last_progress = self._last_look = 0.0
-        self._aboard: set[asyncio.Task[Any]] = set()
-        self._check: asyncio.TimerHandle | None = None
+        self._enabled = config.enable_stuck_detection
+        self._interval = min(_STUCK_CHECK, config.progress_timeout)
+        self._last_progress = self._last_check = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     def progressed(self) -> None:
         self._last_progress = self._clock.monotonic()
 
-    def boarding(self) -> _Boarding:
-        if self._watched and self._check is None:
+    def watching(self) -> _Watched:
+        if self._enabled and self._timer is None:
             self.progressed()
             self._schedule()
-        return _Boarding(self._aboard)
+        return _Watched(self._tasks)
 
     def _schedule(self) -> None:
-        self._last_look = self._clock.monotonic()
-        self._check = asyncio.get_running_loop().call_later(self._look_every, self._look)
+        self._last_check = self._clock.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(self._interval, self._check_progress)
 
-    def _look(self) -> None:
-        """Look whether anything has moved."""
-        self._check = None
-        if not self._aboard:
+    def _check_progress(self) -> None:
+        self._timer = None
+        if not self._tasks:
             return
-        # Where the clock has leapt, the process was stopped or the machine paused, and nothing could move.
+        # A late check means that the process was stopped or the machine slept: that time does not count.
         now = self._clock.monotonic()
-        self._last_progress += max(0.0, now - self._last_look - 2 * self._look_every)
+        self._last_progress += max(0.0, now - self._last_check - 2 * self._interval)
         if now - self._last_progress > self.progress_timeout:
-            for task in list(self._aboard):
+            for task in list(self._tasks):
                 _stuck.add(task)
                 task.cancel()
         else:
             self._schedule()
 
 
-class _Flight(StuckWatch):
-    """What all samples of one client share while they are under way."""
+class _SamplerState(StuckWatch):
+    """What all samples of one client share: retry policies, concurrency limit and batch poller."""
 
     def __init__(
         self, session: Session, config: RetryConfig, asked: RetryConfig, sampling_session_id: str
     ) -> None:
         super().__init__(session.clock, config)
         self.policy = SampleRetryPolicy(config, session.transport.billing_window)
-        # A service that switches retries off still expects clients to slow down after a 429.
+        # Even with retries switched off by the service, clients must slow down after a 429.
         self.throttle = ThrottlePolicy(asked)
         self.room: Budget = slots(config.max_connections or UNLIMITED)
         self.poller = (
@@ -720,25 +724,25 @@ class _Flight(StuckWatch):
 _stuck: set[asyncio.Task[Any]] = set()
 
 
-class _Boarding:
-    """Counts the current task in; turns the stuck check's cancellation into the error it means."""
+class _Watched:
+    """Registers the current task; turns a cancellation by the stuck check into APIConnectionError."""
 
-    __slots__ = ("_aboard", "_task")
+    __slots__ = ("_task", "_tasks")
 
-    def __init__(self, aboard: set[asyncio.Task[Any]]) -> None:
-        self._aboard = aboard
+    def __init__(self, tasks: set[asyncio.Task[Any]]) -> None:
+        self._tasks = tasks
         self._task = cast("asyncio.Task[Any]", asyncio.current_task())
 
     def __enter__(self) -> None:
-        self._aboard.add(self._task)
+        self._tasks.add(self._task)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
-        self._aboard.discard(self._task)
+        self._tasks.discard(self._task)
         if self._task in _stuck:
             _stuck.discard(self._task)
             if kind is asyncio.CancelledError:
                 raise APIConnectionError(
-                    message="No sample of this client has made progress for too long; gave up."
+                    message="Gave up: no sample of this client made progress within progress_timeout."
                 )
         return False
 
@@ -765,7 +769,7 @@ def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: flo
 
 
 def _run_of(model_path: str) -> str | None:
-    """The run whose weights a path names, where it says so: services may shape their paths as they like."""
+    """The training run in a checkpoint path; None if the path has a form that only the service knows."""
     try:
         return ParsedCheckpointTinkerPath.from_tinker_path(model_path).training_run_id
     except InvalidPathError:
@@ -775,13 +779,13 @@ def _run_of(model_path: str) -> str | None:
 
 
 def _check_targets(targets: TensorData) -> None:
-    """Refuse what the service would: tokens whose logprobs are asked for come in rows, one per position."""
+    """Refuse targets that the service would refuse: they must be int64 with one row per position."""
     field, expected = "target_prompt_logprobs", "must be int64 of shape [len(prompt) - 1, K]"
     if not isinstance(targets, TensorData):
         raise InvalidInputError(f"{expected}, not {type(targets).__name__}", field=field)
     if targets.dtype != "int64" or len(targets.shape or ()) != 2:
-        told = f"{expected}, not {targets.dtype} of shape {targets.shape}"
-        raise InvalidInputError(told, field=field)
+        problem = f"{expected}, not {targets.dtype} of shape {targets.shape}"
+        raise InvalidInputError(problem, field=field)
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
@@ -802,7 +806,7 @@ def _mapped(source: APIFuture[Any], change: Any) -> APIFuture[Any]:
         else:
             try:
                 deliver_result(target, change(done.result()))
-            except Exception as raised:  # who waits must hear of it, whatever it is
+            except Exception as raised:  # any error must reach the waiting caller
                 fail(target, raised)
 
     source.add_done_callback(deliver)

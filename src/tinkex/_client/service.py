@@ -1,4 +1,4 @@
-"""The way in: a session with a service, and the clients made from it."""
+"""The entry point: a session with a service, and the clients created from it."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ _CONFIG_FIELDS = frozenset(Config.__dataclass_fields__)
 
 
 class _Plain(RootModel[dict[str, Any]]):
-    """A result of no known type."""
+    """A result whose type the client does not know."""
 
 
 # The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
 class ServiceClient(ServiceClientMethods):
     """A client of one Tinker service.
 
-    Nothing is sent until the first call that needs an answer. Settings are taken from the arguments, then
-    from `tinkex.set_defaults`, then from the environment; `config` replaces all of them, and `clock` the
-    passing of time, for tests. Use it in a `with`
-    block, or call `close()`, to end the session at the service; a script that forgets to still exits.
+    Nothing is sent before the first call that needs the service. Settings come from the arguments, else from
+    `tinkex.set_defaults`, else from the environment; `config` replaces the last two. `clock` is for tests: it
+    replaces the time source. Use the client in a `with` block, or call `close()`, to end the session at the
+    service. A script that does neither still exits.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class ServiceClient(ServiceClientMethods):
 
     @property
     def http(self) -> HTTPClient:
-        """Calls by path, for what has no method: raw and streamed answers, file uploads."""
+        """HTTP calls by path, for endpoints without a method here: raw and streamed responses, file uploads."""
         return HTTPClient(self._session)
 
     @property
     def api(self) -> OperationsClient:
-        """Every call of the protocol by its name: typed, as a promise, or raw."""
+        """Every operation of the protocol by name: typed, as a promise, or raw."""
         return OperationsClient(self._session)
 
     @property
     def circuits(self) -> Circuits:
-        """State of the circuit breakers, and closing one by hand; all are closed without the setting `circuit_breaker`."""
+        """The circuit breakers: their state, and closing one by hand. Without the setting `circuit_breaker` all are closed."""
         session = self._session
         found = session.transport.circuits if session.config.circuit_breaker else None
         return found or Circuits(CircuitBreaker(), session.clock)
@@ -157,9 +157,10 @@ class ServiceClient(ServiceClientMethods):
         lora_config: LoraConfig | None = None,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
-        """A new LoRA adapter on `base_model`, ready to train.
+        """Create a LoRA adapter on `base_model`, ready to train.
 
-        `lora_config` says the same as the five options before `user_metadata`; an option that is given overrides it.
+        `lora_config` holds the same settings as the five options from `rank` to `train_unembed`. An option given here
+        overrides it.
         """
         if not isinstance(base_model, str) or not base_model.strip():
             raise InvalidInputError(
@@ -224,7 +225,7 @@ class ServiceClient(ServiceClientMethods):
         load_optimizer: bool = False,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
-        """A new model from a checkpoint's weights; with a fresh optimizer, unless `load_optimizer`."""
+        """Create a model from the weights of a checkpoint. Its optimizer is fresh unless `load_optimizer` is set."""
         token = weights_access_token
         return self._from_state(
             path, base_model, user_metadata, token, optimizer, timeout, load_optimizer
@@ -239,7 +240,7 @@ class ServiceClient(ServiceClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingClient]:
-        """A new model that goes on exactly where the checkpoint was saved."""
+        """Create a model from the weights and the optimizer state of a checkpoint: training continues where it was saved."""
         return self._from_state(
             path, base_model, user_metadata, weights_access_token, None, timeout, True
         )
@@ -255,7 +256,9 @@ class ServiceClient(ServiceClientMethods):
         load_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
-        if isinstance(base_model, Mapping):  # up to 0.24.0 the second argument was the metadata
+        if isinstance(
+            base_model, Mapping
+        ):  # up to release 0.24.0 the second argument was user_metadata
             base_model, user_metadata = None, base_model
         deadline = self._session.deadline(timeout)
         asked = (path, base_model, user_metadata, token, optimizer, load_optimizer, deadline)
@@ -298,7 +301,7 @@ class ServiceClient(ServiceClientMethods):
             if base_model is not None:
                 session.base_models[model_id] = base_model
             return TrainingClient(session, model_seq_id, model_id)
-        # Whoever may load the weights may be told of them: another account's token speaks for that account.
+        # weights_info has no token field. For a checkpoint of another account, that account's token is the key.
         headers = None if token is None else {"x-api-key": token}
         info = await session.call(
             "weights_info",
@@ -317,7 +320,7 @@ class ServiceClient(ServiceClientMethods):
         load = client.load_state_with_optimizer if load_optimizer else client.load_state
         try:
             await load(path, token)
-        except BaseException:  # nobody else knows of the new model
+        except BaseException:  # the caller never gets this model, so unload it here
             client.unload_model()
             raise
         return client
@@ -329,10 +332,10 @@ class ServiceClient(ServiceClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[LossHandle]:
-        """Trace a loss of one datum, for `forward_backward_custom`.
+        """Trace a loss function of one datum, for `forward_backward_custom`.
 
-        `fn(logprobs, *inputs)` is called once with stand-ins to see what it does; `input_ranks` says how many
-        dimensions each input has. Where the service offers it, the loss runs there in a single pass.
+        `fn(logprobs, *inputs)` is called once with `torch.fx` proxies to record its operations. `input_ranks` is the
+        number of dimensions of each input. If the service supports traced losses, the loss runs there in one pass.
         """
         handle = traced(fn, input_ranks, "")
         self._session.deadline(timeout)
@@ -363,11 +366,11 @@ class ServiceClient(ServiceClientMethods):
         queue_state_observer: Observer | None = None,
         timeout: float | None = None,
     ) -> APIFuture[dict[str, Any]]:
-        """Wait for a request that was sent by hand; its result as JSON.
+        """Wait for a request that was sent with `http.post`, and return its result as JSON.
 
-        `http.post` gives the promise of such a request: its `request_id`, or the whole answer, is what to give here.
-        `poll_backoff` is the wait between polls that failed, if not the configuration's. `queue_state_observer` is
-        called with the state and the reason each time the service pauses or resumes the request.
+        `request_id` is the id from the response of `http.post`, or that whole response. `poll_backoff` overrides the
+        configured wait between failed polls. `queue_state_observer` is called with the state and the reason each time
+        the service pauses or resumes the request.
         """
         promise = {"request_id": request_id} if isinstance(request_id, str) else request_id
         with refusing_bad_values():
@@ -390,7 +393,7 @@ class ServiceClient(ServiceClientMethods):
 
         return session.start("retrieve_future", polled, timeout=timeout)
 
-    # -- sampling and the rest ---------------------------------------------------------------
+    # -- sampling and service info -----------------------------------------------------------
 
     def _create_sampling_client(
         self,
@@ -401,7 +404,7 @@ class ServiceClient(ServiceClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        """A sampler of a checkpoint or of a base model."""
+        """Create a sampler of a checkpoint or of a base model."""
         return SamplingClient.create(
             self._session,
             model_path=model_path,
@@ -412,17 +415,17 @@ class ServiceClient(ServiceClientMethods):
         )
 
     def create_rest_client(self) -> RestClient:
-        """A client for runs, checkpoints and sessions that shares this one's connections."""
+        """Create a client for runs, checkpoints and sessions that shares this client's connections."""
         return RestClient(self._session)
 
     def _get_server_capabilities(
         self, *, timeout: float | None = None
     ) -> APIFuture[GetServerCapabilitiesResponse]:
-        """Which models the service has."""
+        """The models that the service offers."""
         return self._session.start_call("get_server_capabilities", timeout=timeout)
 
     def health(self, *, timeout: float | None = None) -> HealthResponse:
-        """Raises unless the service says it is well."""
+        """Raise unless the service reports that it is healthy."""
         checked: HealthResponse = self._session.start_call("healthz", timeout=timeout).result()
         return checked
 
@@ -434,7 +437,7 @@ class ServiceClient(ServiceClientMethods):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this client's project; the new path."""
+        """Copy a checkpoint into this client's project; the result is the new path."""
         return RestClient(self._session).copy_weights(
             path,
             self._project_id,
@@ -444,20 +447,20 @@ class ServiceClient(ServiceClientMethods):
         )
 
     def get_console_url(self) -> str:
-        """The session's page in the hosted service's console; before it is open, the page of all sessions."""
+        """The page of this session in the hosted console; before the session is open, the list of all sessions."""
         session_id = self._session.session_id
         return f"{CONSOLE}/sessions" if session_id is None else f"{CONSOLE}/sessions/{session_id}"
 
     def get_telemetry(self) -> Reporter:
-        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
+        """The session's telemetry reporter. With telemetry off it is falsy and drops every event."""
         return self._session.reporter
 
     telemetry_reporter = get_telemetry
 
-    # -- ending ------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------
 
     def close(self, status: FinishReason = "success", detail: str | None = None) -> APIFuture[None]:
-        """End the session and everything under way; wait for the future to be sure it is done."""
+        """End the session; work in flight fails with ClientClosedError. Wait for the future to be sure it has ended."""
         if status not in {"success", "errored", "interrupted"}:
             raise InvalidInputError(
                 f"must be success, errored or interrupted, not {status!r:.80}", field="status"
@@ -473,7 +476,7 @@ class ServiceClient(ServiceClientMethods):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Not that the service cannot be reached: the report would wait for that same service.
+        # Connection errors are not reported: the report goes to the service that cannot be reached.
         if (
             isinstance(error, Exception)
             and not isinstance(error, APIConnectionError)
@@ -482,11 +485,11 @@ class ServiceClient(ServiceClientMethods):
             self._session.reporter.log_exception(error)
         if kind is None:
             status: FinishReason = "success"
-        else:  # `sys.exit` is an interruption too, whatever its code
+        else:  # `sys.exit` counts as an interruption, whatever its exit code
             status = "errored" if issubclass(kind, Exception) else "interrupted"
         self.close(status, None if error is None else f"{type(error).__name__}: {error}").result()
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    """Whether a keyword is one of the settings; an HTTP library's timeout, which has phases, is not."""
+    """Whether a keyword is a setting. A timeout object of an HTTP library (`httpx.Timeout`) is not one."""
     return name in _CONFIG_FIELDS and not (name == "timeout" and hasattr(value, "connect"))

@@ -1,4 +1,4 @@
-"""Finding and loading the tokenizer that belongs to a model."""
+"""Find and load the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["decode", "encode", "is_path", "load_tokenizer", "set_tokenizer_loade
 
 Loader = Callable[[str, str | None], Any]
 
-#: The models' own repositories are gated.
+#: An open copy: the repositories of Llama 3 are gated.
 _LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _LOCAL: Final = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
-#: Tokenizers that must come from one exact revision, and run code from it.
+#: Tokenizers that run code from their repository; each is pinned to one revision.
 _PINNED: Final = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
     "moonshotai/Kimi-K2.6": "b5aabbfb20227ed42becbf5541dbffd213942c58",
     "moonshotai/Kimi-K3": "f831ab66814297da540d832a5235f8e904f29d06",
 }
-#: Models that have no tokenizer of their own.
+#: Models that use the tokenizer of another model.
 _SHARED: Final = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
-#: Models whose tokenizers are in a package of their makers.
+#: Models whose tokenizers are in the package `tml_tokenizers`.
 _MAKERS: Final = ("TML/", "thinkingmachines/")
 
 
 def tokenizer_id(model_name: str, stated: str | None = None) -> str:
-    """The id to load: what the service states, else what the model's name implies.
+    """The id to load: the one that the service states, else one derived from the model's name.
 
-    A suffix after the first colon names a variant of the model, not of its tokenizer. The path of a local
-    directory is nothing but that.
+    A suffix after the first colon names a variant of the model; the tokenizer is the same. A local path is returned
+    unchanged.
     """
     if is_path(stated or model_name):
         return stated or model_name
@@ -48,7 +48,7 @@ def tokenizer_id(model_name: str, stated: str | None = None) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether an id names a directory on some disk rather than a model of the hub."""
+    """Whether an id is a path of a directory, not a model on the hub."""
     return _LOCAL.match(name) is not None
 
 
@@ -62,8 +62,8 @@ def _from_makers(name: str) -> Any:
         makers = import_module("tml_tokenizers.tinker_tokenizers")
     except ImportError as error:
         raise InvalidInputError(
-            f"{name} has its tokenizer in the package tml_tokenizers, which is not installed; "
-            "tml-renderers does without one",
+            f"the tokenizer of {name} is in the package tml_tokenizers, which is not installed; "
+            "tml-renderers works without a tokenizer",
             field="tokenizer",
         ) from error
     return makers.get_tinker_tokenizer(name)
@@ -76,7 +76,7 @@ def _from_transformers(name: str, revision: str | None) -> Any:
         raise InvalidInputError(
             "loading a tokenizer needs transformers: pip install 'tinkex[hf]'", field="tokenizer"
         ) from error
-    # Only a pinned revision may run code; transformers must not ask at a terminal either.
+    # Only a pinned revision may run code. False also stops transformers from asking at the terminal.
     options: dict[str, Any] = {"trust_remote_code": revision is not None}
     if revision is not None:
         options["revision"] = revision
@@ -90,7 +90,7 @@ _loader: Loader = _default_loader
 
 
 def set_tokenizer_loader(loader: Loader | None) -> None:
-    """Load tokenizers with `loader(name, revision)` from now on; None brings back the default."""
+    """Load tokenizers with `loader(name, revision)` from now on; None restores the default."""
     global _loader  # noqa: PLW0603
     with _guard:
         _loader = loader or _default_loader
@@ -98,7 +98,7 @@ def set_tokenizer_loader(loader: Loader | None) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer called `name` — a hub id or a local path —, loaded once and shared by all threads."""
+    """The tokenizer `name` (a hub id or a local path). It is loaded once and shared by all threads."""
     loaded = _cache.get(name)
     if loaded is not None:
         return loaded
@@ -126,7 +126,7 @@ def decode(token_ids: list[int], tokenizer: Any) -> str:
         )
     ids = list(token_ids)
     for index, token in enumerate(ids):
-        # numpy's and torch's whole numbers are ids too
+        # integers of numpy and torch are accepted too
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise InvalidInputError(
                 f"expected a whole number, got {type(token).__name__}", field=f"token_ids.{index}"

@@ -1,7 +1,7 @@
-"""Losses traced once and run by handle: at the service where it offers that, else here.
+"""Traced losses, run by handle: at the service if it supports them, else in this process.
 
-A traced loss is a function of one datum's logprobs and of some of its inputs. `torch.fx` records what it does; the
-record, not the function, is what runs, so it cannot branch on values or call anything but torch.
+A traced loss is a function of one datum's logprobs and of some of its inputs. `torch.fx` records its operations, and
+the recorded graph runs instead of the function: it cannot branch on values and can call only torch.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class LossHandle:
     inputs: tuple[CustomLossInput, ...]
     session_id: str
     graph: Any = field(repr=False, compare=False)
-    loss_id: str | None = None  # where the service runs it
+    loss_id: str | None = None  # set if the service runs the loss
 
     @property
     def key(self) -> str:
-        """The same for losses that do the same with the same inputs."""
+        """Equal for losses with the same operations and the same inputs."""
         return hashlib.sha256(f"{self.graph.code}{self.inputs!r}".encode()).hexdigest()
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """What it reads of a datum's `loss_fn_inputs`, in its own order."""
+        """The names in a datum's `loss_fn_inputs` that the loss reads, in the order of its parameters."""
         return tuple(item.name for item in self.inputs[1:])
 
 
 def traced(
     fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], session_id: str
 ) -> LossHandle:
-    """Record what a loss does."""
+    """Record the operations of a loss."""
     import torch.fx
 
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -85,28 +85,33 @@ def _inputs(
         parameter.kind in {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
         for parameter in parameters
     ):
-        raise InvalidInputError(f"{name} must name each of its inputs", field="fn")
+        raise InvalidInputError(
+            f"{name} must name each of its inputs; *args and **kwargs are not supported", field="fn"
+        )
     if len(parameters) > _MAX_INPUTS:
         raise InvalidInputError(f"{name} takes more than {_MAX_INPUTS} inputs", field="fn")
     names = ["logprobs", *(parameter.name for parameter in parameters[1:])]
     unknown = set(ranks) - {*names, parameters[0].name}
     if unknown:
-        raise InvalidInputError(f"{name} takes no {min(unknown)!r}", field="input_ranks")
+        raise InvalidInputError(f"{name} has no input {min(unknown)!r}", field="input_ranks")
     made = []
     for position, declared in enumerate(names):
         if not _NAME.fullmatch(declared):
-            raise InvalidInputError(f"{declared!r:.80} is no name of an input", field="fn")
+            raise InvalidInputError(
+                f"{declared!r:.80} is not a valid name of an input: use lower-case letters, digits and _",
+                field="fn",
+            )
         rank = ranks.get(declared, ranks.get(parameters[0].name, 1) if position == 0 else None)
         if rank is None:
-            raise InvalidInputError(f"says nothing of {declared!r}", field="input_ranks")
+            raise InvalidInputError(f"lacks the rank of {declared!r}", field="input_ranks")
         if rank not in ({1, 2} if position == 0 else {0, 1, 2}):
-            raise InvalidInputError(f"{declared!r} cannot be of rank {rank}", field="input_ranks")
+            raise InvalidInputError(f"{declared!r} cannot have rank {rank}", field="input_ranks")
         made.append(CustomLossInput(name=declared, rank=rank))
     return tuple(made)
 
 
 def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Refuse data that lacks what the loss reads."""
+    """Refuse data that lacks an input of the loss, or has it with another rank."""
     logprobs, *others = handle.inputs
     for index, datum in enumerate(data):
         wanted = [("target_tokens", logprobs.rank), *((item.name, item.rank) for item in others)]
@@ -127,7 +132,7 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
 def local_loss(
     handle: LossHandle,
 ) -> Callable[[list[Datum], list[Any]], tuple[Any, dict[str, float]]]:
-    """The same loss for data in one go, run here."""
+    """The traced loss as a function of a whole batch, run in this process."""
 
     def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         total: Any = None
@@ -150,7 +155,7 @@ def local_loss(
 
 
 def encoded(handle: LossHandle) -> CustomLossGraph:
-    """The record as plain data; the service decides what it allows."""
+    """The recorded graph as plain data. The service decides which operations it allows."""
     from torch.fx.node import _get_qualified_name
 
     nodes = []
@@ -158,7 +163,7 @@ def encoded(handle: LossHandle) -> CustomLossGraph:
         target = str(node.target)
         if node.op == "call_function":
             target = _get_qualified_name(node.target)
-            if target.startswith("_operator."):  # where CPython keeps the module `operator`
+            if target.startswith("_operator."):  # CPython's internal name of the module `operator`
                 target = target.removeprefix("_")
         nodes.append(
             CustomLossNode(
@@ -196,5 +201,6 @@ def _written(value: Any) -> Any:
         if isinstance(value, kind):
             return {kind.__name__: str(value).removeprefix("torch.")}
     raise InvalidInputError(
-        f"passes a {type(value).__name__} to an operation, which cannot be sent", field="fn"
+        f"passes a {type(value).__name__} to an operation; values of this type cannot be sent",
+        field="fn",
     )

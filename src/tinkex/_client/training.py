@@ -1,4 +1,4 @@
-"""Training: one LoRA model, its operations in the order they were called."""
+"""Training one LoRA model: its operations reach the service in the order of the calls."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ __all__ = ["TrainingClient"]
 
 T = TypeVar("T")
 
-#: From this size on, a request is encoded off the loop, which others need meanwhile.
+#: Requests above this size (bytes) are encoded on a thread, so that they do not block the event loop.
 _ENCODE_ASIDE = 1 << 20
 
 
-#: The client whose custom loss runs in this context, and whose turn is therefore taken.
+#: The client whose custom loss runs in this context. It holds its turn, so a call of that client would wait for ever.
 _computing_loss_of: ContextVar[TrainingClient | None] = ContextVar(
     "computing_loss_of", default=None
 )
@@ -90,10 +90,10 @@ _computing_loss_of: ContextVar[TrainingClient | None] = ContextVar(
 class TrainingClient(TrainingClientMethods):
     """A model being trained.
 
-    Every method that does work returns an `APIFuture` at once. Operations reach the service in the order
-    in which they were called, whichever threads or tasks call them, and several may be under way: submit
-    `forward_backward` and `optim_step`, then wait for both. Each takes a `timeout` in seconds for the
-    whole operation; without one it waits as long as the service answers its polls.
+    Training operations return an `APIFuture` at once. They reach the service in the order of the calls, from any
+    thread or task, and several may be in flight: submit `forward_backward` and `optim_step`, then wait for both.
+    `timeout` limits the whole operation, in seconds; without it the client waits as long as the service answers
+    its polls.
     """
 
     def __init__(self, holder: Session, model_seq_id: int, model_id: ModelID) -> None:
@@ -105,8 +105,10 @@ class TrainingClient(TrainingClientMethods):
         self._observers: tuple[Observer, ...] = (self._queue_logger,)
         self._after_step: tuple[Callable[[], object], ...] = ()
         self._tokenizer_id: str | None = None
-        self._told_of_division = False
-        self._sampler_names: set[str] = set()  # of the sampler checkpoints saved here
+        self._warned_of_division = False
+        self._sampler_names: set[str] = (
+            set()
+        )  # names of the sampler checkpoints saved by this client
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
@@ -116,14 +118,14 @@ class TrainingClient(TrainingClientMethods):
         return self._session
 
     def observe_queue_state(self, observer: Observer) -> None:
-        """Also tell `observer` when the service lets this model's requests wait, and why."""
+        """Call `observer` when the service pauses or resumes requests of this model, with the reason."""
         self._observers = (*self._observers, observer_of(observer))
 
     def observe_steps(self, observer: Callable[[], object]) -> Callable[[], None]:
-        """Call `observer()` after every call of `optim_step`; what is returned ends that.
+        """Call `observer()` after every call of `optim_step`; the function returned removes the observer.
 
-        What the observer calls has its turn right after the step, whether that is done or not. What it raises is
-        logged: the step is on its way, and its future must reach the caller.
+        Operations that the observer calls are dispatched right after the step, before the step has finished. An
+        exception of the observer is only logged: the step is already submitted and its future must reach the caller.
         """
         self._after_step = (*self._after_step, observer)
 
@@ -142,7 +144,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute the loss and its outputs without touching gradients."""
+        """Compute the loss and its outputs; gradients stay unchanged."""
         return self._pass("forward", data, loss_fn, loss_fn_config, timeout)
 
     def forward_backward(
@@ -153,10 +155,10 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute the loss and add its gradient to what has accumulated since the last `optim_step`.
+        """Compute the loss and add its gradient to the gradients accumulated since the last `optim_step`.
 
-        Losses are plain sums over tokens and data. Large batches travel in several requests; the result
-        is one all the same.
+        Losses are plain sums over tokens and data. A large batch is sent in several requests; their results are
+        combined into one.
         """
         return self._pass("forward_backward", data, loss_fn, loss_fn_config, timeout)
 
@@ -174,14 +176,14 @@ class TrainingClient(TrainingClientMethods):
     ) -> APIFuture[ForwardBackwardOutput]:
         """Train on any differentiable function of the logprobs, computed here in PyTorch.
 
-        `loss_fn(data, logprobs)` gets one tensor of logprobs per datum and returns `(loss, metrics)`. Each of
-        `regularizers` is added to it, times its weight; `max_concurrency` of them are computed at a time. The
-        result's `custom_loss` tells what each came to, with `track_grad_norms` also how long its gradient is.
-        The loss and each regularizer may take `loss_timeout` seconds. If one of them fails, its
-        `CustomLossError` is raised and the model is as if nothing had been called.
+        `loss_fn(data, logprobs)` gets one tensor of logprobs per datum and returns `(loss, metrics)`. Each regularizer
+        is multiplied by its weight and added; at most `max_concurrency` of them run at a time. The result's
+        `custom_loss` has the value of each and, with `track_grad_norms`, the norm of its gradient. The loss and each
+        regularizer may take `loss_timeout` seconds. If one fails, `CustomLossError` is raised and the model is
+        unchanged.
 
-        A `LossHandle` of `create_custom_loss` may stand for `loss_fn`; where the service runs it, one pass is enough.
-        Otherwise the call takes two passes at the service. They keep their turn: what is called later runs after both.
+        The call takes two passes at the service; operations called later run after both. `loss_fn` may also be a
+        `LossHandle` of `create_custom_loss`: if the service runs it, one pass is enough.
         """
         if loss_type_input not in {None, "logprobs"}:
             raise InvalidInputError(
@@ -210,7 +212,7 @@ class TrainingClient(TrainingClientMethods):
         )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
-        data = list(data)  # the caller's may change before it is counted
+        data = list(data)  # the caller may change its list before this one is counted for telemetry
         work = (self._custom, data, first_pass, loss_fn, pipeline)
         report = partial(_report_pass, data, 2)
         return self._ordered("forward_backward_custom", timeout, *work, report=report)
@@ -222,7 +224,7 @@ class TrainingClient(TrainingClientMethods):
         adam_params: AdamParams | None = None,
         timeout: float | None = None,
     ) -> APIFuture[OptimStepResponse]:
-        """Update the weights with the accumulated gradients and clear them."""
+        """Update the weights with the accumulated gradients, then clear the gradients."""
         if optim_params is not None and adam_params is not None:
             raise InvalidInputError(
                 "give optim_params or adam_params, not both", field="adam_params"
@@ -240,7 +242,7 @@ class TrainingClient(TrainingClientMethods):
             try:
                 observer()
             except Exception:
-                logger.exception("An observer of steps failed: %r", observer)
+                logger.exception("Step observer failed: %r", observer)
         return stepped
 
     # -- weights -----------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
-        """Save weights and optimizer under `name`, to go on from later."""
+        """Save weights and optimizer state under `name`, to continue training from later."""
         check_name(name)
         return self._simple(
             "save_weights",
@@ -302,7 +304,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Write adapter files for use elsewhere; with recipients, encrypted for them."""
+        """Write the adapter files for use outside the service; with recipients, encrypted for them (age)."""
         check_name(name)
         return self._simple(
             "save_weights_external",
@@ -324,7 +326,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
-        """Load weights into this model and start with a fresh optimizer."""
+        """Load weights into this model and reset its optimizer."""
         return self._load(path, weights_access_token, timeout, optimizer=False)
 
     def load_state_with_optimizer(
@@ -334,7 +336,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
-        """Load weights and optimizer into this model."""
+        """Load weights and optimizer state into this model."""
         return self._load(path, weights_access_token, timeout, optimizer=True)
 
     def _load(
@@ -353,7 +355,7 @@ class TrainingClient(TrainingClientMethods):
             timeout,
         )
 
-    # The same under the names of the protocol.
+    # Aliases: the names of the protocol.
     save_weights = save_state
     load_weights = load_state
     load_weights_with_optimizer = load_state_with_optimizer
@@ -373,13 +375,13 @@ class TrainingClient(TrainingClientMethods):
         ttl_seconds: int | None = None,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        """A sampler frozen at the current weights.
+        """Create a sampler of the current weights; later training does not change it.
 
-        With a `name` the weights are saved under it; without one the sampler lives as long as the session
-        and nothing is listed as a checkpoint. The service deletes what was saved after `ttl_seconds`.
+        With a `name` the weights are saved as a checkpoint of that name. Without one the sampler lives as long as the
+        session and is not listed as a checkpoint. The service deletes the saved weights after `ttl_seconds`.
 
-        A name may be used again: its checkpoint keeps the weights of the first time, and the new sampler, which has the
-        current weights, is not listed.
+        If the name is already used, its checkpoint keeps the earlier weights. The new sampler has the current weights
+        and is not listed.
         """
         from .sampling import SamplingClient, open_sampling_session
 
@@ -389,7 +391,7 @@ class TrainingClient(TrainingClientMethods):
         session = self._session
         if name is not None and name in self._sampler_names:
             logger.warning(
-                "%s has a sampler checkpoint %r already; this sampler is not listed as one.",
+                "%s already has a sampler checkpoint %r; the new sampler is not listed as a checkpoint.",
                 self.model_id,
                 name,
             )
@@ -425,7 +427,7 @@ class TrainingClient(TrainingClientMethods):
         return self._remember_name(name, saving)
 
     def _remember_name(self, name: str | None, saving: APIFuture[T]) -> APIFuture[T]:
-        """Take `name` as used for a sampler checkpoint, unless saving it fails for a reason that may pass."""
+        """Mark `name` as used, unless saving is cancelled or fails through no fault of the caller."""
 
         def forget(saved: Any) -> None:
             error = None if saved.cancelled() else saved.exception()
@@ -440,7 +442,7 @@ class TrainingClient(TrainingClientMethods):
     def save_weights_and_get_sampling_client_submit(
         self, retry_config: RetryConfig | None = None
     ) -> APIFuture[SamplingClient]:
-        """The same without blocking, under the name that releases up to 0.19 had for it."""
+        """`save_weights_and_get_sampling_client` without blocking; the name is that of releases up to 0.19."""
         return self._save_weights_and_get_sampling_client(retry_config=retry_config)
 
     def _create_sampling_client(
@@ -451,7 +453,7 @@ class TrainingClient(TrainingClientMethods):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
-        """A sampler of a saved checkpoint, in the same session."""
+        """Create a sampler of a saved checkpoint, in the same session."""
         from .sampling import SamplingClient
 
         return SamplingClient.create(
@@ -465,12 +467,12 @@ class TrainingClient(TrainingClientMethods):
     # -- the model ---------------------------------------------------------------------------
 
     def _get_info(self, *, timeout: float | None = None) -> APIFuture[GetInfoResponse]:
-        """What the service knows of this model."""
+        """The service's description of this model."""
         request = GetInfoRequest(model_id=self.model_id)
         return self._session.start_call("get_info", request, timeout=timeout)
 
     def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
-        """Free the model at the service; its checkpoints stay."""
+        """Unload the model at the service; its checkpoints are kept."""
         request = UnloadModelRequest(model_id=self.model_id)
         return self._simple("unload_model", lambda _: request, timeout, numbered=False)
 
@@ -480,7 +482,8 @@ class TrainingClient(TrainingClientMethods):
             data = self.get_info().model_data
             if data.model_name is None and data.tokenizer_id is None:
                 raise InvalidInputError(
-                    "the service names neither model nor tokenizer", field="model_data"
+                    "the service states neither the model's name nor its tokenizer",
+                    field="model_data",
                 )
             self._tokenizer_id = loadable_tokenizer(
                 self._session, data.model_name or "", data.tokenizer_id, data.tokenizer_sha256
@@ -491,20 +494,20 @@ class TrainingClient(TrainingClientMethods):
         """Token ids of `text`, without a chat template."""
         return encode(text, self.get_tokenizer())
 
-    encode_text = encode  # as in the Elixir SDK
+    encode_text = encode  # the name of the Elixir SDK
 
     def decode(self, token_ids: list[int]) -> str:
         return decode(token_ids, self.get_tokenizer())
 
     def _guaranteed_model_id(self) -> ModelID:
-        """The model's id, by the official client's private name, which scripts use."""
+        """The model's id. Scripts use this private name of the official client."""
         return self.model_id
 
     def get_console_url(self) -> str:
         return f"{CONSOLE}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Reporter:
-        """What reports to the service on this session; where that is switched off, it is false and takes nothing."""
+        """The session's telemetry reporter. With telemetry off it is falsy and drops every event."""
         return self._session.reporter
 
     # -- how operations run ------------------------------------------------------------------
@@ -519,7 +522,7 @@ class TrainingClient(TrainingClientMethods):
     ) -> APIFuture[ForwardBackwardOutput]:
         check_data(data)
         checked = check_loss(loss_fn, config)
-        data = list(data)  # the caller's may change before it is counted
+        data = list(data)  # the caller may change its list before this one is counted for telemetry
         work = (self._run_pass, name, data, loss_fn, checked)
         return self._ordered(name, timeout, *work, report=partial(_report_pass, data, 1))
 
@@ -533,8 +536,8 @@ class TrainingClient(TrainingClientMethods):
         numbered: bool = True,
         report: Callable[[Call, Any, float], object] | None = None,
     ) -> APIFuture[Any]:
-        """One request in its turn; `then` makes the result of the service's answer."""
-        # A request with a bad value fails here, in the caller's face, and takes no turn.
+        """Send one request when its turn comes; `then` turns the service's answer into the result."""
+        # A bad value raises here, in the caller's thread, before the call takes a turn.
         with refusing_bad_values():
             request(0)
         work = (self._run_simple, operation(name), request, then, numbered)
@@ -548,7 +551,7 @@ class TrainingClient(TrainingClientMethods):
         *args: Any,
         report: Callable[[Call, T, float], object] | None = None,
     ) -> APIFuture[T]:
-        """Run `work(turn, deadline, *args)` after the dispatch of everything called before."""
+        """Run `work(turn, deadline, *args)` once all earlier operations are dispatched."""
         if self is _computing_loss_of.get():
             raise InvalidInputError(
                 "a custom loss cannot call its own training client: the call would wait for the loss",
@@ -557,10 +560,10 @@ class TrainingClient(TrainingClientMethods):
         deadline = self._session.deadline(timeout)
         turn = self._turns.ticket()
         begin = partial(work, turn, deadline, *args)
-        return self._session.start(name, begin, self._whose, report, timeout=timeout)
+        return self._session.start(name, begin, self._event_metadata, report, timeout=timeout)
 
-    def _whose(self) -> Mapping[str, Any]:
-        """What events of this model's operations say of it."""
+    def _event_metadata(self) -> Mapping[str, Any]:
+        """Metadata of the events of this model's operations."""
         base_model = self._session.base_models.get(self.model_id)
         return {
             "model_id": self.model_id,
@@ -620,13 +623,13 @@ class TrainingClient(TrainingClientMethods):
                 turn, "forward", first_pass, "cross_entropy", None, deadline
             )
             forward = await self._combined("forward", *sent, deadline)
-            if divides_by_weights(forward) and not self._told_of_division:
-                self._told_of_division = True
+            if divides_by_weights(forward) and not self._warned_of_division:
+                self._warned_of_division = True
                 logger.warning(
-                    "The service answers as SkyRL's JAX backend does, which divides the loss of a datum by the sum of "
-                    "its weights: the gradient of a custom loss is wrong there."
+                    "The service divides the loss of each datum by the sum of its weights, as SkyRL's JAX backend "
+                    "does. With such a service the gradient of a custom loss is wrong."
                 )
-            _computing_loss_of.set(self)  # only this task and the thread of the loss see it
+            _computing_loss_of.set(self)  # visible to this task and to the loss's thread only
             evaluate = partial(custom_loss.surrogate, data, forward, loss_fn, pipeline)
             surrogate = await self._in_time(deadline, evaluate)
             sent = await self._dispatch(
@@ -636,7 +639,7 @@ class TrainingClient(TrainingClientMethods):
         return custom_loss.merged(result, surrogate)
 
     async def _in_time(self, deadline: float | None, work: Callable[[], T]) -> T:
-        """Run the caller's functions on a thread that is left behind when the operation's time is up."""
+        """Run `work` on a thread. At the deadline this raises and the thread is abandoned: it cannot be stopped."""
         from tinkex.regularizers.executor import start
 
         left = None if deadline is None else deadline - self._session.clock.monotonic()
@@ -647,7 +650,7 @@ class TrainingClient(TrainingClientMethods):
             if not limit.expired():
                 raise
             raise APITimeoutError(
-                message="The operation's time was up while its loss was being computed."
+                message="The operation's timeout expired while its loss was being computed."
             ) from error
 
     async def _dispatch(
@@ -659,7 +662,7 @@ class TrainingClient(TrainingClientMethods):
         config: Mapping[str, float | str] | None,
         deadline: float | None,
     ) -> tuple[Parts, list[tuple[Any, float]]]:
-        """Post all chunks of one pass; the first goes last, so that none is begun before all are there."""
+        """Post all chunks of one pass. In parallel, the first is sent last: the service starts none before it has all."""
         await self._session.opened()
         self._check_may_start(deadline)
         flags = self._session.flags
@@ -696,7 +699,7 @@ class TrainingClient(TrainingClientMethods):
     async def _post_first_last(
         self, parts: Parts, posts: Sequence[_Post]
     ) -> list[tuple[Any, float]]:
-        """Post all chunks even if one is refused: a number that never arrives holds up those behind it."""
+        """Post all chunks even if one is refused: the service waits for a missing seq_id before it runs later ones."""
         later = await asyncio.gather(*(post() for post in posts[1:]), return_exceptions=True)
         refused = [
             (index, outcome)
@@ -712,9 +715,11 @@ class TrainingClient(TrainingClientMethods):
         return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
     def _check_may_start(self, deadline: float | None) -> None:
-        """Give up before a number is taken: the service waits for whoever has one and does not come."""
+        """Raise before a seq_id is assigned: the service would wait for an assigned seq_id that never arrives."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
-            raise APITimeoutError(message="The operation's time was up before its turn came.")
+            raise APITimeoutError(
+                message="The operation's timeout expired while it waited for earlier operations."
+            )
         self._session.transport.admit(Pool.TRAINING)
 
     async def _post_part(
@@ -724,7 +729,7 @@ class TrainingClient(TrainingClientMethods):
         request: ForwardBackwardRequest | ForwardRequest,
         deadline: float | None,
     ) -> tuple[Any, float]:
-        """Post one request of a pass: its promise, or at once its result, and how long that took."""
+        """Post one request of a pass. Returns its promise, or already its result, and the seconds it took."""
         if wants(Event):
             add_metadata(seq_id=request.seq_id)
         weight = sum(map(chunking.datum_bytes, _input_of(request).data))
@@ -744,9 +749,11 @@ class TrainingClient(TrainingClientMethods):
                 except TinkerError:
                     if error.status_code == 415:
                         raise
-                    raise error from None  # it was about the content after all
+                    raise error from None  # JSON is refused too: the content is at fault
                 wire.protobuf = False
-                logger.info("The service reads no protobuf; passes are sent as JSON: %s", error)
+                logger.info(
+                    "The service does not accept protobuf; passes are now sent as JSON: %s", error
+                )
         parts.note(response.headers)
         promised = session.transport.read_promise(row, response)
         return promised, session.clock.monotonic() - started
@@ -796,9 +803,9 @@ _Post: TypeAlias = Callable[[], Coroutine[Any, Any, tuple[Any, float]]]
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]], parts: Parts) -> list[T]:
-    """All results in order; a failure ends the rest.
+    """All results in order; a failure cancels the rest.
 
-    Parts fail because an earlier one did, so of several failures the one of the first part is raised.
+    A failed part makes later parts fail, so of several failures the one of the earliest part is raised.
     """
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
@@ -834,7 +841,7 @@ def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:
 def _path_of(saved: Any, kind: CheckpointType = "sampler") -> str:
     if saved.path is None:
         raise APIResponseValidationError(
-            message="The service saved the weights without saying where."
+            message="The service saved the weights but returned no path."
         )
     return with_kind(saved.path, kind)
 
