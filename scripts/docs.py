@@ -10,10 +10,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from tinkex._wire.operations import OPERATIONS
+from tinkex._wire.operations import OPERATIONS, Operation, Theme
 from tinkex.cli.main import cli
 from tinkex.cli.payloads import json_schema
 from tinkex.config import settings
@@ -49,20 +50,21 @@ def _shown(value: object) -> str:
 
 
 def operations() -> str:
-    rows = [
-        f"| `{row.name}` | {row.method} | `{row.path}` | {'queued' if row.queued else 'at once'} "
-        f"| {row.pool.value} | {f'`{row.flag}`' if row.flag else ''} |"
-        for row in OPERATIONS.values()
-    ]
-    return "\n".join(
-        [
-            "# Operations of the protocol",
-            "",
-            "| operation | method | path | answered | pool | only with flag |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    lines = ["# Operations of the protocol", ""]
+    for theme in Theme:
+        rows = [row for row in OPERATIONS.values() if row.theme is theme]
+        lines += [f"## {theme.title}", "", theme.about, ""]
+        lines += ["| operation | what it does | method | path | answered | pool | only with flag |"]
+        lines += ["|---|---|---|---|---|---|---|", *map(_operation, rows), ""]
+    return "\n".join(lines)
+
+
+def _operation(row: Operation[Any]) -> str:
+    answered = "queued" if row.queued else "at once"
+    flag = f"`{row.flag}`" if row.flag else ""
+    return (
+        f"| `{row.name}` | {row.summary} | {row.method} | `{row.path}` | {answered} "
+        f"| {row.pool.value} | {flag} |"
     )
 
 

@@ -174,6 +174,17 @@ def test_billing(here, training, tmp_path):
     assert "checkpoint_count" in (tmp_path / "storage.csv").read_text()
 
 
+KEY_INFO = {
+    "key_id": 7,
+    "name": "laptop",
+    "note": "",
+    "details": {
+        "org_details": {"name": "an organization"},
+        "user_details": {"email": "a@b.c"},
+    },
+}
+
+
 # -- the key ---------------------------------------------------------------------------------------
 
 
@@ -204,6 +215,38 @@ def test_a_login_without_a_key_or_with_a_bad_one(here, tmp_path):
         assert outcome.code == 1
         assert "Traceback" not in outcome.err
     assert not (tmp_path / ".tinker").exists()
+
+
+def test_login_sends_the_key_itself_even_if_the_service_has_tokens(server, tmp_path):
+    server.on("POST /api/v1/client/config", Answer({"pjwt_auth_enabled": True}))
+    server.on("GET /api/v1/auth/apikey/me", Answer(KEY_INFO))
+    home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
+    done = process("auth", "login", "--base-url", server.url, input="tml-abcdefgh\n", **home)
+    assert done.code == 0, done.err
+    (asked,) = server.requests
+    assert asked.headers["x-api-key"] == "tml-abcdefgh"
+
+
+def test_login_reports_an_answer_that_describes_no_key(server, tmp_path):
+    server.on("GET /api/v1/auth/apikey/me", Answer({"key_id": "first"}))
+    home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
+    done = process("auth", "login", "--base-url", server.url, input="tml-abcdefgh\n", **home)
+    assert done.code == 1
+    assert "key_id" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_logout_revokes_a_key_that_a_login_generated(server, tmp_path):
+    file = tmp_path / ".tinker" / "credentials.json"
+    file.parent.mkdir()
+    key = {"type": "generated", "key": "tml-abcdefgh"}
+    file.write_text(json.dumps({"version": 1, "default": "7", "keys": {"7": key}}))
+    server.on("DELETE /api/v1/auth/apikey/me", Answer({}))
+    home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
+    done = process("auth", "logout", "--base-url", server.url, "--json", **home)
+    assert payload("auth logout", done) == {"forgotten": True, "revoked": True}
+    (asked,) = server.asked("DELETE /api/v1/auth/apikey/me")
+    assert asked.headers["x-api-key"] == "tml-abcdefgh"
 
 
 def test_who_one_is(here, server):

@@ -1,10 +1,14 @@
-"""The table of operations and the service say the same."""
+"""The table of operations and the service agree, and the service keeps no facts about operations of its own."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import httpx
 import pytest
 
+import tinkex.server
 from tinkex._wire.operations import OPERATIONS
 from tinkex.server.routes import HANDLERS
 from tinkex.testing import service
@@ -49,3 +53,64 @@ def test_pages_for_people(http, path):
 
 def test_the_document_is_served(http):
     assert http.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+# -- facts about operations are in the table -----------------------------------------------------------
+
+SERVER = Path(tinkex.server.__file__).parent
+#: How the service calls the engine, whose methods have names of their own; some are those of operations.
+ENGINE_CALLS = {"call", "call_now", "_call"}
+#: Strings that are no names of operations, though they are spelled like some.
+OTHER_MEANINGS = {
+    ("store.py", "telemetry"): "a table of the database",
+    ("model_work.py", "forward"): "a key of the journal",
+}
+
+
+def operation_names_in(source: str) -> list[tuple[int, str]]:
+    """Line and text of every string that is the name of an operation, except methods of the engine."""
+    tree = ast.parse(source)
+    engine_methods = {
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ENGINE_CALLS
+        and node.args
+    }
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value in OPERATIONS
+        and node not in engine_methods
+    ]
+
+
+def test_the_server_names_no_operation_in_a_string():
+    found = {
+        f"{file.relative_to(SERVER)}:{line}: {name!r} (ask the row instead)"
+        for file in SERVER.rglob("*.py")
+        for line, name in operation_names_in(file.read_text())
+        if (file.name, name) not in OTHER_MEANINGS
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if row.name == "optim_step": pass',
+        'CHANGING = {"optim_step"}',
+        'HANDLERS["optim_step"] = handler',
+        'row = operation("optim_step")',
+        'match name:\n    case "optim_step": pass',
+    ],
+)
+def test_operation_names_are_found_wherever_they_stand(source):
+    assert [name for _, name in operation_names_in(source)] == ["optim_step"]
+
+
+def test_methods_of_the_engine_are_no_operation_names():
+    assert operation_names_in('await self._engine.call_now("unload_model", model_id)') == []

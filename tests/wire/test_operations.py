@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tinkex import types
-from tinkex._wire.operations import OPERATIONS, Body, Operation, Pool, operation, query_of
+from tinkex._wire.operations import (
+    OPERATIONS,
+    Body,
+    Operation,
+    Pool,
+    Runner,
+    Theme,
+    operation,
+    query_of,
+)
 from tinkex.errors import InvalidInputError
 
 ROWS = list(OPERATIONS.values())
@@ -91,6 +100,38 @@ def test_a_row_is_found_by_name():
     assert operation("asample") is OPERATIONS["asample"]
     with pytest.raises(KeyError):
         operation("sample")
+
+
+@each_row
+def test_every_row_has_a_theme_and_a_summary(row):
+    assert row.theme is not None
+    assert row.summary
+    assert not row.summary.endswith(".")
+
+
+def test_rows_of_a_theme_stand_together_in_the_order_of_the_themes():
+    assert list(dict.fromkeys(row.theme for row in ROWS)) == list(Theme)
+
+
+@each_row
+def test_only_requests_that_a_model_runs_have_an_effect_on_it(row):
+    effects = (row.makes_model, row.changes_model, row.uses_gradients, row.ends_model, row.in_parts)
+    assert not any((*effects, row.frees_journal)) or row.runner is Runner.MODELS
+
+
+def test_what_a_crash_recovery_replays():
+    assert {row.name for row in ROWS if row.changes_model} == {
+        "create_model",
+        "load_weights",
+        "forward_backward",
+        "optim_step",
+    }
+    assert {row.name for row in ROWS if row.makes_model} == {"create_model", "load_weights"}
+
+
+@each_row
+def test_a_refused_field_is_a_field_of_the_request(row):
+    assert row.refused_field is None or row.refused_field in row.request.model_fields
 
 
 @each_row

@@ -1,18 +1,19 @@
 """The table of operations: one row for every call of the protocol.
 
-Client methods and service routes read it. A row has every fact that a transport needs about a call, so that neither
-side keeps its own list.
+A row holds every fact about its operation. The client's transport, the service's routes, its scheduling and its
+recovery after a crash, the OpenAPI document and the command line read the row; none of them keeps a list of operation
+names of its own.
 
-Left out on purpose: the device login of CLI 0.26 to 0.28 (`auth/apikey` POST, `auth-config`), which needs
-an identity provider, and the gRPC polling of 0.21 to 0.22.1, which its authors withdrew. Rows with a `flag` are
-used only if the service turns that flag on in `client/config` or `client/dynamic_config`.
+Left out on purpose: the device login of CLI 0.26 to 0.28 (`auth/apikey` POST, `auth-config`), which needs an identity
+provider, and the gRPC polling of 0.21 to 0.22.1, which its authors withdrew. Rows with a `flag` are used only if
+the service turns that flag on in `client/config` or `client/dynamic_config`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Final, Generic, TypeVar
@@ -23,7 +24,7 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.errors import InvalidInputError
 
-__all__ = ["OPERATIONS", "Body", "BodyLimits", "Operation", "Pool", "operation"]
+__all__ = ["OPERATIONS", "Body", "BodyLimits", "Operation", "Pool", "Runner", "Theme", "operation"]
 
 R = TypeVar("R")
 
@@ -82,15 +83,74 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _SAFE: Final = {"checkpoint_id": ":/", "sampler_id": ""}
 
 
+class Theme(Enum):
+    """A group of operations that a reader looks for in one place: its title and what it is about."""
+
+    SERVICE = ("Service", "Is it there, what does it offer, and who is asking.")
+    SESSIONS = (
+        "Sessions",
+        "Everything a client makes belongs to its session, which lives as long as it sends heartbeats.",
+    )
+    TRAINING = (
+        "Training",
+        "A model is a LoRA adapter on a base model. Its requests run in the order of `seq_id`.",
+    )
+    WEIGHTS = (
+        "Weights",
+        "Checkpoints, named by paths such as `tinker://<training run>/weights/<name>`.",
+    )
+    SAMPLING = ("Sampling", "Drawing tokens from a base model or from saved weights.")
+    FUTURES = ("Futures", "Waiting for what was promised.")
+    RUNS = ("Runs and checkpoints", "What has been trained, and what was saved of it.")
+    REPORTS = ("Reports", "What happened, and what it used.")
+
+    def __init__(self, title: str, about: str) -> None:
+        self.title = title
+        self.about = about
+
+
+class Runner(Enum):
+    """The part of a service that runs a queued request, and resumes it after a restart."""
+
+    MODELS = "models"  # one request after another, in the order of the model's sequence numbers
+    SAMPLERS = "samplers"
+    LOSSES = "losses"
+
+
 @dataclass(frozen=True)
 class Operation(Generic[R]):
-    """One call.
+    """One call of the protocol. The table below has one row for each; nobody else keeps facts about operations.
 
-    `request_type` labels the polls of its future. With `retries=False` the transport sends the call once, and the
-    layer above retries it: a poll is its own retry, a sample has its own limits. With `window` the transport retries
-    for `retry_window` seconds. Calls that open something have none, because a user waits for the first of them.
-    With `pauses` the call waits after a 402 until the account can pay; calls that open something fail at once.
-    `limits` bound the body that a service reads.
+    How it travels:
+
+    - `queued`: the call is answered with a promise; `runner` is what runs it, `request_type` the label of its polls.
+    - `binary_result`: the result is protobuf if the client accepts that.
+    - `flag`: clients use the call only if the service turns this flag on.
+    - `redirects`: the answer may be a redirect, which the client reads instead of following it.
+
+    What the client does:
+
+    - `retries=False`: the transport sends it once, because a higher layer retries: a poll is its own retry, a sample
+      has its own limits.
+    - `window`: the transport retries for `retry_window` seconds. Calls that open something have none, because a user
+      waits for the first of them.
+    - `pauses`: the call waits after a 402 until the account can pay. Calls that open something fail at once.
+
+    What the service does:
+
+    - `limits`: the largest body it reads.
+    - `refused_field`: a value of this field that does not fit is refused with 400; elsewhere the status is 422.
+    - `answer_to_refused`: the answer to a request that is refused, instead of the error. Clients resend telemetry
+      that is refused, so it is dropped instead.
+    - `statuses`: what it may answer besides 200 and the errors that every operation shares.
+    - `priority`: routes are tried in the order of it, highest first. Frequent calls have a high one.
+    - `makes_model`: it may be the first request of a model, and creates it.
+    - `changes_model`: replaying it restores the model after a crash.
+    - `uses_gradients`: no gradients are left after it, so a snapshot need not hold them.
+    - `ends_model`: the model and its journal records are dropped afterwards.
+    - `in_parts`: clients may send it in several requests at once, in any order. They send any other request of a model
+      only after all requests before it were accepted.
+    - `frees_journal`: it is accepted while a key's journal is full, because journal records can go once it is done.
     """
 
     name: str
@@ -100,16 +160,32 @@ class Operation(Generic[R]):
     result: type[R]
     pool: Pool
     body: Body = Body.JSON
-    queued: bool = False
+    theme: Theme | None = None  # only calls by path, which are in no table, have none
+    summary: str = ""
+    runner: Runner | None = None
     request_type: str | None = None
     binary_result: bool = False
-    retries: bool = True
-    timeout: float | None = None
     flag: str | None = None
     redirects: bool = False
+    retries: bool = True
+    timeout: float | None = None
     window: bool = True
     pauses: bool = True
     limits: BodyLimits = BodyLimits()
+    refused_field: str | None = None
+    answer_to_refused: BaseModel | None = None
+    statuses: tuple[int, ...] = ()
+    priority: int = 0
+    makes_model: bool = False
+    changes_model: bool = False
+    uses_gradients: bool = False
+    ends_model: bool = False
+    in_parts: bool = False
+    frees_journal: bool = False
+
+    @property
+    def queued(self) -> bool:
+        return self.runner is not None
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
@@ -132,321 +208,478 @@ def _segment(name: str, values: Mapping[str, str]) -> str:
     return quote(value, safe=_SAFE.get(name, ":"))
 
 
+# -- how rows are written --------------------------------------------------------------------------
+
+
+def _row(
+    name: str,
+    summary: str,
+    method: str,
+    path: str,
+    request: type[Any],
+    result: type[R],
+    **more: Any,
+) -> Operation[R]:
+    return Operation(name, method, f"/api/v1/{path}", request, result, summary=summary, **more)
+
+
 def _get(
-    name: str, path: str, result: type[R], request: type[Any] = types.EmptyRequest, **more: Any
+    name: str,
+    summary: str,
+    path: str,
+    result: type[R],
+    request: type[Any] = types.EmptyRequest,
+    **more: Any,
 ) -> Operation[R]:
     body = Body.NONE if request is types.EmptyRequest else Body.QUERY
     more.setdefault("pool", Pool.REST)
-    return Operation(name, "GET", f"/api/v1/{path}", request, result, body=body, **more)
+    return _row(name, summary, "GET", path, request, result, body=body, **more)
+
+
+def _put(
+    name: str, summary: str, request: type[Any], path: str, **more: Any
+) -> Operation[types.EmptyResponse]:
+    return _row(name, summary, "PUT", path, request, types.EmptyResponse, pool=Pool.REST, **more)
+
+
+def _delete(name: str, summary: str, path: str, **more: Any) -> Operation[types.EmptyResponse]:
+    kinds = (types.EmptyRequest, types.EmptyResponse, Pool.REST, Body.NONE)
+    return Operation(name, "DELETE", f"/api/v1/{path}", *kinds, summary=summary, **more)
 
 
 def _post(
-    name: str, request: type[Any], result: type[R], path: str = "", **more: Any
+    name: str, summary: str, request: type[Any], result: type[R], path: str = "", **more: Any
 ) -> Operation[R]:
     more.setdefault("pool", Pool.SESSION)
-    return Operation(name, "POST", f"/api/v1/{path or name}", request, result, **more)
+    return _row(name, summary, "POST", path or name, request, result, **more)
 
 
 def _queued(
-    name: str, request: type[Any], result: type[R], label: str, **more: Any
+    name: str, summary: str, request: type[Any], result: type[R], **more: Any
 ) -> Operation[R]:
-    more.setdefault("pool", Pool.TRAINING)
-    return _post(name, request, result, queued=True, request_type=label, **more)
+    more = {"pool": Pool.TRAINING, "runner": Runner.MODELS} | more
+    label = request.__name__.removesuffix("Request")
+    return _post(name, summary, request, result, request_type=label, **more)
+
+
+def _themed(theme: Theme, *rows: Operation[Any]) -> tuple[Operation[Any], ...]:
+    return tuple(replace(row, theme=theme) for row in rows)
 
 
 _CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
 
 _ROWS: Final[tuple[Operation[Any], ...]] = (
-    # service and identity
-    _get("healthz", "healthz", types.HealthResponse, pool=Pool.SESSION),
-    _get(
-        "get_server_capabilities",
-        "get_server_capabilities",
-        types.GetServerCapabilitiesResponse,
-        pool=Pool.SESSION,
+    *_themed(
+        Theme.SERVICE,
+        _get(
+            "healthz",
+            "Say whether the service is well",
+            "healthz",
+            types.HealthResponse,
+            pool=Pool.SESSION,
+            priority=1,
+        ),
+        _get(
+            "get_server_capabilities",
+            "List the base models",
+            "get_server_capabilities",
+            types.GetServerCapabilitiesResponse,
+            pool=Pool.SESSION,
+        ),
+        _post(
+            "client_config",
+            "Tell a client how to behave",
+            types.ClientConfigRequest,
+            types.ClientConfigResponse,
+            "client/config",
+            window=False,
+        ),
+        _post(
+            "client_dynamic_config",
+            "Tell a client what may change while it runs",
+            types.ClientConfigRequest,
+            types.ClientDynamicConfigResponse,
+            "client/dynamic_config",
+            retries=False,
+            timeout=10.0,
+        ),
+        _post(
+            "auth_token",
+            "Exchange the key for a token",
+            types.EmptyRequest,
+            types.AuthTokenResponse,
+            "auth/token",
+            flag="pjwt_auth_enabled",
+        ),
+        _get("get_api_key", "Describe the key in use", "auth/apikey/me", types.ApiKeyInfoResponse),
+        _delete("delete_api_key", "Withdraw the key in use", "auth/apikey/me", statuses=(403,)),
     ),
-    _post(
-        "client_config",
-        types.ClientConfigRequest,
-        types.ClientConfigResponse,
-        "client/config",
-        window=False,
+    *_themed(
+        Theme.SESSIONS,
+        _post(
+            "create_session",
+            "Open a session",
+            types.CreateSessionRequest,
+            types.CreateSessionResponse,
+            window=False,
+            pauses=False,
+            limits=_STORED,
+        ),
+        _post(
+            "session_heartbeat",
+            "Keep a session alive",
+            types.SessionHeartbeatRequest,
+            types.SessionHeartbeatResponse,
+            retries=False,
+            timeout=10.0,
+            pauses=False,
+            priority=1,
+            statuses=(410,),
+        ),
+        _post(
+            "finish_session",
+            "End a session",
+            types.FinishSessionRequest,
+            types.EmptyResponse,
+            "sessions/{session_id}/finish",
+        ),
+        _get(
+            "list_sessions",
+            "List sessions",
+            "sessions",
+            types.ListSessionsResponse,
+            types.ListSessionsRequest,
+        ),
+        _get(
+            "get_session",
+            "List the runs and samplers of a session",
+            "sessions/{session_id}",
+            types.GetSessionResponse,
+            types.GetSessionRequest,
+        ),
+        _put(
+            "assign_session_project",
+            "Move a session to a project",
+            types.AssignSessionProjectRequest,
+            "sessions/{session_id}/project",
+            refused_field="project_id",
+        ),
+        _get(
+            "trace_export",
+            "Get the trace of a session",
+            "sessions/{session_id}/trace_export",
+            types.TraceExportResponse,
+        ),
+        _post(
+            "search_sessions",
+            "Find sessions, newest first",
+            types.SessionSearchRequest,
+            types.SessionSearchResponse,
+            "sessions/search",
+            pool=Pool.REST,
+        ),
     ),
-    _post(
-        "client_dynamic_config",
-        types.ClientConfigRequest,
-        types.ClientDynamicConfigResponse,
-        "client/dynamic_config",
-        retries=False,
-        timeout=10.0,
+    *_themed(
+        Theme.TRAINING,
+        _queued(
+            "create_model",
+            "Create an adapter",
+            types.CreateModelRequest,
+            types.CreateModelResponse,
+            window=False,
+            pauses=False,
+            limits=_STORED,
+            makes_model=True,
+            changes_model=True,
+        ),
+        _post(
+            "get_info",
+            "Describe a model",
+            types.GetInfoRequest,
+            types.GetInfoResponse,
+            pool=Pool.TRAINING,
+        ),
+        _queued(
+            "unload_model",
+            "Drop a model from memory",
+            types.UnloadModelRequest,
+            types.UnloadModelResponse,
+            ends_model=True,
+            frees_journal=True,
+        ),
+        _queued(
+            "forward",
+            "Compute a loss without gradients",
+            types.ForwardRequest,
+            types.ForwardBackwardOutput,
+            binary_result=True,
+            limits=_PASS,
+            in_parts=True,
+            priority=2,
+        ),
+        _queued(
+            "forward_backward",
+            "Compute a loss and add up its gradients",
+            types.ForwardBackwardRequest,
+            types.ForwardBackwardOutput,
+            body=Body.JSON_OR_PROTO,
+            binary_result=True,
+            limits=_PASS,
+            changes_model=True,
+            in_parts=True,
+            priority=2,
+        ),
+        _queued(
+            "optim_step",
+            "Update the weights from the gradients",
+            types.OptimStepRequest,
+            types.OptimStepResponse,
+            changes_model=True,
+            uses_gradients=True,
+            frees_journal=True,
+            priority=2,
+        ),
+        _queued(
+            "create_custom_loss",
+            "Upload a loss traced by the client",
+            types.CreateCustomLossRequest,
+            types.CreateCustomLossResponse,
+            runner=Runner.LOSSES,
+            flag="custom_loss_server_side",
+        ),
     ),
-    _post(
-        "auth_token",
-        types.EmptyRequest,
-        types.AuthTokenResponse,
-        "auth/token",
-        flag="pjwt_auth_enabled",
+    *_themed(
+        Theme.WEIGHTS,
+        _queued(
+            "load_weights",
+            "Load a checkpoint into a model, or make a model of it",
+            types.LoadWeightsRequest,
+            types.LoadWeightsResponse,
+            makes_model=True,
+            changes_model=True,
+            statuses=(403,),
+        ),
+        _queued(
+            "save_weights",
+            "Save weights and optimizer state",
+            types.SaveWeightsRequest,
+            types.SaveWeightsResponse,
+            frees_journal=True,
+            refused_field="ttl_seconds",
+        ),
+        _queued(
+            "save_weights_for_sampler",
+            "Freeze the weights for sampling",
+            types.SaveWeightsForSamplerRequest,
+            types.SaveWeightsForSamplerResponseInternal,
+            frees_journal=True,
+            refused_field="ttl_seconds",
+        ),
+        _queued(
+            "save_weights_external",
+            "Write adapter files for use elsewhere",
+            types.SaveWeightsExternalRequest,
+            types.SaveWeightsExternalResponseInternal,
+            refused_field="ttl_seconds",
+        ),
+        _post(
+            "copy_weights",
+            "Copy a checkpoint",
+            types.CopyWeightsRequest,
+            types.CopyWeightsResponse,
+            pool=Pool.REST,
+            refused_field="ttl_seconds",
+            statuses=(403,),
+        ),
+        _post(
+            "weights_info",
+            "Describe a checkpoint",
+            types.WeightsInfoRequest,
+            types.WeightsInfoResponse,
+            pool=Pool.TRAINING,
+        ),
     ),
-    _get("get_api_key", "auth/apikey/me", types.ApiKeyInfoResponse),
-    Operation(
-        "delete_api_key",
-        "DELETE",
-        "/api/v1/auth/apikey/me",
-        types.EmptyRequest,
-        types.EmptyResponse,
-        Pool.REST,
-        Body.NONE,
+    *_themed(
+        Theme.SAMPLING,
+        _post(
+            "create_sampling_session",
+            "Open a sampler",
+            types.CreateSamplingSessionRequest,
+            types.CreateSamplingSessionResponse,
+            window=False,
+            pauses=False,
+        ),
+        _post(
+            "join_sampling_session",
+            "Share a sampler with another process",
+            types.JoinSamplingSessionRequest,
+            types.JoinSamplingSessionResponse,
+            flag="sample_join_sampling_session",
+        ),
+        _get(
+            "get_sampler",
+            "Describe a sampler",
+            "samplers/{sampler_id}",
+            types.GetSamplerResponse,
+            pool=Pool.SAMPLING,
+        ),
+        _queued(
+            "asample",
+            "Sample",
+            types.SampleRequest,
+            types.SampleResponse,
+            runner=Runner.SAMPLERS,
+            pool=Pool.SAMPLING,
+            binary_result=True,
+            retries=False,
+            limits=_SAMPLE,
+            priority=3,
+        ),
+        _post(
+            "stream_sample",
+            "Sample, token by token",
+            types.SampleRequest,
+            types.SampleStreamChunk,
+            pool=Pool.SAMPLING,
+            retries=False,
+            limits=_SAMPLE,
+        ),
     ),
-    # sessions
-    _post(
-        "create_session",
-        types.CreateSessionRequest,
-        types.CreateSessionResponse,
-        window=False,
-        pauses=False,
-        limits=_STORED,
+    *_themed(
+        Theme.FUTURES,
+        _post(
+            "retrieve_future",
+            "Wait for a result",
+            types.FutureRetrieveRequest,
+            object,
+            pool=Pool.FUTURES,
+            retries=False,
+            timeout=45.0,
+            priority=4,
+            statuses=(408, 410),
+        ),
+        _post(
+            "retrieve_futures",
+            "Wait for any result of a sampler",
+            types.FuturesRetrieveRequest,
+            types.FuturesRetrieveResponse,
+            pool=Pool.SAMPLE_FUTURES,
+            retries=False,
+            timeout=45.0,
+            flag="sample_use_retrieve_futures",
+        ),
+        _post(
+            "cancel_future",
+            "Say that a result is no longer wanted",
+            types.CancelFutureRequest,
+            types.EmptyResponse,
+            pool=Pool.FUTURES,
+            retries=False,
+            timeout=30.0,
+            flag="sample_cancel_enabled",
+        ),
     ),
-    _post(
-        "session_heartbeat",
-        types.SessionHeartbeatRequest,
-        types.SessionHeartbeatResponse,
-        retries=False,
-        timeout=10.0,
-        pauses=False,
+    *_themed(
+        Theme.RUNS,
+        _get(
+            "list_training_runs",
+            "List training runs",
+            "training_runs",
+            types.TrainingRunsResponse,
+            types.ListTrainingRunsRequest,
+        ),
+        _get(
+            "get_training_run",
+            "Describe a training run",
+            "training_runs/{training_run_id}",
+            types.TrainingRun,
+            types.GetSessionRequest,
+        ),
+        _get(
+            "list_checkpoints",
+            "List the checkpoints of a run",
+            "training_runs/{training_run_id}/checkpoints",
+            types.CheckpointsListResponse,
+        ),
+        _get(
+            "list_user_checkpoints",
+            "List all checkpoints, newest first",
+            "checkpoints",
+            types.CheckpointsListResponse,
+            types.ListCheckpointsRequest,
+        ),
+        _delete("delete_checkpoint", "Delete a checkpoint", _CHECKPOINT),
+        _post(
+            "publish_checkpoint",
+            "Let everybody load a checkpoint",
+            types.EmptyRequest,
+            types.EmptyResponse,
+            f"{_CHECKPOINT}/publish",
+            pool=Pool.REST,
+            body=Body.NONE,
+        ),
+        _delete(
+            "unpublish_checkpoint",
+            "Keep a checkpoint to its owner again",
+            f"{_CHECKPOINT}/publish",
+        ),
+        _put(
+            "set_checkpoint_ttl",
+            "Set when a checkpoint expires",
+            types.SetCheckpointTtlRequest,
+            f"{_CHECKPOINT}/ttl",
+        ),
+        _get(
+            "get_checkpoint_archive_url",
+            "Get the address of a checkpoint's archive",
+            f"{_CHECKPOINT}/archive",
+            types.CheckpointArchiveUrlResponse,
+            redirects=True,
+            retries=False,
+            statuses=(302,),
+        ),
+        _get(
+            "get_external_weights_urls",
+            "Get the addresses of exported files",
+            f"{_CHECKPOINT}/external_weights_urls",
+            types.ExternalWeightsUrlsResponse,
+        ),
     ),
-    _post(
-        "finish_session",
-        types.FinishSessionRequest,
-        types.EmptyResponse,
-        "sessions/{session_id}/finish",
-    ),
-    _get("list_sessions", "sessions", types.ListSessionsResponse, types.ListSessionsRequest),
-    _get("get_session", "sessions/{session_id}", types.GetSessionResponse, types.GetSessionRequest),
-    Operation(
-        "assign_session_project",
-        "PUT",
-        "/api/v1/sessions/{session_id}/project",
-        types.AssignSessionProjectRequest,
-        types.EmptyResponse,
-        Pool.REST,
-    ),
-    _get("trace_export", "sessions/{session_id}/trace_export", types.TraceExportResponse),
-    _post(
-        "search_sessions",
-        types.SessionSearchRequest,
-        types.SessionSearchResponse,
-        "sessions/search",
-        pool=Pool.REST,
-    ),
-    # models
-    _queued(
-        "create_model",
-        types.CreateModelRequest,
-        types.CreateModelResponse,
-        "CreateModel",
-        window=False,
-        pauses=False,
-        limits=_STORED,
-    ),
-    _post("get_info", types.GetInfoRequest, types.GetInfoResponse, pool=Pool.TRAINING),
-    _queued("unload_model", types.UnloadModelRequest, types.UnloadModelResponse, "UnloadModel"),
-    # training
-    _queued(
-        "forward",
-        types.ForwardRequest,
-        types.ForwardBackwardOutput,
-        "Forward",
-        binary_result=True,
-        limits=_PASS,
-    ),
-    _queued(
-        "forward_backward",
-        types.ForwardBackwardRequest,
-        types.ForwardBackwardOutput,
-        "ForwardBackward",
-        body=Body.JSON_OR_PROTO,
-        binary_result=True,
-        limits=_PASS,
-    ),
-    _queued("optim_step", types.OptimStepRequest, types.OptimStepResponse, "OptimStep"),
-    _queued(
-        "create_custom_loss",
-        types.CreateCustomLossRequest,
-        types.CreateCustomLossResponse,
-        "CreateCustomLoss",
-        flag="custom_loss_server_side",
-    ),
-    # weights
-    _queued("load_weights", types.LoadWeightsRequest, types.LoadWeightsResponse, "LoadWeights"),
-    _queued("save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, "SaveWeights"),
-    _queued(
-        "save_weights_for_sampler",
-        types.SaveWeightsForSamplerRequest,
-        types.SaveWeightsForSamplerResponseInternal,
-        "SaveWeightsForSampler",
-    ),
-    _queued(
-        "save_weights_external",
-        types.SaveWeightsExternalRequest,
-        types.SaveWeightsExternalResponseInternal,
-        "SaveWeightsExternal",
-    ),
-    _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse, pool=Pool.REST),
-    _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse, pool=Pool.TRAINING),
-    # sampling
-    _post(
-        "create_sampling_session",
-        types.CreateSamplingSessionRequest,
-        types.CreateSamplingSessionResponse,
-        window=False,
-        pauses=False,
-    ),
-    _post(
-        "join_sampling_session",
-        types.JoinSamplingSessionRequest,
-        types.JoinSamplingSessionResponse,
-        flag="sample_join_sampling_session",
-    ),
-    _get("get_sampler", "samplers/{sampler_id}", types.GetSamplerResponse, pool=Pool.SAMPLING),
-    _queued(
-        "asample",
-        types.SampleRequest,
-        types.SampleResponse,
-        "Sample",
-        pool=Pool.SAMPLING,
-        binary_result=True,
-        retries=False,
-        limits=_SAMPLE,
-    ),
-    _post(
-        "stream_sample",
-        types.SampleRequest,
-        types.SampleStreamChunk,
-        pool=Pool.SAMPLING,
-        retries=False,
-        limits=_SAMPLE,
-    ),
-    # futures
-    _post(
-        "retrieve_future",
-        types.FutureRetrieveRequest,
-        object,
-        pool=Pool.FUTURES,
-        retries=False,
-        timeout=45.0,
-    ),
-    _post(
-        "retrieve_futures",
-        types.FuturesRetrieveRequest,
-        types.FuturesRetrieveResponse,
-        pool=Pool.SAMPLE_FUTURES,
-        retries=False,
-        timeout=45.0,
-        flag="sample_use_retrieve_futures",
-    ),
-    _post(
-        "cancel_future",
-        types.CancelFutureRequest,
-        types.EmptyResponse,
-        pool=Pool.FUTURES,
-        retries=False,
-        timeout=30.0,
-        flag="sample_cancel_enabled",
-    ),
-    # runs and checkpoints
-    _get(
-        "list_training_runs",
-        "training_runs",
-        types.TrainingRunsResponse,
-        types.ListTrainingRunsRequest,
-    ),
-    _get(
-        "get_training_run",
-        "training_runs/{training_run_id}",
-        types.TrainingRun,
-        types.GetSessionRequest,
-    ),
-    _get(
-        "list_checkpoints",
-        "training_runs/{training_run_id}/checkpoints",
-        types.CheckpointsListResponse,
-    ),
-    _get(
-        "list_user_checkpoints",
-        "checkpoints",
-        types.CheckpointsListResponse,
-        types.ListCheckpointsRequest,
-    ),
-    Operation(
-        "delete_checkpoint",
-        "DELETE",
-        f"/api/v1/{_CHECKPOINT}",
-        types.EmptyRequest,
-        types.EmptyResponse,
-        Pool.REST,
-        Body.NONE,
-    ),
-    _post(
-        "publish_checkpoint",
-        types.EmptyRequest,
-        types.EmptyResponse,
-        f"{_CHECKPOINT}/publish",
-        pool=Pool.REST,
-        body=Body.NONE,
-    ),
-    Operation(
-        "unpublish_checkpoint",
-        "DELETE",
-        f"/api/v1/{_CHECKPOINT}/publish",
-        types.EmptyRequest,
-        types.EmptyResponse,
-        Pool.REST,
-        Body.NONE,
-    ),
-    Operation(
-        "set_checkpoint_ttl",
-        "PUT",
-        f"/api/v1/{_CHECKPOINT}/ttl",
-        types.SetCheckpointTtlRequest,
-        types.EmptyResponse,
-        Pool.REST,
-    ),
-    _get(
-        "get_checkpoint_archive_url",
-        f"{_CHECKPOINT}/archive",
-        types.CheckpointArchiveUrlResponse,
-        redirects=True,
-        retries=False,
-    ),
-    _get(
-        "get_external_weights_urls",
-        f"{_CHECKPOINT}/external_weights_urls",
-        types.ExternalWeightsUrlsResponse,
-    ),
-    # reports
-    _post(
-        "telemetry",
-        types.TelemetrySendRequest,
-        types.TelemetryResponse,
-        pool=Pool.TELEMETRY,
-        retries=False,
-        timeout=5.0,
-        limits=_EVENTS,
-    ),
-    _get(
-        "get_audit_log", "audit", types.AuditLogResponse, types.GetAuditLogRequest, redirects=True
-    ),
-    _get(
-        "get_billing_usage",
-        "billing/usage/events",
-        types.BillingUsageResponse,
-        types.GetBillingUsageRequest,
-    ),
-    _get(
-        "get_current_checkpoint_storage_usage",
-        "billing/usage/checkpoints/current",
-        types.CurrentCheckpointStorageUsageResponse,
-        types.GetCurrentCheckpointStorageUsageRequest,
+    *_themed(
+        Theme.REPORTS,
+        _post(
+            "telemetry",
+            "Take a client's events",
+            types.TelemetrySendRequest,
+            types.TelemetryResponse,
+            pool=Pool.TELEMETRY,
+            retries=False,
+            timeout=5.0,
+            limits=_EVENTS,
+            answer_to_refused=types.TelemetryResponse(status="accepted"),
+        ),
+        _get(
+            "get_audit_log",
+            "Read the audit log",
+            "audit",
+            types.AuditLogResponse,
+            types.GetAuditLogRequest,
+            redirects=True,
+        ),
+        _get(
+            "get_billing_usage",
+            "Read what was used",
+            "billing/usage/events",
+            types.BillingUsageResponse,
+            types.GetBillingUsageRequest,
+        ),
+        _get(
+            "get_current_checkpoint_storage_usage",
+            "Read what checkpoints take up",
+            "billing/usage/checkpoints/current",
+            types.CurrentCheckpointStorageUsageResponse,
+            types.GetCurrentCheckpointStorageUsageRequest,
+        ),
     ),
 )
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_KEY: Final = "/api/v1/auth/apikey/me"
 _EMPTY: Final[dict[str, Any]] = {"version": 1, "default": None, "keys": {}}
 
 
@@ -64,7 +63,7 @@ def login(connection: Connection, output: Output) -> None:
 @connected
 @formatted
 def logout(connection: Connection, output: Output) -> None:
-    """Forget the stored key; one that a login made is taken back from the service too."""
+    """Forget the stored key; a key that a login generated is revoked at the service too."""
     stored = _read()
     entry = stored["keys"].pop(str(stored["default"]), None)
     payload: AuthLogout = {"forgotten": entry is not None, "revoked": False}
@@ -73,7 +72,7 @@ def logout(connection: Connection, output: Output) -> None:
         return
     if entry.get("type") == "generated":
         with replace(connection, api_key=entry["key"]).service(patient=False) as service:
-            service.http.delete(_KEY).result()
+            service.api.raw("delete_api_key").result()
         payload["revoked"] = True
     _write(stored | {"default": None})
     output.done("The stored key is forgotten.", payload)
@@ -128,8 +127,12 @@ def _described(connection: Connection) -> ApiKeyInfoResponse:
     """What the service says of a key."""
     from tinkex.types import ApiKeyInfoResponse
 
+    # `raw` sends the key itself; `call` would first exchange it for a token where the service has these.
     with connection.service(patient=False) as service:
-        return ApiKeyInfoResponse.model_validate(service.http.get(_KEY).result())
+        found: ApiKeyInfoResponse = (
+            service.api.raw("get_api_key").result().parse(ApiKeyInfoResponse)
+        )
+        return found
 
 
 def _source(connection: Connection) -> str:

@@ -24,16 +24,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinkex._version import __version__
 from tinkex._wire import json_codec
 from tinkex._wire.failures import response_from_error
-from tinkex._wire.operations import OPERATIONS, Body, Operation, Pool
+from tinkex._wire.operations import OPERATIONS, Body, Operation, Runner
 from tinkex.errors import (
     InternalServerError,
     NotFoundError,
     TinkerError,
 )
-from tinkex.types import (
-    CheckpointType,
-    TelemetryResponse,
-)
+from tinkex.types import CheckpointType
 
 from . import imports, openapi, pages, reports, tokenizers
 from .bodies import Received
@@ -56,16 +53,6 @@ logger = logging.getLogger("tinkex.server")
 
 #: Seconds for which the counts on the front page are shown before they are taken again.
 COUNTS_KEPT: Final = 1.0
-#: The order of routes is the order in which they are tried: what is asked for most comes first.
-_BUSY: Final = (
-    "retrieve_future",
-    "asample",
-    "forward_backward",
-    "optim_step",
-    "forward",
-    "healthz",
-    "session_heartbeat",
-)
 
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
@@ -124,7 +111,9 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "list_telemetry")
         return Response(json_codec.encode(found), media_type="application/json")
 
-    routes = [_route(service, row, metrics, tracing) for row in _ordered()]
+    # Routes are tried in this order.
+    by_priority = sorted(OPERATIONS.values(), key=lambda row: row.priority, reverse=True)
+    routes = [_route(service, row, metrics, tracing) for row in by_priority]
     routes += [
         Route("/", front_page),
         Route("/docs", docs_page),
@@ -210,11 +199,6 @@ def _openapi_document() -> bytes:
     return orjson.dumps(openapi.document(__version__))
 
 
-def _ordered() -> list[Operation[Any]]:
-    busy = [OPERATIONS[name] for name in _BUSY]
-    return [*busy, *(row for row in OPERATIONS.values() if row.name not in _BUSY)]
-
-
 class _CheckpointId(Convertor[str]):
     """`<kind>/<name>`: two segments, or one, of which it can be said what is missing."""
 
@@ -276,11 +260,10 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
             )
             result = await handler(call)
         except Exception as error:
-            if row.name == "telemetry" and isinstance(error, TinkerError):
-                # Clients resend what is refused; a batch that cannot be read is dropped instead.
-                logger.info("A report of %s is not kept: %s", owner, error)
-                accepted = TelemetryResponse(status="accepted")
-                return Response(json_codec.encode(accepted), media_type="application/json")
+            if row.answer_to_refused is not None and isinstance(error, TinkerError):
+                logger.info("%s of %s is dropped: %s", row.name, owner, error)
+                dropped = json_codec.encode(row.answer_to_refused)
+                return Response(dropped, media_type="application/json")
             response = _error_response(error, row.name)
             if _uses_up_its_number(row, response.status_code):
                 refused = decoded or await bodies.peek(owner, received)
@@ -312,16 +295,15 @@ def _error_response(error: BaseException, name: str) -> Response:
 
 
 def _uses_up_its_number(row: Operation[Any], status: int) -> bool:
-    """Whether a client that gets this status goes on with the next number instead of sending this one again.
+    """Whether a client that gets this status continues with the next sequence number instead of a retry.
 
-    A body that is too large is not read, so nothing is known of its number. Samples have no order.
+    A body that is too large is not read, so its number is unknown. Only the requests of a model run in order.
     """
-    ordered = row.queued and row.pool is not Pool.SAMPLING
-    return ordered and status not in {401, 408, 413, 429, 499} and status < 500
+    return row.runner is Runner.MODELS and status not in {401, 408, 413, 429, 499} and status < 500
 
 
 def _note_refusal(service: Service, owner: str, refused: Any) -> None:
-    """Tell the queue of a model not to wait for a number that was refused."""
+    """Tell the queue of a model not to wait for the sequence number of a refused request."""
     model_id, seq_id = getattr(refused, "model_id", None), getattr(refused, "seq_id", None)
     if isinstance(model_id, str) and isinstance(seq_id, int):
         service.models.refuse(owner, model_id, seq_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -27,14 +26,6 @@ PROTO: Final = "application/x-protobuf"
 MAX_DEPTH: Final = 64
 #: The smallest field of a protobuf message has two bytes.
 _FIELD_BYTES: Final = 2
-#: Fields of which the protocol says that a value that does not fit is refused (400), rather than unreadable (422).
-_REFUSED: Final[Mapping[str, str]] = {
-    "assign_session_project": "project_id",
-    "copy_weights": "ttl_seconds",
-    "save_weights": "ttl_seconds",
-    "save_weights_external": "ttl_seconds",
-    "save_weights_for_sampler": "ttl_seconds",
-}
 
 
 def decode(row: Operation[Any], body: bytes, media: str) -> Any:
@@ -65,7 +56,7 @@ def decode(row: Operation[Any], body: bytes, media: str) -> Any:
     try:
         return json_codec.from_object(content, row.request)
     except DecodeError as error:
-        if error.field is None or error.field != _REFUSED.get(row.name):
+        if error.field is None or error.field != row.refused_field:
             raise
         complaint = str(error).removeprefix(f"{error.field}: ")
         raise InvalidInputError(complaint, field=error.field) from error

@@ -36,10 +36,6 @@ __all__ = ["Feed", "Promise", "Promises", "Result"]
 MEMORY_BYTES: Final = 128 << 20
 #: What the journal writes beside the bodies of a request and its result.
 _HEADS: Final = 512
-#: Operations that let journal records go once they are done; they are accepted when the journal of a key is full.
-_FREEING: Final = frozenset(
-    {"optim_step", "unload_model", "save_weights", "save_weights_for_sampler"}
-)
 #: What most promises have as `extra`: one for each would be a sixth of a promise.
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -192,7 +188,7 @@ class Promises:
     ) -> Promise:
         """Write a request down; it is safe once the journal is flushed."""
         self.check_room(owner)
-        self._check_kept(owner, row.name, _HEADS + len(body))
+        self._check_kept(owner, row, _HEADS + len(body))
         request_id = uuid.uuid4().hex
         now = self.clock()
         head = {
@@ -235,14 +231,14 @@ class Promises:
         """Refuse one more request of an owner who has many waiting."""
         self._quotas.pending.check(owner)
 
-    def _check_kept(self, owner: str, operation: str, size: int) -> None:
-        """Refuse one more request of an owner for whom as much is kept as may be."""
+    def _check_kept(self, owner: str, row: Operation[Any], size: int) -> None:
+        """Refuse a request if the results or the journal records of its owner are at their limit."""
         results, journal = self._quotas.results, self._quotas.journal_bytes
         if results.has_room(owner) and journal.has_room(owner, size):
             return
         self.make_room(owner, size)
         results.check(owner)
-        if operation not in _FREEING:
+        if not row.frees_journal:
             journal.check(owner, size)
 
     def pending(self, owner: str) -> int:

@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from tinkex._wire.operations import operation
+from tinkex._wire.operations import Operation
 from tinkex.engine.files import make_directory, write_whole
 from tinkex.engine.graphs import check_graph
 from tinkex.engine.values import TracedGraph
@@ -24,8 +24,6 @@ from .sessions import Sessions
 from .store import Database
 
 __all__ = ["Losses"]
-
-_CREATE: Final = operation("create_custom_loss")
 
 
 class Losses:
@@ -49,8 +47,10 @@ class Losses:
         self._engine = engine
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def create(self, owner: str, request: CreateCustomLossRequest, body: bytes) -> Promise:
-        """Accept a loss; the same number gives the same promise."""
+    async def create(
+        self, row: Operation[Any], owner: str, request: CreateCustomLossRequest, body: bytes
+    ) -> Promise:
+        """Accept a loss; a request with the same number gets the same promise."""
         await self._sessions.check_active(request.session_id, owner)
         check_graph(_graph(request))
         scope = f"{request.session_id}:loss"
@@ -58,13 +58,13 @@ class Losses:
         if known is None:
             self._quota.check(owner)
             number = request.custom_loss_seq_id
-            known = self._promises.accept(_CREATE, owner, scope, number, request, body, "json")
+            known = self._promises.accept(row, owner, scope, number, request, body, "json")
             self.resume(known)
         await self._promises.flushed()
         return known
 
     def resume(self, promise: Promise) -> None:
-        """Do what was accepted, now or before a restart."""
+        """Start an accepted request: a new one, or one accepted before a restart."""
         self._count(promise.owner, promise.scope.removesuffix(":loss"))
         task = asyncio.ensure_future(self._create(promise))
         self._tasks.add(task)

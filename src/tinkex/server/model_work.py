@@ -68,13 +68,15 @@ __all__ = [
     "change_of",
     "changes_model",
     "completes_pass",
+    "forward_mark",
     "reader_of",
 ]
 
 logger = logging.getLogger("tinkex.server")
 
-#: Operations that change a model; running them again brings it back.
-_CHANGING: Final = {"create_model", "load_weights", "forward_backward", "optim_step"}
+#: Key of the journal on requests that compute a loss without gradients. As protobuf they have the same message and
+#: path as those with gradients, so the operation alone does not tell.
+_FORWARD: Final = "forward"
 
 
 @dataclass(eq=False)
@@ -147,20 +149,20 @@ class ModelWork:
         self._began = now().timestamp()
         #: Requests that were done before a restart, and are to be done again because a result is lost.
         self.counted: set[Promise] = set()
-        self._operations: dict[str, Callable[[Model, Any, Promise], Awaitable[Any]]] = {
-            "create_model": self._create_model,
-            "load_weights": self._load_weights,
-            "forward": self._forward,
-            "forward_backward": self._forward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_weights_for_sampler,
-            "save_weights_external": self._save_weights_external,
-            "unload_model": self._unload_model,
+        self._work_on: dict[type[Any], Callable[[Model, Any, Promise], Awaitable[Any]]] = {
+            CreateModelRequest: self._create_model,
+            LoadWeightsRequest: self._load_weights,
+            ForwardRequest: self._forward,
+            ForwardBackwardRequest: self._forward,
+            OptimStepRequest: self._optim_step,
+            SaveWeightsRequest: self._save_weights,
+            SaveWeightsForSamplerRequest: self._save_weights_for_sampler,
+            SaveWeightsExternalRequest: self._save_weights_external,
+            UnloadModelRequest: self._unload_model,
         }
 
     async def do(self, model: Model, promise: Promise) -> Any:
-        """Do what a promise is about; again, if the engine dies meanwhile."""
+        """Run the request of a promise; if the engine dies meanwhile, run it again."""
 
         async def work() -> Any:
             await self._bring_back(model)
@@ -170,7 +172,7 @@ class ModelWork:
 
     async def _once(self, model: Model, promise: Promise) -> Any:
         request = self._promises.request_of(promise)
-        return await self._operations[promise.operation.name](model, request, promise)
+        return await self._work_on[type(request)](model, request, promise)
 
     async def base_model(self, owner: str, request: CreateModelRequest | LoadWeightsRequest) -> str:
         """The base model of a new model; a request that cannot work is refused here."""
@@ -269,12 +271,12 @@ class ModelWork:
         model.history.clear()
 
     def _loaded(self, model: Model, promise: Promise) -> Path:
-        """What a request loaded, for as long as it may have to be run again."""
+        """The copy of the checkpoint that a request loads; it is kept while the request may be replayed."""
         return self._snapshots.place(model.model_id, 0).with_name(f"loaded-{promise.request_id}")
 
     async def _drop_loaded(self, model: Model, promises: Sequence[Promise]) -> None:
         for promise in promises:
-            if promise.operation.name == "load_weights":
+            if promise.operation.request is LoadWeightsRequest:
                 kept = self._loaded(model, promise)
                 await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
@@ -522,7 +524,12 @@ def change_of(promise: Promise) -> int:
 
 
 def changes_model(promise: Promise) -> bool:
-    return promise.operation.name in _CHANGING and not promise.extra.get("forward")
+    return promise.operation.changes_model and not promise.extra.get(_FORWARD)
+
+
+def forward_mark(request: Any) -> dict[str, Any]:
+    """What the journal notes of a request so that `changes_model` needs not decode it."""
+    return {_FORWARD: True} if isinstance(request, ForwardRequest) else {}
 
 
 def completes_pass(promise: Promise) -> bool:

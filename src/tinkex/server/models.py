@@ -20,7 +20,7 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
-from tinkex.types import CreateModelRequest, ForwardRequest, LoadWeightsRequest
+from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
 from .damage import Lost
 from .engine import Supervisor
@@ -33,6 +33,7 @@ from .model_work import (
     change_of,
     changes_model,
     completes_pass,
+    forward_mark,
     reader_of,
 )
 from .quotas import Quota
@@ -171,10 +172,7 @@ class Models:
                     f"request {seq_id} of this model was done or refused before, and its result is not kept",
                     field="seq_id",
                 )
-            extra: dict[str, Any] = {}
-            if isinstance(request, ForwardRequest):
-                extra["forward"] = True
-            extra |= _read_by(reader)
+            extra = forward_mark(request) | _read_by(reader)
             if part is not None:
                 extra["part"] = str(part)
             known = self._accept(row, model, seq_id, request, body, media, extra)
@@ -218,8 +216,7 @@ class Models:
     def _enqueue(self, model: Model, promise: Promise) -> None:
         if not len(model.line):
             model.waiting_since = self._clock()
-        settles = promise.operation.name not in {"forward", "forward_backward"}
-        model.line.offer(promise.seq_id, promise, settles=settles)
+        model.line.offer(promise.seq_id, promise, settles=not promise.operation.in_parts)
         if model not in self._waiting:
             if all(other.owner != model.owner for other in self._waiting):
                 self._shares.arrive(model.owner)
@@ -311,16 +308,17 @@ class Models:
         try:
             model.check()
             value = await self._work.do(model, promise)
-            # A result without its request would be a change that nobody can make again. The disk takes about as long
-            # as a small step does, so both go on at once; if it fails, the step is done all the same.
+            # The request must be on the disk before its result: a change without its request could not be replayed.
+            # A flush takes about as long as a small step, so both run at once. If the flush fails, the step still
+            # counts as done.
             with suppress(OSError):
                 await self._promises.flushed(promise)
-            if promise.operation.name == "unload_model":
+            if promise.operation.ends_model:
                 await self._forget(model, "was unloaded")
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if promise.operation.name in {"create_model", "load_weights"} and not model.changes:
+            if promise.operation.makes_model and not model.changes:
                 model.failure = f"The model was never made: {error}"
             self._promises.fail(promise, error)
         else:
@@ -343,14 +341,14 @@ class Models:
     def _wants_snapshot(self, model: Model, done: Promise) -> bool:
         """Whether to write a snapshot now that a request has changed a model.
 
-        After an optimizer step, when there are no gradients to be written too. But a client may accumulate gradients
-        for as long as it likes, and the journal must not grow for as long.
+        The best moment is after an optimizer step, when there are no gradients to write. A client that accumulates
+        gradients for long gets one in between, because the journal grows until the next snapshot.
         """
         if model.saving or model.line.goes_back:
             return False
-        steps = done.operation.name == "optim_step"
-        due = self._snapshot_every * (1 if steps else ACCUMULATION_FACTOR)
-        return model.unsaved_seconds >= due and (steps or completes_pass(done))
+        small = done.operation.uses_gradients
+        due = self._snapshot_every * (1 if small else ACCUMULATION_FACTOR)
+        return model.unsaved_seconds >= due and (small or completes_pass(done))
 
     # -- endings -------------------------------------------------------------------------------
 
@@ -414,16 +412,16 @@ class Models:
     async def restore(
         self, promises: list[Promise], lost: Lost | None = None, undone: Container[str] = ()
     ) -> None:
-        """Take up the models of before a restart; `promises` are in the order in which they were accepted.
+        """Restore the models that existed before a restart; `promises` are in the order of their acceptance.
 
-        Models that miss something of what is `lost` are corrupted: they are never taken up as if they had not
-        been asked for it. `undone` are the ids of lost requests that were accepted and not done.
+        A model that needs a record which is `lost` is corrupted: it is never restored as if the request had not been
+        made. `undone` are the ids of lost requests that were accepted and not done.
         """
         lost = lost or Lost()
         unloaded = {
             promise.scope
             for promise in promises
-            if promise.operation.name == "unload_model" and _succeeded(promise)
+            if promise.operation.ends_model and _succeeded(promise)
         }
         for model_id in await self._db(lambda: list(self._snapshots.model_ids())):
             if model_id not in unloaded:
@@ -458,7 +456,7 @@ class Models:
             model.made.set()
             model.history.sort(key=change_of)
             for promise in self._go_back(model, model.line.drop_done()):
-                # It was done, or those after it would not have been; doing it again would do it twice.
+                # Later requests ran, so this one did too; replaying it would run it twice.
                 why = "The request was done before the service was restarted; its result is lost."
                 over = RequestFailedError(why, promise.request_id, RequestErrorCategory.Server)
                 self._promises.fail(promise, over)
@@ -543,8 +541,8 @@ class Models:
         self._keep(model)
 
     async def _revive_from(self, promise: Promise) -> Model | None:
-        """The model that a request makes, unless that failed or its session has ended."""
-        makes = promise.operation.name in {"create_model", "load_weights"}
+        """The model that a request makes, unless the request failed or the session has ended."""
+        makes = promise.operation.makes_model
         if not makes or (promise.result is not None and promise.result.change is None):
             return None
         session_id = promise.scope.rpartition(":train:")[0]

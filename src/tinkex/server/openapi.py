@@ -1,8 +1,8 @@
 """The OpenAPI document of the service, made from the operations table.
 
-Bodies are read by our own codecs rather than by a framework, so no framework can describe them. The document comes
-from what the codecs go by: the table for paths and answers, the pydantic models for most bodies, and one small table
-of schemas for the values that live around numpy arrays and have no model.
+Bodies are read by our own codecs, so no framework can describe them. The document is made from what the codecs use: the
+table for paths, summaries and answers, the pydantic models for most bodies, and a small table of schemas for values
+that hold numpy arrays and have no model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue, m
 from pydantic_core import core_schema
 
 from tinkex import types
-from tinkex._wire.operations import OPERATIONS, Body, Operation
+from tinkex._wire.operations import OPERATIONS, Body, Operation, Theme
 from tinkex.types._tokenizer_files import TokenizerFilesResponse
 from tinkex.types.tensors import tensor_to_object
 
@@ -48,7 +48,7 @@ def document(version: str) -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "security": [{"ApiKey": []}],
-        "tags": [{"name": theme.name, "description": theme.about} for theme in _THEMES],
+        "tags": [{"name": theme.title, "description": theme.about} for theme in Theme],
         "paths": _paths(),
         "components": {
             "securitySchemes": {
@@ -64,119 +64,6 @@ def document(version: str) -> dict[str, Any]:
         },
     }
 
-
-# -- what each call is for -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Theme:
-    """Calls that a reader looks for in one place, each with its summary."""
-
-    name: str
-    about: str
-    summaries: Mapping[str, str]
-
-
-_THEMES: Final = (
-    _Theme(
-        "Service",
-        "Is it there, what does it offer, and who is asking.",
-        {
-            "healthz": "Say whether the service is well",
-            "get_server_capabilities": "List the base models",
-            "client_config": "Tell a client how to behave",
-            "client_dynamic_config": "Tell a client what may change while it runs",
-            "auth_token": "Exchange the key for a token",
-            "get_api_key": "Describe the key in use",
-            "delete_api_key": "Withdraw the key in use",
-        },
-    ),
-    _Theme(
-        "Sessions",
-        "Everything a client makes belongs to its session, which lives as long as it sends heartbeats.",
-        {
-            "create_session": "Open a session",
-            "session_heartbeat": "Keep a session alive",
-            "finish_session": "End a session",
-            "list_sessions": "List sessions",
-            "get_session": "List the runs and samplers of a session",
-            "assign_session_project": "Move a session to a project",
-            "trace_export": "Get the trace of a session",
-            "search_sessions": "Find sessions, newest first",
-        },
-    ),
-    _Theme(
-        "Training",
-        "A model is a LoRA adapter on a base model. Its requests run in the order of `seq_id`.",
-        {
-            "create_model": "Create an adapter",
-            "get_info": "Describe a model",
-            "unload_model": "Drop a model from memory",
-            "forward": "Compute a loss without gradients",
-            "forward_backward": "Compute a loss and add up its gradients",
-            "optim_step": "Update the weights from the gradients",
-            "create_custom_loss": "Upload a loss traced by the client",
-        },
-    ),
-    _Theme(
-        "Weights",
-        "Checkpoints, named by paths such as `tinker://<training run>/weights/<name>`.",
-        {
-            "load_weights": "Load a checkpoint into a model, or make a model of it",
-            "save_weights": "Save weights and optimizer state",
-            "save_weights_for_sampler": "Freeze the weights for sampling",
-            "save_weights_external": "Write adapter files for use elsewhere",
-            "copy_weights": "Copy a checkpoint",
-            "weights_info": "Describe a checkpoint",
-        },
-    ),
-    _Theme(
-        "Sampling",
-        "Drawing tokens from a base model or from saved weights.",
-        {
-            "create_sampling_session": "Open a sampler",
-            "join_sampling_session": "Share a sampler with another process",
-            "get_sampler": "Describe a sampler",
-            "asample": "Sample",
-            "stream_sample": "Sample, token by token",
-        },
-    ),
-    _Theme(
-        "Futures",
-        "Waiting for what was promised.",
-        {
-            "retrieve_future": "Wait for a result",
-            "retrieve_futures": "Wait for any result of a sampler",
-            "cancel_future": "Say that a result is no longer wanted",
-        },
-    ),
-    _Theme(
-        "Runs and checkpoints",
-        "What has been trained, and what was saved of it.",
-        {
-            "list_training_runs": "List training runs",
-            "get_training_run": "Describe a training run",
-            "list_checkpoints": "List the checkpoints of a run",
-            "list_user_checkpoints": "List all checkpoints, newest first",
-            "delete_checkpoint": "Delete a checkpoint",
-            "publish_checkpoint": "Let everybody load a checkpoint",
-            "unpublish_checkpoint": "Keep a checkpoint to its owner again",
-            "set_checkpoint_ttl": "Set when a checkpoint expires",
-            "get_checkpoint_archive_url": "Get the address of a checkpoint's archive",
-            "get_external_weights_urls": "Get the addresses of exported files",
-        },
-    ),
-    _Theme(
-        "Reports",
-        "What happened, and what it used.",
-        {
-            "telemetry": "Take a client's events",
-            "get_audit_log": "Read the audit log",
-            "get_billing_usage": "Read what was used",
-            "get_current_checkpoint_storage_usage": "Read what checkpoints take up",
-        },
-    ),
-)
 
 # -- paths ---------------------------------------------------------------------------------------
 
@@ -197,11 +84,9 @@ _PATH_PARAMETERS: Final[Mapping[str, tuple[str, Schema]]] = {
 
 def _paths() -> dict[str, dict[str, Any]]:
     paths: dict[str, dict[str, Any]] = {}
-    for theme in _THEMES:
-        for name, summary in theme.summaries.items():
-            row = OPERATIONS[name]
-            path = row.path.replace(*_CHECKPOINT_ID)
-            paths.setdefault(path, {})[row.method.lower()] = _operation(row, theme, summary, path)
+    for row in OPERATIONS.values():
+        path = row.path.replace(*_CHECKPOINT_ID)
+        paths.setdefault(path, {})[row.method.lower()] = _operation(row, path)
     return paths | {
         reports.PATH: {"get": _list_telemetry()},
         _plain(tokenizers.PATH): {"get": _list_tokenizer_files()},
@@ -209,7 +94,7 @@ def _paths() -> dict[str, dict[str, Any]]:
     }
 
 
-# -- calls of our own: the protocol does not have them, and so the table neither -----------------------
+# -- calls of this service that the protocol, and so the table, does not have ---------------------------
 
 
 def _plain(route: str) -> str:
@@ -227,7 +112,7 @@ def _errors_of(*statuses: int) -> dict[str, Any]:
 def _list_tokenizer_files() -> dict[str, Any]:
     return {
         "operationId": "list_tokenizer_files",
-        "tags": [_THEMES[0].name],
+        "tags": [Theme.SERVICE.title],
         "summary": "List the tokenizer files of a base model",
         "description": "With their checksums. The answer has an ETag, and 304 to who has it already.",
         "parameters": [_tokenizer_parameter("base_model", "A base model; it may contain slashes.")],
@@ -243,7 +128,7 @@ def _list_tokenizer_files() -> dict[str, Any]:
 def _get_tokenizer_file() -> dict[str, Any]:
     return {
         "operationId": "get_tokenizer_file",
-        "tags": [_THEMES[0].name],
+        "tags": [Theme.SERVICE.title],
         "summary": "Download one of these files",
         "description": "Its checksum is its ETag.",
         "parameters": [
@@ -268,7 +153,7 @@ def _tokenizer_parameter(name: str, about: str) -> dict[str, Any]:
 def _list_telemetry() -> dict[str, Any]:
     return {
         "operationId": "list_telemetry",
-        "tags": [_THEMES[-1].name],
+        "tags": [Theme.REPORTS.title],
         "summary": "Read the events that clients sent",
         "description": "Those of one session or of all that the key has had, in the order in which they came.",
         "parameters": _query_parameters(reports.ListTelemetryRequest),
@@ -281,11 +166,12 @@ def _list_telemetry() -> dict[str, Any]:
     }
 
 
-def _operation(row: Operation[Any], theme: _Theme, summary: str, path: str) -> dict[str, Any]:
+def _operation(row: Operation[Any], path: str) -> dict[str, Any]:
+    assert row.theme is not None
     described: dict[str, Any] = {
         "operationId": row.name,
-        "tags": [theme.name],
-        "summary": summary,
+        "tags": [row.theme.title],
+        "summary": row.summary,
     }
     if row.flag:
         described["description"] = (
@@ -351,12 +237,12 @@ def _message(about: str) -> Schema:
 
 @dataclass(frozen=True)
 class _Error:
-    """An error status that any call, or only those named in `of`, may answer."""
+    """An error status. Any operation may answer a `common` one, others only if their row lists it."""
 
     status: int
     name: str
     about: str
-    of: frozenset[str] = frozenset(OPERATIONS)
+    common: bool = True
     headers: Mapping[str, str] | None = None
 
     def response(self) -> dict[str, Any]:
@@ -372,14 +258,14 @@ _ERRORS: Final = (
         403,
         "Forbidden",
         "The access token opens nothing here, or a key cannot be deleted by a call.",
-        of=frozenset({"copy_weights", "delete_api_key", "load_weights"}),
+        common=False,
     ),
     _Error(404, "NotFound", "Something that the request names does not exist."),
     _Error(
         410,
         "Gone",
         "The session has ended, or the result has expired.",
-        of=frozenset({"session_heartbeat", "retrieve_future"}),
+        common=False,
     ),
     _Error(422, "Unprocessable", "The body cannot be read as this request."),
     _Error(
@@ -402,11 +288,10 @@ def _headers(about: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _responses(row: Operation[Any]) -> dict[str, Any]:
-    answers = {"200": _success(row)} | _OTHER_ANSWERS.get(row.name, {})
-    for error in _ERRORS:
-        if row.name in error.of:
-            answers[str(error.status)] = {"$ref": f"#/components/responses/{error.name}"}
-    return dict(sorted(answers.items()))
+    answers = {"200": _success(row)}
+    answers |= {str(status): _OTHERS[status] for status in row.statuses if status in _OTHERS}
+    common = [error.status for error in _ERRORS if error.common]
+    return dict(sorted((answers | _errors_of(*common, *row.statuses)).items()))
 
 
 def _success(row: Operation[Any]) -> dict[str, Any]:
@@ -415,7 +300,7 @@ def _success(row: Operation[Any]) -> dict[str, Any]:
             f"A promise; `retrieve_future` answers it with `{row.result.__name__}`.",
             _content(_JSON, _schema_of(types.UntypedAPIFuture)),
         )
-    if row.name == "retrieve_future":
+    if row.result is object:  # the result of any queued operation
         return _answer(
             "The result, or why there is none. Losses and samples come as protobuf where `Accept` asks for it. "
             "A large one is announced first, if the request allows it.",
@@ -438,24 +323,21 @@ def _retrieved() -> list[type[Any]]:
     return [*results, types.MetadataOnlyResponse, types.RequestFailedResponse]
 
 
-_OTHER_ANSWERS: Final[Mapping[str, dict[str, Any]]] = {
-    "retrieve_future": {
-        "408": _answer(
-            "Not ready yet; ask again at once.",
-            _content(_JSON, _schema_of(types.TryAgainResponse)),
+#: Answers that are neither success nor error, by status.
+_OTHERS: Final[Mapping[int, dict[str, Any]]] = {
+    302: _answer("The archive is there, and can be fetched without a key.")
+    | {
+        "headers": _headers(
+            {
+                "Location": "Where the archive can be fetched.",
+                "Expires": "Until when, as an HTTP date.",
+            }
         )
     },
-    "get_checkpoint_archive_url": {
-        "302": _answer("The archive is there, and can be fetched without a key.")
-        | {
-            "headers": _headers(
-                {
-                    "Location": "Where the archive can be fetched.",
-                    "Expires": "Until when, as an HTTP date.",
-                }
-            )
-        }
-    },
+    408: _answer(
+        "Not ready yet; ask again at once.",
+        _content(_JSON, _schema_of(types.TryAgainResponse)),
+    ),
 }
 
 # -- schemas without a model ---------------------------------------------------------------------
@@ -502,6 +384,8 @@ _TRAINING: Final = {
     "model_id": _TEXT,
     "seq_id": _or_null(_INTEGER) | {"description": "The place in the model's order, from 1."},
 }
+
+_STEP: Final = types.OptimStepRequest.model_fields["type"].default
 
 _BY_HAND: Final[Mapping[str, Schema]] = {
     "Error": _object(
@@ -565,7 +449,7 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
         **_TRAINING,
         adam_params=_schema_of(types.AdamParams),
         optimizer_params=_schema_of(types.DimuonParams),
-        type={"type": "string", "const": "optim_step", "default": "optim_step"},
+        type={"type": "string", "const": _STEP, "default": _STEP},
     )
     | {"oneOf": [{"required": ["adam_params"]}, {"required": ["optimizer_params"]}]},
     "SampledSequence": _object(

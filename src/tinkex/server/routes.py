@@ -1,7 +1,8 @@
-"""What each operation does: one function per row of the table, named like it.
+"""What each operation does: a function with the operation's name.
 
-A function gets a `Call` — the decoded request, who asks, and the service — and returns a value of the protocol, or a
+A function gets a `Call` (the decoded request, who asks, and the service) and returns a value of the protocol, or a
 response where HTTP itself is the answer. Its errors are the typed ones; the app turns them into status and body.
+Requests that only have to join the queue of their model have no function of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
-from tinkex._wire.operations import Operation
+from tinkex._wire.operations import OPERATIONS, Operation, Runner
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
 from tinkex.errors import (
@@ -268,7 +269,7 @@ async def get_info(call: Call) -> types.GetInfoResponse:
     run = await _run(call, call.request.model_id)
     base = await call.service.engine.model(run.base_model, "model_id")
     return types.GetInfoResponse(
-        type="get_info",
+        type=call.request.type,
         model_id=run.run_id,
         model_data=types.ModelData(
             arch=base.arch, model_name=base.name, **await _tokenizer_of(call, base.directory)
@@ -307,16 +308,6 @@ def _check_examples(call: Call) -> None:
             f"must be at most {limit} examples, got {count}; the limit is the service's setting max_examples",
             field=f"{field}.data",
         )
-
-
-for _name in (
-    "unload_model",
-    "optim_step",
-    "save_weights",
-    "save_weights_for_sampler",
-    "save_weights_external",
-):
-    HANDLERS[_name] = _submitted
 
 
 @_handles
@@ -380,7 +371,7 @@ async def _reader(call: Call, path: str, token: str | None) -> str | None:
 
 @_handles
 async def create_custom_loss(call: Call) -> types.UntypedAPIFuture:
-    promise = await call.service.losses.create(call.owner, call.request, call.body)
+    promise = await call.service.losses.create(call.row, call.owner, call.request, call.body)
     return types.UntypedAPIFuture(request_id=promise.request_id)
 
 
@@ -461,7 +452,9 @@ async def _tokenizer_of(call: Call, directory: Path) -> dict[str, str]:
 
 @_handles
 async def asample(call: Call) -> types.UntypedAPIFuture:
-    return _promised(await call.service.samplers.sample(call.owner, call.request, call.body))
+    return _promised(
+        await call.service.samplers.sample(call.row, call.owner, call.request, call.body)
+    )
 
 
 @_handles
@@ -536,7 +529,7 @@ async def promise_response(
         return _json(payload)
     if binary:
         return Response(payload, media_type="application/x-protobuf")
-    sampled = promise.operation.name == "asample"
+    sampled = promise.operation.result is types.SampleResponse
     convert = _sample_as_json if sampled else _pass_as_json
     return _json(await service.bodies.off_loop(promise.owner, len(payload), convert, payload))
 
@@ -888,3 +881,8 @@ async def get_current_checkpoint_storage_usage(
             for project_id, count, size in totals
         ]
     )
+
+
+for _row in OPERATIONS.values():
+    if _row.runner is Runner.MODELS:
+        HANDLERS.setdefault(_row.name, _submitted)

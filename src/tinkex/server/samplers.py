@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tinkex._wire.operations import operation
+from tinkex._wire.operations import Operation
 from tinkex.engine import directories
 from tinkex.engine.process import Token
 from tinkex.engine.values import SampledResult, SampleJob
@@ -65,7 +65,6 @@ FEED_LIMIT: Final = 1000
 #: Clients number their requests from this many times their own number.
 CLONE_STRIDE: Final = 1_000_000_000
 
-_ASAMPLE: Final = operation("asample")
 _FeedKey = tuple[str, int]  # a sampler, and the number of its client
 
 
@@ -369,18 +368,20 @@ class Samplers:
 
     # -- drawing -------------------------------------------------------------------------------
 
-    async def sample(self, owner: str, request: SampleRequest, body: bytes) -> Promise:
+    async def sample(
+        self, row: Operation[Any], owner: str, request: SampleRequest, body: bytes
+    ) -> Promise:
         """Accept a request to sample."""
         sampler = await self._sampler_of(owner, request)
         sampler_id = sampler.row.sampler_id
-        # Numbers count within a session; without one, another client's first request has the same as this one's.
+        # Sequence numbers are unique within a sampling session. Without one, several clients use the same numbers.
         number = None if request.sampling_session_id is None else request.seq_id
         known = self._promises.duplicate(sampler_id, number)
         if known is None:
             job = self._job(sampler, request)
             extra = {"num_samples": request.num_samples}
             known = self._promises.accept(
-                _ASAMPLE, owner, sampler_id, number, request, body, "json", extra
+                row, owner, sampler_id, number, request, body, "json", extra
             )
             self._start(known, sampler, job, request)
         await self._promises.flushed()

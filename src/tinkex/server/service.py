@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from tinkex._wire.operations import Runner
 from tinkex.config import read_env
 from tinkex.engine.files import make_directory
 from tinkex.engine.process import Ready, Setup
@@ -428,18 +429,19 @@ class Service:
         for record in sorted([*records, *lost.requests], key=lambda record: record.number):
             promise = self.promises.restore(record)
             if promise is not None and record.kind is Kind.REQUEST:
-                alone = promise.operation.name in {"asample", "create_custom_loss"}
-                (others if alone else training).append(promise)
+                ordered = promise.operation.runner is Runner.MODELS
+                (training if ordered else others).append(promise)
         undone = self.promises.fail_lost(lost)
         await self.models.restore(training, lost, undone)
-        if (
-            self.journal.damage
-        ):  # those concerned are marked; the next start shall not find it again
+        if self.journal.damage:
+            # The models concerned are marked as corrupted, so the next start need not find the damage again.
             await self.journal.mend()
         for promise in others:
-            if not promise.done and promise.operation.name == "asample":
+            if promise.done:
+                continue
+            if promise.operation.runner is Runner.SAMPLERS:
                 await self.samplers.resume(promise)
-            elif not promise.done:
+            else:
                 self.losses.resume(promise)
         self.retention.restore()
 
