@@ -129,6 +129,12 @@ def test_what_a_crash_recovery_replays():
     assert {row.name for row in ROWS if row.makes_model} == {"create_model", "load_weights"}
 
 
+def test_polls_of_samples_have_their_own_connections():
+    apart = [row.name for row in ROWS if row.poll_pool is not Pool.FUTURES]
+    assert apart == ["asample"]
+    assert operation("asample").poll_pool is operation("retrieve_futures").pool
+
+
 @each_row
 def test_a_refused_field_is_a_field_of_the_request(row):
     assert row.refused_field is None or row.refused_field in row.request.model_fields

@@ -21,7 +21,7 @@ import orjson
 from tinkex._retry import NotYetError, Tried, retrying
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_from_body
-from tinkex._wire.operations import Operation, Pool, operation
+from tinkex._wire.operations import OPERATIONS, Operation, operation
 from tinkex.config import PollBackoffOption, poll_delay
 from tinkex.errors import (
     APIConnectionError,
@@ -73,8 +73,10 @@ __all__ = ["Poll"]
 R = TypeVar("R")
 
 _RETRIEVE: Final = operation("retrieve_future")
-#: Polls of samples use a separate pool: thousands of them must not delay the poll of a training step.
-_RETRIEVE_SAMPLE: Final = replace(_RETRIEVE, pool=Pool.SAMPLE_FUTURES)
+#: The operation of a poll, by the pool that it uses.
+_RETRIEVE_IN: Final = {
+    pool: replace(_RETRIEVE, pool=pool) for pool in {row.poll_pool for row in OPERATIONS.values()}
+}
 
 
 @dataclass(slots=True)
@@ -196,7 +198,7 @@ class Poll(Generic[R]):
             headers["x-tinker-create-promise-roundtrip-time"] = str(self.promise_seconds)
         state.iteration += 1
         url = self.transport.url(_RETRIEVE.path)
-        row = _RETRIEVE_SAMPLE if self.operation.pool is Pool.SAMPLING else _RETRIEVE
+        row = _RETRIEVE_IN[self.operation.poll_pool]
         return await self.transport.exchange(row, url, headers, body, deadline=self.deadline)
 
     def _out_of_time(self) -> bool:

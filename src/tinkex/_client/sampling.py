@@ -17,7 +17,7 @@ import orjson
 
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._wire import json_codec
-from tinkex._wire.operations import Pool, operation
+from tinkex._wire.operations import operation
 from tinkex._wire.sse import SSEDecoder
 from tinkex.config import Config
 from tinkex.errors import (
@@ -411,7 +411,7 @@ class SamplingClient(SamplingClientMethods):
     ) -> SampleResponse:
         session = self._session
         await session.opened()
-        session.transport.admit(Pool.SAMPLING)
+        session.transport.admit(_ASAMPLE.pool)
         state = self._state or self._create_state()
         sample = _Sample(state, fields, weight, deadline)
         with state.watching():

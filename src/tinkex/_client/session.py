@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
-from tinkex._wire.operations import Operation, Pool, operation
+from tinkex._wire.operations import Operation, operation
 from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import (
     APITimeoutError,
@@ -273,10 +273,11 @@ class Session:
 
     async def _configure(self) -> Configured:
         await self._connection.locate()
-        self.transport.admit(Pool.SESSION)
+        row = operation("client_config")
+        self.transport.admit(row.pool)
         request = ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
-            flags = await self.transport.call(operation("client_config"), request)
+            flags = await self.transport.call(row, request)
         except NotFoundError:  # services before 0.18 have no flags
             flags = ClientConfigResponse()
         self.service = Configured.of(flags, self.config, self.clock)
@@ -289,10 +290,11 @@ class Session:
         await self.configured()
         transport, is_owner = self.transport, self.session_id is None
         if self.session_id is None:
-            transport.admit(Pool.SESSION)
-            call = partial(transport.call, operation("create_session"))
+            row = operation("create_session")
+            transport.admit(row.pool)
+            call = partial(transport.call, row)
             request = self._about.request(list(self.config.tags))
-            created = await self._labels.send("create_session", request, call)
+            created = await self._labels.send(row.name, request, call)
             self.session_id = created.session_id
             for message, say in (
                 (created.info_message, logger.info),

@@ -124,6 +124,8 @@ class Operation(Generic[R]):
     How it travels:
 
     - `queued`: the call is answered with a promise; `runner` is what runs it, `request_type` the label of its polls.
+    - `poll_pool`: the connections of polls for its result. Samples have their own: thousands of polls for samples must
+      not delay the poll of a training step.
     - `binary_result`: the result is protobuf if the client accepts that.
     - `flag`: clients use the call only if the service turns this flag on.
     - `redirects`: the answer may be a redirect, which the client reads instead of following it.
@@ -139,18 +141,18 @@ class Operation(Generic[R]):
     What the service does:
 
     - `limits`: the largest body it reads.
-    - `refused_field`: a value of this field that does not fit is refused with 400; elsewhere the status is 422.
-    - `answer_to_refused`: the answer to a request that is refused, instead of the error. Clients resend telemetry
-      that is refused, so it is dropped instead.
+    - `refused_field`: an invalid value of this field gets status 400. One of any other field gets 422.
+    - `answer_to_refused`: sent instead of an error when a request is refused. Clients resend refused telemetry, so the
+      service accepts and drops it.
     - `statuses`: what it may answer besides 200 and the errors that every operation shares.
-    - `priority`: routes are tried in the order of it, highest first. Frequent calls have a high one.
+    - `priority`: routes with the highest are tried first, so frequent calls have a high one.
     - `makes_model`: it may be the first request of a model, and creates it.
-    - `changes_model`: replaying it restores the model after a crash.
-    - `uses_gradients`: no gradients are left after it, so a snapshot need not hold them.
-    - `ends_model`: the model and its journal records are dropped afterwards.
+    - `changes_model`: it changes the state of its model, and is replayed to restore the model after a crash.
+    - `uses_gradients`: it consumes the accumulated gradients, so a snapshot after it is small.
+    - `ends_model`: after it the model is gone, and is not restored after a restart.
     - `in_parts`: clients may send it in several requests at once, in any order. They send any other request of a model
       only after all requests before it were accepted.
-    - `frees_journal`: it is accepted while a key's journal is full, because journal records can go once it is done.
+    - `frees_journal`: it is accepted even if the journal of its key is full, because it lets records be deleted.
     """
 
     name: str
@@ -160,10 +162,11 @@ class Operation(Generic[R]):
     result: type[R]
     pool: Pool
     body: Body = Body.JSON
-    theme: Theme | None = None  # only calls by path, which are in no table, have none
+    theme: Theme | None = None  # None only for calls by path, which are in no table
     summary: str = ""
     runner: Runner | None = None
     request_type: str | None = None
+    poll_pool: Pool = Pool.FUTURES
     binary_result: bool = False
     flag: str | None = None
     redirects: bool = False
@@ -243,8 +246,8 @@ def _put(
 
 
 def _delete(name: str, summary: str, path: str, **more: Any) -> Operation[types.EmptyResponse]:
-    kinds = (types.EmptyRequest, types.EmptyResponse, Pool.REST, Body.NONE)
-    return Operation(name, "DELETE", f"/api/v1/{path}", *kinds, summary=summary, **more)
+    kinds = (types.EmptyRequest, types.EmptyResponse)
+    return _row(name, summary, "DELETE", path, *kinds, pool=Pool.REST, body=Body.NONE, **more)
 
 
 def _post(
@@ -530,6 +533,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             types.SampleResponse,
             runner=Runner.SAMPLERS,
             pool=Pool.SAMPLING,
+            poll_pool=Pool.SAMPLE_FUTURES,
             binary_result=True,
             retries=False,
             limits=_SAMPLE,
