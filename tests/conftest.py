@@ -16,11 +16,11 @@ from .scripted import FakeClock, ScriptedServer
 
 pytest_plugins = ["pytester"]
 
-# Who is started in the background by a shell ignores Ctrl-C, and so would the commands that tests interrupt.
+# A background job of a shell ignores Ctrl-C, and its children inherit that: tests could not interrupt commands.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says more about the machine than about us.
+# No deadline: the time of an example depends on the machine.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
@@ -46,7 +46,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def quiet_bus() -> Iterator[None]:
-    """Nobody listens but who attaches in this test, and nobody is left over; clients of other tests do not count."""
+    """Only subscriptions of this test exist, and it leaves none behind; those of other tests' clients do not count."""
     from tinkex.telemetry import bus
 
     subscriptions, listening = dict(bus._subscriptions), dict(bus._listening)
@@ -70,11 +70,11 @@ def clock() -> FakeClock:
 def service(
     server: ScriptedServer, clock: FakeClock
 ) -> Iterator[Callable[..., tinkex.ServiceClient]]:
-    """Make service clients of the scripted server, closed at the end of the test."""
+    """Creates service clients of the scripted server; they are closed at the end of the test."""
     made: list[tinkex.ServiceClient] = []
 
     def make(**options: Any) -> tinkex.ServiceClient:
-        # Without telemetry, so that a test sees the requests it causes and no others.
+        # Without telemetry, so that the server gets only the requests of the test.
         options = {
             "base_url": server.url,
             "api_key": "tml-test",
@@ -92,7 +92,7 @@ def service(
 
 @pytest.fixture
 def heard() -> Iterator[Callable[..., list[Any]]]:
-    """Listen to events of some classes, or of all; the list they arrive in."""
+    """Subscribe to events of the given classes, or of all; returns the list of received events."""
     numbers: list[int] = []
 
     def listen(*kinds: type[Event]) -> list[Any]:

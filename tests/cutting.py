@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that cuts connections which have brought a certain number of bytes."""
+"""A TCP proxy on loopback that resets connections after a given number of bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _CHUNK = 1 << 16
-_RESET = struct.pack("ii", 1, 0)  # linger for no time at all: the peer sees a reset
+_RESET = struct.pack("ii", 1, 0)  # linger time 0: the peer gets a reset
 
 
 class CuttingProxy:
-    """Stands before a service; each of `cuts` is a number of bytes after which one connection is reset."""
+    """A proxy in front of a service; each of `cuts` is a number of bytes after which one connection is reset."""
 
     def __init__(self, service_url: str, cuts: Iterable[int] = ()) -> None:
         address = urlsplit(service_url)
         self._service = (address.hostname, address.port)
         self._left = list(cuts)
-        #: How many connections were cut.
+        #: Number of connections reset so far.
         self.cut = 0
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"

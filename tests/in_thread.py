@@ -1,4 +1,4 @@
-"""Servers of the tests: on loopback, on an event loop of their own."""
+"""Base class of the test servers: on loopback, on their own event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ServerInThread"]
 
 
 class ServerInThread:
-    """Runs from `__enter__` to `stop`; what it serves is in `_listen`, how it ends in `_stop`, both on its loop."""
+    """Runs from `__enter__` to `stop`; subclasses define `_listen` and `_stop`, which run on its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,7 +19,7 @@ class ServerInThread:
         self.port = 0
 
     async def _listen(self) -> None:
-        """Take a port and say which in `port`."""
+        """Open a port and store its number in `port`."""
         raise NotImplementedError
 
     async def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Running what yields."""
+"""Runs generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ R = TypeVar("R")
 
 
 def finish(work: Generator[object, None, R]) -> R:
-    """Run a pass to its end; what it returns."""
+    """Run a pass to its end; return its result."""
     try:
         while True:
             next(work)

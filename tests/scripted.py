@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers what a test tells it to, and remembers what it was asked."""
+"""A real HTTP server on loopback that sends scripted answers and records its requests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What to send back; `body` may be JSON-able data or bytes."""
+    """An answer; `body` is JSON data or bytes."""
 
     body: Any = field(default_factory=dict)
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = "application/json"
-    wait_for: threading.Event | None = None  # hold the answer until the test sets it
+    wait_for: threading.Event | None = None  # delays the answer until the test sets it
 
     def encode(self) -> bytes:
         body = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes on the wire as they are, then the connection closes."""
+    """Raw bytes to send; then the connection is closed."""
 
     data: bytes = b""
 
@@ -72,9 +72,9 @@ def promise(request_id: str = "r-1", **more: Any) -> Answer:
 
 
 class ScriptedServer(ServerInThread):
-    """Routes are `"POST /api/v1/asample"`; the last reply of a script is repeated for ever.
+    """Routes are `"POST /api/v1/asample"`; the last reply of a script is repeated forever.
 
-    The calls every client makes by itself are answered sensibly unless a test scripts them.
+    Calls that every client makes automatically have default answers, unless a test scripts them.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class ScriptedServer(ServerInThread):
         ]
 
     def wait_for(self, route: str, count: int = 1, timeout: float = 10.0) -> list[Request]:
-        """Block until `route` was asked so often."""
+        """Block until `route` has received `count` requests."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: len(self.asked(route)) >= count, timeout)
         assert arrived, f"{route} was asked {len(self.asked(route))} times, not {count}"
@@ -128,8 +128,8 @@ class ScriptedServer(ServerInThread):
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
-        # asyncio hands a connection over in a task of its own, a few turns after it accepted the socket. Closing
-        # the server before that breaks the task, and nobody closes the socket. So first accept no more.
+        # asyncio handles a connection in a separate task, which starts some iterations after the accept. Closing
+        # the server before that breaks the task and leaks the socket. So stop accepting first.
         self._loop.remove_reader(self._server.sockets[0])
         accepting = asyncio.all_tasks() - self._answering - {asyncio.current_task()}
         await asyncio.gather(*accepting)
@@ -219,10 +219,10 @@ class _ServerConnection(asyncio.Protocol):
 
 
 class FakeClock(Clock):
-    """Time that passes only by sleeping: short sleeps return at once, long ones wait for `advance`.
+    """A clock that moves only while something sleeps: short sleeps return at once, long ones wait for `advance`.
 
-    "Long" is what background work does between its rounds (heartbeats every 10 s); without that line it would
-    spin. `slept` lists the short ones.
+    Sleeps of `long` seconds or more are those of background work between rounds (heartbeats every 10 s); if they
+    returned at once, it would spin. `slept` lists the short sleeps.
     """
 
     def __init__(self, *, long: float = 10.0, chance: float = 0.0) -> None:
@@ -238,7 +238,7 @@ class FakeClock(Clock):
             random=lambda: chance,
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:  # the parent is frozen
+    def __setattr__(self, name: str, value: Any) -> None:  # the base class is frozen
         object.__setattr__(self, name, value)
 
     async def _sleep(self, seconds: float) -> None:
@@ -253,7 +253,7 @@ class FakeClock(Clock):
         await woken.wait()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass and wake whoever slept until now."""
+        """Move time forward and wake the sleepers whose time has come."""
         self.now += seconds
         with self._lock:
             due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self.now]

@@ -1,4 +1,4 @@
-"""Values of the protocol for property tests, shared by the tests of types and of codecs."""
+"""Hypothesis strategies for values of the protocol, shared by the tests of types and codecs."""
 
 import types as builtin_types
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from tinkex.types import (
 
 M = TypeVar("M", bound=BaseModel)
 
-# A busy machine is slow, not wrong.
+# No deadline: a busy machine is slow.
 settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -74,7 +74,7 @@ def arrays(draw: Any, min_dims: int = 1, max_dims: int = 3) -> Any:
 
 @st.composite
 def sparse_tensors(draw: Any) -> TensorData:
-    """Any valid compressed-sparse-rows tensor; listed values may be zero."""
+    """Any valid compressed-sparse-rows tensor; stored values may be zero."""
     dtype = draw(st.sampled_from(["int64", "float32"]))
     rows, columns = draw(st.integers(0, 4)), draw(st.integers(1, 5))
     listed = [draw(st.sets(st.integers(0, columns - 1), max_size=3)) for _ in range(rows)]
@@ -84,7 +84,7 @@ def sparse_tensors(draw: Any) -> TensorData:
     return TensorData(values, dtype, [rows, columns], crow, cols)
 
 
-# A tensor that says its shape, as all do that were made from arrays.
+# A tensor with a shape, like every tensor created from an array.
 dense_tensors = arrays().map(TensorData.from_numpy)
 shapeless_tensors = st.lists(float32s, max_size=5).map(lambda data: TensorData(data, "float32"))
 tensors = dense_tensors | shapeless_tensors | sparse_tensors()
@@ -165,7 +165,7 @@ def training_requests(
     )
 
 
-# One name for all datums and no name for some: both happen, and shapes differ between datums.
+# Names are present in all or only some datums, and shapes differ between datums.
 loss_outputs = st.lists(st.dictionaries(names, dense_tensors, max_size=2), max_size=4)
 training_outputs = st.builds(
     ForwardBackwardOutput,
@@ -210,7 +210,7 @@ sample_responses = st.builds(
 
 _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(min_size=1, max_size=8),
-    int: st.integers(1, 200),  # inside every bound of the protocol
+    int: st.integers(1, 200),  # within every limit of the protocol
     float: st.floats(2**-20, 1 - 2**-20),
     bool: st.booleans(),
     bytes: st.binary(max_size=8),
@@ -229,7 +229,7 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
-    """Valid values of an annotation as the models of the protocol use them."""
+    """Valid values for a type annotation of the protocol's models."""
     if get_origin(annotation) is Annotated:
         base, *marks = get_args(annotation)
         for mark in marks:
@@ -262,7 +262,7 @@ def _sizes(constraints: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def models(kind: type[M]) -> st.SearchStrategy[M]:
-    """Instances of a pydantic model, each optional field given or left out."""
+    """Instances of a pydantic model, with each optional field given or left out."""
     hints = get_type_hints(kind, include_extras=True)
     required: dict[str, Any] = {}
     optional: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Archives to unpack."""
+"""Builds tar archives for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["tar"]
 
 
 def tar(*members: tuple[str, bytes] | tarfile.TarInfo) -> bytes:
-    """An archive of files, or of members as they are given."""
+    """An archive with the given files or members."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for member in members:

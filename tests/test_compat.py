@@ -35,7 +35,7 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def python(tmp_path: Path) -> Python:
-    """Run Python in a directory of its own, with the files and variables that are given."""
+    """Run Python in a new directory, with the given files and environment variables."""
 
     def run(
         *arguments: str, files: Mapping[str, str] | None = None, code: int = 0, **variables: str
@@ -157,7 +157,7 @@ def test_the_root_looks_like_the_official_one(python):
     python(*installed(script))
 
 
-def test_names_can_be_patched_and_come_back(python):
+def test_names_can_be_patched_and_restored(python):
     script = """
     from unittest.mock import patch
     import tinker
@@ -203,7 +203,7 @@ def test_installing_twice_changes_nothing(python):
     python(*installed(script))
 
 
-def test_an_official_package_that_is_installed_is_not_found(python):
+def test_installed_official_package_is_not_imported(python):
     script = """
     import importlib.metadata, importlib.util
     import tinker
@@ -214,7 +214,7 @@ def test_an_official_package_that_is_installed_is_not_found(python):
     python(*installed(script), files=OFFICIAL, PYTHONPATH="site")
 
 
-def test_an_official_package_that_was_imported_is_replaced(python):
+def test_imported_official_package_is_replaced(python):
     script = """
     import importlib.metadata, sys
     import tinker as official
@@ -271,7 +271,7 @@ POOL = """
 POOL_PRINTS = "__mp_main__ True tinkex.types.tensors 0 ['a', '--b']\n"
 
 
-def test_spawned_processes_find_tinkex_after_install(python):
+def test_spawned_processes_import_tinkex_after_install(python):
     script = """
     import tinkex
     tinkex.install_as_tinker()
@@ -285,7 +285,7 @@ def test_spawned_processes_find_tinkex_after_install(python):
     assert finished.stdout == "tinkex.types.tensors 0.36.0\n"
 
 
-def test_subprocesses_find_tinkex(python):
+def test_subprocesses_import_tinkex(python):
     main = """
     import os, subprocess, sys
     print(os.environ["PYTHONPATH"])
@@ -303,7 +303,7 @@ def test_subprocesses_find_tinkex(python):
 # -- python -m tinkex.as_tinker ------------------------------------------------------------------
 
 
-def test_a_script_with_a_guarded_pool(python):
+def test_script_with_a_guarded_process_pool_runs(python):
     finished = python(
         *("-m", "tinkex.as_tinker", "scripts/pool.py", "a", "--b"),
         files={"scripts/pool.py": POOL, **OFFICIAL},
@@ -312,14 +312,14 @@ def test_a_script_with_a_guarded_pool(python):
     assert finished.stdout == POOL_PRINTS
 
 
-def test_a_module_with_a_guarded_pool(python):
+def test_module_with_a_guarded_process_pool_runs(python):
     files = {"package/__init__.py": "", "package/pool.py": POOL, **OFFICIAL}
     module = ("-m", "package.pool", "a", "--b")
     finished = python("-m", "tinkex.as_tinker", *module, files=files, PYTHONPATH="site")
     assert finished.stdout == POOL_PRINTS
 
 
-def test_code_runs_as_python_would_run_it(python):
+def test_script_sees_the_same_argv_and_path_as_under_python(python):
     shown = """
     import sys
     import beside
@@ -346,13 +346,13 @@ def test_code_runs_as_python_would_run_it(python):
         ("raise ValueError('broken')", 1, "ValueError: broken\n"),
     ],
 )
-def test_exit_codes_are_the_scripts(python, ending, code, said):
+def test_exit_code_of_the_script_is_returned(python, ending, code, said):
     finished = python("-m", "tinkex.as_tinker", "main.py", files={"main.py": ending}, code=code)
     assert finished.stderr.endswith(said)
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["-m", "-x"]])
-def test_wrong_usage(capsys, arguments):
+def test_wrong_usage_prints_usage_and_exits_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         as_tinker.main(arguments)
     assert ended.value.code == 2
@@ -362,7 +362,7 @@ def test_wrong_usage(capsys, arguments):
     assert "tinker" not in sys.modules
 
 
-def test_the_stand_in_needs_only_to_be_on_the_path(python):
+def test_shim_directory_on_the_path_is_enough(python):
     script = "import tinker, tinkex; assert tinker.TensorData is tinkex.TensorData"
     path = os.pathsep.join([str(compat.SHIM), "site"])
     python("-c", script, files=OFFICIAL, PYTHONPATH=path)
@@ -411,7 +411,7 @@ def test_async_methods_call_their_plain_twin(cls, name):
     assert plain.call_args.args[: len(required)] == tuple(required)
 
 
-def test_mocks_with_a_client_for_spec():
+def test_client_classes_work_as_mock_specs():
     sampler = MagicMock(spec=tinkex.SamplingClient)
     assert isinstance(sampler, tinkex.SamplingClient)
     assert isinstance(sampler.sample_async, AsyncMock)
@@ -420,7 +420,7 @@ def test_mocks_with_a_client_for_spec():
         _ = sampler.sample_all
 
 
-def test_clients_can_be_derived_without_calling_the_constructor():
+def test_subclass_of_a_client_need_not_call_the_constructor():
     class Fake(tinkex.SamplingClient):
         def __init__(self, logprobs: list[float | None]) -> None:
             self.logprobs = logprobs
@@ -434,7 +434,7 @@ def test_clients_can_be_derived_without_calling_the_constructor():
     assert asyncio.run(Fake([0.5]).compute_logprobs_async(prompt)) == [0.5]
 
 
-def test_samplers_are_known_by_their_session_and_go_into_other_processes(server, service, python):
+def test_sampler_is_pickled_with_its_session_id(server, service, python):
     server.on("POST /api/v1/asample", promise("sample"))
     sequence = {"stop_reason": "stop", "tokens": [7], "logprobs": [-0.5]}
     server.on_future("sample", Answer({"sequences": [sequence]}))
@@ -464,7 +464,7 @@ def test_samplers_are_known_by_their_session_and_go_into_other_processes(server,
         ),
     ],
 )
-def test_archive_urls_are_still_there(server, service, call):
+def test_old_archive_url_methods_still_work(server, service, call):
     route = "GET /api/v1/training_runs/run/checkpoints/weights/1/archive"
     server.on(route, Answer(b"", 302, {"location": "http://storage/1.tar"}))
     assert call(service().create_rest_client()).url == "http://storage/1.tar"
@@ -485,7 +485,7 @@ def test_futures_are_concurrent_futures(cls):
     assert isinstance(future, concurrent.futures.Future)
 
 
-def test_samples_come_as_concurrent_futures(server, service):
+def test_sample_returns_a_concurrent_future(server, service):
     server.on("POST /api/v1/asample", promise("sample"))
     server.on_future("sample", Answer({"sequences": []}))
     sampler = service().create_sampling_client(base_model="some/model")
@@ -495,7 +495,7 @@ def test_samples_come_as_concurrent_futures(server, service):
 
 
 class Immediate(tinkex.APIFuture[Any]):
-    """As public code derives futures from the official, abstract class."""
+    """Derives from the future class as public code derives from the official abstract class."""
 
     def __init__(self, value: Any) -> None:
         self._future = value
@@ -508,7 +508,7 @@ class Immediate(tinkex.APIFuture[Any]):
         return self.value
 
 
-def test_futures_of_others_may_derive_from_ours():
+def test_user_classes_can_derive_from_the_future_class():
     async def awaited(future: tinkex.APIFuture[Any]) -> Any:
         return await future
 
@@ -517,7 +517,7 @@ def test_futures_of_others_may_derive_from_ours():
     assert asyncio.run(awaited(Immediate(3))) == 3
 
 
-def test_derived_futures_may_build_on_our_waiting():
+def test_derived_future_can_use_inherited_waiting():
     class Doubled(AwaitableConcurrentFuture[int]):
         async def result_async(self, timeout: float | None = None) -> int:
             return 2 * await super().result_async(timeout)
@@ -544,7 +544,7 @@ def test_any_concurrent_future_can_be_made_awaitable():
     assert asyncio.run(both(future)) == (1, 1)
 
 
-def test_an_awaitable_future_fails_and_ends_with_what_it_wraps():
+def test_awaitable_future_fails_and_is_cancelled_with_its_wrapped_future():
     failed: concurrent.futures.Future[int] = concurrent.futures.Future()
     failed.set_exception(KeyError("x"))
     with pytest.raises(KeyError):
@@ -567,7 +567,7 @@ def test_an_awaitable_future_fails_and_ends_with_what_it_wraps():
 
 
 class ForeignResponse:
-    """What an HTTP library's response looks like before it has a request."""
+    """Like a response of an HTTP library without its request."""
 
     status_code = 400
     headers = {"x-request-id": "r-1"}
@@ -577,7 +577,7 @@ class ForeignResponse:
         raise RuntimeError("there is no request")
 
 
-def test_status_errors_made_by_hand():
+def test_status_errors_can_be_constructed_by_hand():
     error = tinkex.BadRequestError("too long", response=ForeignResponse(), body={"detail": "x"})
     assert isinstance(error, tinkex.APIStatusError)
     assert (error.status_code, error.request_id, error.body) == (400, "r-1", {"detail": "x"})
@@ -586,7 +586,7 @@ def test_status_errors_made_by_hand():
     assert tinkex.RateLimitError("slow", response=MagicMock(status_code=429), body=None).retryable
 
 
-def test_status_errors_made_of_httpx_responses():
+def test_status_errors_accept_httpx_responses():
     import httpx
 
     bare = httpx.Response(400, headers={"X-Request-Id": "r-2"})
@@ -619,6 +619,6 @@ def test_sparse_tensors_with_a_pad_value():
     "rubbish",
     ["", "rubbish", "tinker://", "tinker://run", "tinker://run/what/x", "http://a/weights/1"],
 )
-def test_paths_that_are_none_are_value_errors(rubbish):
+def test_invalid_paths_raise_value_errors(rubbish):
     with pytest.raises(ValueError, match="tinker_path"):
         tinkex.ParsedCheckpointTinkerPath.from_tinker_path(rubbish)

@@ -46,12 +46,12 @@ def _no_process_defaults() -> Iterator[None]:
 
 
 def make(environ: Mapping[str, str] | None = None, **options: Any) -> Config:
-    """A config with a key, out of reach of the real environment."""
+    """A config with a key, independent of the real environment."""
     return Config.from_environ({"TINKER_API_KEY": KEY} | dict(environ or {}), **options)
 
 
 class FakeHTTP:
-    """Module-level, so that a config that holds one can be pickled."""
+    """Defined at module level, so that a config with one can be pickled."""
 
     def post(self) -> None: ...
     def get(self) -> None: ...
@@ -110,7 +110,7 @@ def test_construction_reads_the_process_environment(monkeypatch):
 
 
 class Sources(NamedTuple):
-    """Three different values for one field; what is held may differ from what was given."""
+    """Three different values for one field; `env_held` is the value read from the text `env`."""
 
     option: Any
     process: Any
@@ -173,7 +173,7 @@ ENV_FIRST = {"pool_size", "pool_count"}
 VARIABLE = {row.name: row.env for row in settings() if row.name}
 
 
-def test_the_precedence_table_names_every_field_and_variable():
+def test_precedence_table_covers_every_field_and_variable():
     assert set(SOURCES) == set(FIELDS)
     assert {name for name, sources in SOURCES.items() if sources.env} == {
         name for name, variable in VARIABLE.items() if variable
@@ -186,7 +186,7 @@ def environ_of(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_an_option_beats_everything(name):
+def test_option_has_priority_over_every_other_source(name):
     set_defaults(warn_on_base_url_mismatch=False)
     set_defaults(**{name: SOURCES[name].process})
     config = make(environ_of(name), **{name: SOURCES[name].option})
@@ -194,20 +194,20 @@ def test_an_option_beats_everything(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - ENV_FIRST))
-def test_a_process_default_beats_the_environment(name):
+def test_process_default_has_priority_over_the_environment(name):
     set_defaults(**{name: SOURCES[name].process})
     assert getattr(make(environ_of(name)), name) == SOURCES[name].process
 
 
 @pytest.mark.parametrize("name", sorted(ENV_FIRST))
-def test_for_pools_the_environment_beats_a_process_default(name):
+def test_environment_has_priority_over_process_default_for_pools(name):
     set_defaults(**{name: SOURCES[name].process})
     assert getattr(make(environ_of(name)), name) == SOURCES[name].env_held
     assert getattr(make(), name) == SOURCES[name].process
 
 
 @pytest.mark.parametrize("name", [name for name, sources in SOURCES.items() if sources.env])
-def test_the_environment_beats_the_built_in_default(name):
+def test_environment_has_priority_over_built_in_default(name):
     assert getattr(make(environ_of(name)), name) == SOURCES[name].env_held
     assert getattr(make(), name) != SOURCES[name].env_held
 
@@ -217,7 +217,7 @@ def test_none_means_not_given(name):
     assert make(environ_of(name), **{name: None}) == make(environ_of(name))
 
 
-def test_explicit_false_beats_a_true_environment():
+def test_explicit_false_has_priority_over_a_true_environment():
     environ = {
         "TINKER_TELEMETRY": "1",
         "TINKEX_DUMP_HEADERS": "1",
@@ -251,12 +251,12 @@ def test_explicit_zero_and_empty_are_choices():
         ("credential_cmd", "TINKER_CREDENTIAL_CMD", "pass show tinker"),
     ],
 )
-def test_an_empty_string_turns_off_what_the_environment_turned_on(name, variable, text):
+def test_empty_string_turns_off_a_setting_of_the_environment(name, variable, text):
     assert getattr(make({variable: text}), name) is not None
     assert getattr(make({variable: text}, **{name: ""}), name) is None
 
 
-def test_a_process_default_can_turn_off_what_the_environment_turned_on():
+def test_process_default_can_turn_off_a_setting_of_the_environment():
     set_defaults(poll_backoff=False, proxy="")
     config = make({"TINKEX_POLL_BACKOFF": "1", "TINKEX_PROXY": "http://proxy.test"})
     assert config.poll_backoff is None
@@ -292,14 +292,14 @@ def test_environment_booleans_that_are_false(text):
 @given(st.text().filter(lambda text: text.strip().lower() not in {*TRUE, *FALSE}))
 @example("")
 @example("maybe")
-def test_any_other_environment_boolean_is_the_default_but_tells_nothing_to_the_service(text):
+def test_unknown_environment_boolean_means_default_and_disables_telemetry(text):
     config = make({"TINKEX_OTEL_PROPAGATE": text, "TINKER_TELEMETRY": text})
     assert config.otel_propagate is False
     assert config.telemetry_enabled is False
     assert make().telemetry_enabled is True
 
 
-def test_an_address_is_shown_without_whom_it_names():
+def test_shown_base_url_hides_user_and_password():
     config = make(base_url="https://user:secret@example.com/x")
     assert config.shown_base_url == f"https://{REDACTED}@example.com/x"
     assert make(base_url="https://example.com/x").shown_base_url == "https://example.com/x"
@@ -312,7 +312,7 @@ def test_environment_lists_drop_blanks():
 
 
 @given(st.lists(st.text(st.characters(exclude_characters=","))))
-def test_environment_lists_hold_what_is_between_commas(parts):
+def test_environment_lists_are_split_at_commas(parts):
     wanted = tuple(part.strip() for part in parts if part.strip())
     assert make({"TINKER_TAGS": ",".join(parts)}).tags == (wanted or ("tinkex-python",))
 
@@ -380,7 +380,7 @@ def test_read_env_reads_the_process_environment(monkeypatch):
     assert read_env("TINKEX_DATA_DIR") == "/somewhere"
 
 
-def test_read_env_knows_only_the_tables():
+def test_read_env_refuses_unknown_variables():
     with pytest.raises(ConfigError, match="NOT_OURS"):
         read_env("NOT_OURS", {"NOT_OURS": "1"})
 
@@ -422,21 +422,21 @@ def test_parity_mode_in_the_environment(text, held):
     assert make({"TINKEX_PARITY": text}).parity_mode == held
 
 
-def test_unknown_parity_in_the_environment_is_unset_and_not_a_choice():
+def test_unknown_parity_in_the_environment_counts_as_unset():
     assert snapshot({"TINKEX_PARITY": "ruby"})["parity_mode"] is None
 
 
-def test_an_unknown_parity_option_is_a_choice():
+def test_unknown_parity_option_overrides_the_environment():
     assert make({"TINKEX_PARITY": "beam"}, parity_mode="ruby").timeout == 60.0
 
 
-def test_explicit_patience_overrides_the_profile():
+def test_explicit_timeout_or_retries_override_the_profile():
     config = make(parity_mode="beam", timeout=7)
     assert (config.timeout, config.max_retries) == (7.0, 2)
     assert make(parity_mode="beam", max_retries=0).max_retries == 0
 
 
-def test_patience_from_process_defaults_overrides_the_profile():
+def test_process_default_timeout_overrides_the_profile():
     set_defaults(timeout=9, parity_mode="beam")
     config = make()
     assert (config.timeout, config.max_retries) == (9.0, 2)
@@ -445,7 +445,7 @@ def test_patience_from_process_defaults_overrides_the_profile():
 # Keys
 
 
-def test_a_missing_key_says_what_to_do():
+def test_missing_key_error_names_every_way_to_set_it():
     with pytest.raises(ConfigError) as caught:
         Config.from_environ({})
     assert caught.value.field == "api_key"
@@ -454,7 +454,7 @@ def test_a_missing_key_says_what_to_do():
 
 
 @pytest.mark.parametrize("key", ["sk-verysecret", "verysecret", "TML-verysecret", "", "   ", 5])
-def test_a_key_of_another_kind_is_refused_and_not_repeated(key):
+def test_invalid_key_is_refused_without_showing_it(key):
     with pytest.raises(ConfigError) as caught:
         Config.from_environ({}, api_key=key)
     assert caught.value.field == "api_key"
@@ -467,7 +467,7 @@ def test_keys_and_tokens_are_accepted_and_trimmed():
     assert Config.from_environ({}, api_key="eyJhbGciOi").api_key == "eyJhbGciOi"
 
 
-def test_a_credential_command_stands_in_for_a_key():
+def test_credential_command_replaces_a_key():
     config = Config.from_environ({"TINKER_CREDENTIAL_CMD": "pass show tinker"})
     assert config.api_key is None
     assert config.credential_cmd == "pass show tinker"
@@ -479,13 +479,13 @@ def test_a_local_service_needs_no_key():
     assert make(base_url="local").api_key == KEY
 
 
-def test_a_missing_key_is_the_last_complaint():
+def test_missing_key_is_reported_after_other_errors():
     with pytest.raises(ConfigError) as caught:
         Config.from_environ({}, timeout=-1)
     assert caught.value.field == "timeout"
 
 
-# What fields may hold
+# Valid values
 
 
 REFUSED: dict[str, list[Any]] = {
@@ -541,7 +541,7 @@ REFUSED: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(name, value):
+def test_invalid_value_is_refused_with_its_field_name(name, value):
     with pytest.raises(ConfigError) as caught:
         make(**{name: value})
     assert caught.value.field == name
@@ -555,13 +555,13 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(name, value):
         *({"reset_timeout": 0}, {"is_failure": 500}),
     ],
 )
-def test_a_circuit_breaker_that_makes_no_sense_is_never_made(given):
+def test_circuit_breaker_refuses_invalid_values(given):
     with pytest.raises(ConfigError) as caught:
         CircuitBreaker(**given)
     assert [caught.value.field] == list(given)
 
 
-def test_messages_say_what_was_wrong():
+def test_error_messages_show_the_problem_and_the_value():
     with pytest.raises(ConfigError, match="positive number of seconds, not 0"):
         make(timeout=0)
     with pytest.raises(ConfigError, match="at least 0, not -1"):
@@ -594,7 +594,7 @@ def test_http_client_is_kept_as_object_or_as_name():
     assert make(http_client="pkg.mod:client").http_client == "pkg.mod:client"
 
 
-def test_recovery_is_kept_as_is():
+def test_recovery_is_kept_unchanged():
     policy = object()
     assert make(recovery=policy).recovery is policy
 
@@ -627,7 +627,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "tinkex"]
 
 
-def test_a_base_url_unlike_the_process_default_is_warned_about(caplog):
+def test_base_url_other_than_the_process_default_logs_a_warning(caplog):
     set_defaults(base_url="https://one.test")
     with caplog.at_level(logging.WARNING, logger="tinkex"):
         make(base_url="https://user:hush@two.test/path")
@@ -649,7 +649,7 @@ def test_no_warning_without_a_mismatch(caplog):
     assert warnings_of(caplog) == []
 
 
-def test_only_a_replaced_base_url_is_warned_about(caplog):
+def test_replace_warns_only_about_a_new_base_url(caplog):
     config = make()
     set_defaults(base_url="https://one.test")
     with caplog.at_level(logging.WARNING, logger="tinkex"):
@@ -723,14 +723,14 @@ def test_proxy_forms(given_proxy, held):
         Proxy("http", "proxy.test", 0),
     ],
 )
-def test_a_bad_proxy_is_refused_and_not_repeated(bad):
+def test_invalid_proxy_is_refused_without_showing_it(bad):
     with pytest.raises(ConfigError) as caught:
         make(proxy=bad)
     assert caught.value.field == "proxy"
     assert "hush" not in str(caught.value)
 
 
-def test_proxy_headers_replace_what_the_url_implies():
+def test_proxy_headers_replace_those_from_the_url():
     config = make(proxy="http://user:pw@proxy.test", proxy_headers={"x-proxy": "1"})
     assert config.proxy == Proxy("http", "proxy.test", 80, (("x-proxy", "1"),))
 
@@ -791,7 +791,7 @@ def test_backoff_by_function():
 
 
 @pytest.mark.parametrize("answer", [-1, None, "5", True, float("nan"), float("inf"), 0])
-def test_a_useless_answer_of_the_function_is_no_wait(answer):
+def test_invalid_result_of_the_backoff_function_means_no_wait(answer):
     assert poll_delay(lambda _: answer, 0) == 0.0
 
 
@@ -803,7 +803,7 @@ def test_backoff_in_the_environment(text, on):
     assert backoff == (("exponential", 1.0, 30.0) if on else None)
 
 
-def test_poll_delay_refuses_nonsense():
+def test_poll_delay_refuses_invalid_backoffs():
     with pytest.raises(ConfigError, match=r"^poll_backoff: "):
         poll_delay("linear", 0)
 
@@ -827,7 +827,7 @@ def test_mask_key(key, masked):
 
 
 @given(st.text(min_size=6, max_size=6), st.text(), st.text(), st.text(min_size=4, max_size=4))
-def test_a_masked_key_says_nothing_about_its_middle(start, middle, other, end):
+def test_masked_key_does_not_depend_on_its_middle(start, middle, other, end):
     assert mask_key(start + middle + end) == mask_key(start + other + end) == f"{start}...{end}"
 
 
@@ -973,7 +973,7 @@ def test_settings_list_every_environment_variable_once():
     }
 
 
-def test_settings_tell_the_truth():
+def test_settings_have_docs_and_the_actual_defaults():
     config = make()
     for row in settings():
         assert row.doc.endswith(".")
@@ -985,7 +985,7 @@ def test_settings_tell_the_truth():
 # Process defaults
 
 
-def test_process_defaults_accumulate_and_are_withdrawn_by_none():
+def test_process_defaults_accumulate_and_none_removes_them():
     set_defaults(timeout=5, tags=["a"])
     set_defaults(timeout=None, max_retries=1)
     assert defaults() == {"tags": ("a",), "max_retries": 1}
@@ -994,13 +994,13 @@ def test_process_defaults_accumulate_and_are_withdrawn_by_none():
     assert defaults() == {}
 
 
-def test_process_defaults_are_checked_whole_or_not_at_all():
+def test_process_defaults_are_unchanged_if_one_is_invalid():
     with pytest.raises(ConfigError, match=r"^timeout: "):
         set_defaults(max_retries=1, timeout=0)
     assert defaults() == {}
 
 
-def test_process_defaults_do_not_change_under_a_reader():
+def test_returned_process_defaults_do_not_change_later():
     set_defaults(timeout=5)
     before = defaults()
     set_defaults(timeout=6)
@@ -1009,14 +1009,14 @@ def test_process_defaults_do_not_change_under_a_reader():
         before["timeout"] = 7  # type: ignore[index]
 
 
-def test_process_defaults_do_not_follow_their_callers_lists():
+def test_process_defaults_copy_the_callers_lists():
     tags = ["a"]
     set_defaults(tags=tags)
     tags.append("b")
     assert make().tags == ("a",)
 
 
-def test_process_defaults_from_many_threads_all_arrive():
+def test_process_defaults_set_by_many_threads_are_all_kept():
     names = [name for name in FIELDS if name != "base_url"]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: set_defaults(**{name: SOURCES[name].process}), names))
@@ -1044,8 +1044,8 @@ def test_fields_cannot_be_changed(name):
         delattr(config, name)
 
 
-def test_there_is_no_room_for_other_attributes():
-    # CPython 3.11 raises TypeError here for a frozen dataclass with slots; later ones the others.
+def test_other_attributes_cannot_be_set():
+    # For a frozen dataclass with slots, CPython 3.11 raises TypeError here; later releases raise the others.
     with pytest.raises((AttributeError, TypeError)):
         make().extra = 1  # type: ignore[attr-defined]
 
@@ -1064,7 +1064,7 @@ def test_collections_are_read_only_copies():
             held["c"] = "3"  # type: ignore[index]
 
 
-def test_equal_configs_hash_alike():
+def test_equal_configs_have_equal_hashes():
     one, two, other = make(**FULL), make(**FULL), make(**FULL | {"timeout": 99})
     assert one == two
     assert hash(one) == hash(two)
@@ -1073,7 +1073,7 @@ def test_equal_configs_hash_alike():
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_config_survives_pickling(protocol):
+def test_config_can_be_pickled(protocol):
     config = make(**FULL | {"http_client": "pkg.mod:client"})
     restored = pickle.loads(pickle.dumps(config, protocol))
     assert restored == config
@@ -1081,7 +1081,7 @@ def test_a_config_survives_pickling(protocol):
     assert isinstance(restored.default_headers, MappingProxyType)
 
 
-def test_unpickling_looks_nothing_up(monkeypatch):
+def test_unpickling_does_not_read_the_environment(monkeypatch):
     data = pickle.dumps(make())
     monkeypatch.setenv("TINKER_PROJECT_ID", "elsewhere")
     set_defaults(timeout=5)
@@ -1089,7 +1089,7 @@ def test_unpickling_looks_nothing_up(monkeypatch):
     assert (restored.project_id, restored.timeout) == (None, 60.0)
 
 
-def test_a_credential_command_config_survives_pickling():
+def test_config_with_credential_command_can_be_pickled():
     config = Config.from_environ({}, credential_cmd="pass show tinker")
     assert pickle.loads(pickle.dumps(config)) == config
 
@@ -1103,7 +1103,7 @@ def test_a_config_can_be_copied():
 # Replace
 
 
-def test_replace_changes_only_what_it_names(monkeypatch):
+def test_replace_changes_only_the_given_fields(monkeypatch):
     config = make(project_id="p", tags=["a"])
     monkeypatch.setenv("TINKEX_PROXY", "http://elsewhere")
     set_defaults(max_retries=3)
@@ -1123,7 +1123,7 @@ def test_replace_with_nothing_is_an_equal_config():
     assert make(**FULL).replace() == make(**FULL)
 
 
-def test_replace_with_none_goes_back_to_the_built_in_default():
+def test_replace_with_none_resets_to_the_built_in_default():
     config = make({"TINKEX_PROXY": "http://proxy.test"}, parity_mode="beam", timeout=5)
     assert config.replace(proxy=None).proxy is None
     assert config.replace(timeout=None).timeout == 120.0

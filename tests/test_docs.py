@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 BEGINNING = DOCS / "guides" / "index.md"
 
-#: What a page takes for granted beyond the beginning of the guides.
+#: Names that a page needs besides those from the beginning of the guides.
 GIVEN = {
     "docs/guides/observability.md": """
         client, batches = service, [data]
@@ -81,7 +81,7 @@ def to_run(page: Path) -> list[Block]:
 
 @pytest.fixture
 def namespace(tinkex_tiny, monkeypatch, tmp_path) -> Iterator[dict[str, Any]]:
-    """Names of a page, on a service that `base_url="local"` finds; the process is left as it was."""
+    """The namespace of a page, with a service for `base_url="local"`; the process is restored afterwards."""
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tinkex_tiny.data_dir))
     monkeypatch.setenv("TINKER_BASE_URL", tinkex_tiny.url)
     monkeypatch.setenv("TINKER_API_KEY", tinkex_tiny.api_key)
@@ -135,7 +135,7 @@ def test_commands_exist_with_their_options(line):
 
 
 def _parse(command: click.Command, context: click.Context, arguments: list[str]) -> None:
-    """Parse without looking at values: files that a page names need not be there."""
+    """Parse without checking values: files named in a page need not exist."""
     _, left, _ = command.make_parser(context).parse_args(list(arguments))
     if isinstance(command, click.Group):
         found = command.get_command(context, left[0])
@@ -144,12 +144,12 @@ def _parse(command: click.Command, context: click.Context, arguments: list[str])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_examples_that_pages_name_are_there(page):
+def test_examples_named_in_pages_exist(page):
     for named in re.findall(r"\b(?:examples|benchmarks|scripts)/\w+\.py", page.read_text()):
         assert (ROOT / named).exists(), named
 
 
-def test_names_that_stand_for_elixir_ones_exist():
+def test_python_names_for_elixir_names_exist():
     page = (DOCS / "guides" / "migrating-from-elixir.md").read_text()
     named = set(re.findall(r"`(tinkex(?:\.\w+)+)", page))
     assert len(named) > 15
@@ -160,13 +160,13 @@ def test_names_that_stand_for_elixir_ones_exist():
 
 
 def rows(page: Path) -> dict[str, list[str]]:
-    """The tables of a page: the first cell of a row to the others."""
+    """The tables of a page: first cell of each row → other cells."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {first: others for first, *others in cells}
 
 
-def test_the_figures_of_the_readme_are_those_that_were_measured():
+def test_figures_of_the_readme_match_the_measurements():
     measured, shown = rows(DOCS / "performance.md"), rows(ROOT / "README.md")
     both = measured.keys() & shown.keys()
     assert len(both) >= 3
@@ -174,7 +174,7 @@ def test_the_figures_of_the_readme_are_those_that_were_measured():
         assert [shown[name][0], shown[name][-1]] == measured[name][:2], name
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_links_of_the_readme_have_targets():
     links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
     assert not [
         link
@@ -185,7 +185,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 # -- nothing is left out ---------------------------------------------------------------------------
 
-#: What users import; everything below these that begins with `_`, and the service's own parts, is not for them.
+#: Modules that users import. Names that begin with `_` and the internals of the service are not public.
 PUBLIC = [
     *(f"tinkex.{name}" for name in tinkex._MODULES),
     "tinkex.telemetry.events",
@@ -194,7 +194,7 @@ PUBLIC = [
 
 
 def documented() -> dict[int, Any]:
-    """What the reference pages show, by identity: names may have several homes."""
+    """The objects on the reference pages, by identity: one object may have several names."""
     found: dict[int, Any] = {}
     for page in sorted((DOCS / "reference").glob("*.md")):
         for dotted in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
@@ -206,7 +206,7 @@ def documented() -> dict[int, Any]:
 
 
 def listed(module: ModuleType) -> list[str]:
-    """The names of `__all__` where it is a plain list; griffe does not run code and sees no other."""
+    """The names of `__all__` if it is a plain list; griffe does not run code and reads no other form."""
     for statement in ast.parse(Path(module.__file__ or "").read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return [ast.literal_eval(each) for each in getattr(statement.value, "elts", [])]
@@ -238,10 +238,10 @@ def test_every_setting_is_documented():
 
 
 def typed_errors() -> list[str]:
-    """What clients raise; what the service itself raises reaches them as one of these."""
+    """The errors that clients raise; errors of the service reach them as one of these."""
     for module in map(importlib.import_module, PUBLIC):
         for name in module.__all__:
-            getattr(module, name)  # some load when they are used
+            getattr(module, name)  # some modules load on first use
 
     def below(kind: type[BaseException]) -> Iterator[type[BaseException]]:
         yield kind

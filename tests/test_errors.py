@@ -55,7 +55,7 @@ Unknown, Server, User = RequestErrorCategory
 
 @dataclass
 class ForeignRequest:
-    """Looks like a request of another HTTP library, and cannot be pickled."""
+    """Like a request of another HTTP library; cannot be pickled."""
 
     method: str = "POST"
     url: str = "http://service/api/v1/asample"
@@ -83,7 +83,7 @@ STATUS_CLASSES = [cls for cls in CLASSES if issubclass(cls, APIStatusError) and 
 
 
 def made(cls: type[TinkerError]) -> TinkerError:
-    """An instance with everything set that its constructor can set."""
+    """An instance with every argument of its constructor given."""
     if issubclass(cls, APIStatusError):
         return cls(
             "no",
@@ -115,7 +115,7 @@ def facts(error: TinkerError) -> dict[str, Any]:
 
 
 def drawn_tree() -> dict[str, tuple[str | None, str | None]]:
-    """What the docstring draws: each name, with its parent and the other base in parentheses."""
+    """The tree in the docstring: each name with its parent and the other base class in parentheses."""
     drawn: dict[str, tuple[str | None, str | None]] = {}
     above: dict[int, str] = {}
     for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ def drawn_tree() -> dict[str, tuple[str | None, str | None]]:
     return drawn
 
 
-def test_docstring_draws_the_tree_as_it_is():
+def test_docstring_shows_the_actual_tree():
     real: dict[str, tuple[str | None, str | None]] = {
         "TinkerError": (None, None),
         "ExperimentalWarning": (None, "FutureWarning"),
@@ -158,14 +158,14 @@ def test_docstring_names_the_status_of(cls):
         (418, APIStatusError),
     ],
 )
-def test_status_picks_its_class(status, cls):
+def test_status_selects_the_error_class(status, cls):
     assert status_error_class(status) is cls
 
 
 # -- construction --------------------------------------------------------------------------------
 
 
-def test_status_error_takes_what_the_official_constructor_takes():
+def test_status_error_has_the_official_constructor():
     error = BadRequestError(
         "bad", response=ForeignResponse(400, {"x-request-id": "r"}), body={"detail": "bad"}
     )
@@ -176,13 +176,13 @@ def test_status_error_takes_what_the_official_constructor_takes():
     assert str(error) == "bad (status 400)"
 
 
-def test_status_error_without_response_stands_for_its_class():
+def test_status_error_without_response_uses_the_status_of_its_class():
     assert NotFoundError("gone").status_code == 404
     assert APIStatusError("odd").status_code is None
     assert str(APIStatusError("odd")) == "odd"
 
 
-def test_own_response_brings_its_request():
+def test_error_takes_the_request_from_its_response():
     request = HTTPRequest("GET", "http://service/x")
     error = NotFoundError("no", HTTPResponse(404, {}, request))
     assert error.request is request
@@ -200,7 +200,7 @@ def test_request_failed_takes_its_arguments_by_position():
     assert (error.message, error.request_id, error.category) == ("no", "r", User)
 
 
-def test_refusals_are_value_errors_that_name_their_field():
+def test_input_errors_are_value_errors_and_name_their_field():
     for error in (InvalidInputError("is odd", field="count"), DecodeError("is odd", field="count")):
         assert isinstance(error, ValueError)
         assert error.field == "count"
@@ -228,7 +228,7 @@ def test_copying_keeps_class_and_facts(cls):
         assert facts(again) == facts(error)
 
 
-def test_foreign_http_objects_cross_a_process_border_as_their_facts():
+def test_http_objects_of_other_libraries_are_pickled_as_plain_facts():
     error = BadRequestError("bad", response=ForeignResponse(400, {"x-request-id": "r"}))
     again = pickle.loads(pickle.dumps(error))
     request = HTTPRequest("POST", "http://service/api/v1/asample")
@@ -287,7 +287,7 @@ def test_user_error_and_retryable(error, user_error, retryable):
 
 
 @pytest.mark.parametrize("status", [*range(400, 600)])
-def test_only_a_callers_own_fault_is_pointless_to_retry(status):
+def test_only_user_errors_are_not_retryable(status):
     error = status_error_class(status)("no", HTTPResponse(status))
     own_fault = status < 500 and status not in {408, 410, 429}
     assert error.user_error is own_fault
@@ -313,7 +313,7 @@ def test_category_without_a_status_is_unknown():
     assert RequestErrorCategory.of_status(None) is Unknown
 
 
-def test_retry_after_is_also_told_in_milliseconds():
+def test_retry_after_is_also_available_in_milliseconds():
     assert RateLimitError("wait", retry_after=1.25).retry_after_ms == 1250
     assert RateLimitError("wait").retry_after_ms is None
 
@@ -330,7 +330,7 @@ def received(status: int, headers: dict[str, str], body: dict[str, Any]) -> APIS
 @pytest.mark.parametrize("category", RequestErrorCategory)
 @pytest.mark.parametrize("wait", [None, 0.0, 1.5])
 @pytest.mark.parametrize("cls", [*STATUS_CLASSES, APIStatusError])
-def test_status_errors_arrive_as_they_were_sent(cls, wait, category):
+def test_status_errors_round_trip(cls, wait, category):
     headers = {"x-request-id": "r-9"}
     sent = cls(
         "why not",
@@ -358,7 +358,7 @@ def test_status_errors_arrive_as_they_were_sent(cls, wait, category):
         (TinkerError("no"), 500, Server),
     ],
 )
-def test_other_errors_are_answered_with_the_status_of_their_kind(error, status, category):
+def test_other_errors_have_a_status_by_class(error, status, category):
     code, _, body = response_from_error(error)
     assert (code, body["detail"]) == (status, error.message)
     assert body["category"] == category.value
@@ -380,7 +380,7 @@ def test_other_errors_are_answered_with_the_status_of_their_kind(error, status, 
         (b"[1]", "The service answered 400 without a reason."),
     ],
 )
-def test_message_is_found_wherever_services_put_it(body, message):
+def test_message_is_found_in_every_known_body_format(body, message):
     assert error_from_response(400, {}, body, HTTPRequest(), now=NOW).message == message
 
 
@@ -424,7 +424,7 @@ def test_retry_after(headers, seconds):
     assert retry_after(headers, NOW) == seconds
 
 
-def test_a_retry_date_without_zone_is_utc_wherever_the_client_is(monkeypatch):
+def test_retry_date_without_zone_is_utc_in_every_local_time_zone(monkeypatch):
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
@@ -435,7 +435,7 @@ def test_a_retry_date_without_zone_is_utc_wherever_the_client_is(monkeypatch):
 
 
 @given(st.text(max_size=30))
-def test_no_retry_header_is_an_error(text):
+def test_invalid_retry_header_does_not_raise(text):
     assert isinstance(retry_after({"retry-after": text}, NOW), float | None)
 
 
@@ -449,7 +449,7 @@ def test_http_dates_are_read_to_the_second(when):
 
 
 @pytest.mark.parametrize("category", RequestErrorCategory)
-def test_failed_work_arrives_as_it_was_reported(category):
+def test_failed_operation_round_trips(category):
     failed = RequestFailedError("out of memory", "r", category)
     got = failure_from_body(failure_body(failed), "r")
     assert (got.message, got.request_id, got.category) == ("out of memory", "r", category)
@@ -465,7 +465,7 @@ def test_failed_work_arrives_as_it_was_reported(category):
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", Server),
     ],
 )
-def test_any_exception_of_a_worker_becomes_failed_work(error, message, category):
+def test_any_exception_of_a_worker_becomes_a_failed_operation(error, message, category):
     got = failure_from_body(failure_body(error), None)
     assert (got.message, got.category) == (message, category)
 
@@ -480,7 +480,7 @@ def test_any_exception_of_a_worker_becomes_failed_work(error, message, category)
         ({"error": None}, "The service gave no reason.", Unknown),
     ],
 )
-def test_failed_work_is_read_in_every_form_services_write(body, message, category):
+def test_failed_operation_is_read_in_every_known_body_format(body, message, category):
     got = failure_from_body(body, None)
     assert (got.message, got.category) == (message, category)
 
@@ -499,7 +499,7 @@ def test_failed_work_is_read_in_every_form_services_write(body, message, categor
         (errors.ClientClosedError("no"), "validation"),
     ],
 )
-def test_every_error_says_what_type_it_is(error, kind):
+def test_every_error_has_a_type(error, kind):
     assert error.type == kind
     assert pickle.loads(pickle.dumps(error)).type == kind
 

@@ -1,4 +1,4 @@
-"""Every example runs as it stands against a real service and asserts its own outcome; so does the notebook."""
+"""Every example and the notebook run unchanged against a real service and check their own results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTEBOOK = EXAMPLES / "first_look.ipynb"
 
 
 def run(example: Path, url: str, api_key: str, output: Path) -> None:
-    """What `python example --base-url URL` does, in a process of its own that is already there."""
+    """Run an example like `python example --base-url URL`, inside a prepared process."""
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -31,14 +31,14 @@ def run(example: Path, url: str, api_key: str, output: Path) -> None:
 
 
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> argparse.Namespace:
-    """What `parsed` of the examples makes of a command line."""
+    """The options that `parsed` of the examples reads from a command line."""
     monkeypatch.setattr(sys, "argv", ["example.py", *arguments])
     shared = runpy.run_path(str(EXAMPLES / "_shared.py"))
     options: argparse.Namespace = shared["parsed"](None, prompt="hi", max_tokens=4, temperature=0.7)
     return options
 
 
-def test_options_of_examples_are_taken_from_the_environment(monkeypatch):
+def test_examples_read_options_from_the_environment(monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", "http://elsewhere:1")
     monkeypatch.setenv("TINKER_BASE_MODEL", "some/model")
     monkeypatch.setenv("TINKER_MAX_TOKENS", "9")
@@ -50,7 +50,7 @@ def test_options_of_examples_are_taken_from_the_environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Makes processes that need not import what takes seconds to import."""
+    """Creates processes that have imported the slow modules already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -64,7 +64,7 @@ def processes():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_does_what_it_says(name, processes, tinkex_tiny, tmp_path):
+def test_example_runs_and_its_assertions_hold(name, processes, tinkex_tiny, tmp_path):
     output = tmp_path / "output"
     arguments = (EXAMPLES / f"{name}.py", tinkex_tiny.url, tinkex_tiny.api_key, output)
     process = processes.Process(target=run, args=arguments)
@@ -84,7 +84,7 @@ def run_all(tinkex_tiny, *names: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_run_all_runs_what_it_is_told(tinkex_tiny):
+def test_run_all_runs_only_the_named_examples(tinkex_tiny):
     done = run_all(tinkex_tiny, "heartbeat_probe", "file_upload")
     assert done.returncode == 0, done.stderr
     assert re.search(r"1/2 heartbeat_probe\n(?s:.+)2/2 file_upload\n(?s:.+)All 2 done", done.stdout)
@@ -110,7 +110,7 @@ def test_the_notebook_runs(tinkex_tiny, tmp_path):
     executed = tmp_path / "executed"
     done = subprocess.run(
         [sys.executable, "-m", "jupyter", "execute", NOTEBOOK, "--output", executed],
-        # Where `local` finds a service that runs already.
+        # `local` finds the running service here.
         env=os.environ | {"TINKEX_DATA_DIR": str(tinkex_tiny.data_dir)},
         capture_output=True,
         text=True,
@@ -120,12 +120,12 @@ def test_the_notebook_runs(tinkex_tiny, tmp_path):
     assert pictures(executed.with_suffix(".ipynb")) == pictures(NOTEBOOK) == 3
 
 
-def test_the_notebook_is_small_enough_to_look_at():
+def test_notebook_is_small():
     assert NOTEBOOK.stat().st_size < 300_000
 
 
 def pictures(notebook: Path) -> int:
-    """How many a reader sees without running anything."""
+    """The number of pictures stored in the notebook."""
     cells = json.loads(notebook.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     return sum("image/png" in output.get("data", {}) for output in outputs)

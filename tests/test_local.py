@@ -1,4 +1,4 @@
-"""A service of one's own: shared by all who use its data, gone with the last of them, however that went."""
+"""The local service: shared by all clients of a data directory, stopped after the last one ends or is killed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ pytestmark = [
     pytest.mark.skipif(
         not hasattr(os, "pidfd_open"), reason="waiting for a process of others needs Linux"
     ),
-    # The service outlives the call that starts it, and may outlive the client.
+    # The service outlives the call that starts it and may outlive the client.
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
 ]
 
 MODEL = "tinkex/tiny"
-SECONDS = 60  # much more than anything here takes; nothing is measured
+SECONDS = 60  # a generous limit; no time is measured
 
 
 class Watched:
-    """The process that serves a data directory, from outside."""
+    """The process of the service on a data directory."""
 
     def __init__(self, data_dir):
         self.pid = json.loads((data_dir / "service.json").read_text())["pid"]
@@ -47,7 +47,7 @@ class Watched:
         return not select.select([self._handle], [], [], 0)[0]
 
     def ended(self):
-        """Wait for its end."""
+        """Wait until the process ends."""
         return bool(select.select([self._handle], [], [], SECONDS)[0])
 
 
@@ -56,7 +56,7 @@ def local(data_dir, **options):
 
 
 def train(client, name=MODEL):
-    """One step; the loss before it."""
+    """Train one step; return the loss before it."""
     training = client.create_lora_training_client(name, rank=4)
     datum = types.Datum(types.ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7]})
     result = training.forward_backward([datum], "cross_entropy").result()
@@ -70,7 +70,7 @@ def test_two_clients_of_one_data_directory_share_a_service_until_both_are_closed
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path))
     first = local(tmp_path)
     with Watched(tmp_path) as process:
-        # The default data directory is the one in the environment, and what serves it is there already.
+        # The environment names the default data directory, on which a service already runs.
         second = tinkex.ServiceClient(base_url="local")
         assert train(first) > 0
         assert train(second) > 0
@@ -79,16 +79,14 @@ def test_two_clients_of_one_data_directory_share_a_service_until_both_are_closed
         assert json.loads((tmp_path / "service.json").read_text())["url"] == first.url
         first.close().result(SECONDS)
         third.close().result(SECONDS)
-        assert train(second) > 0  # it holds on
+        assert train(second) > 0  # the service is still running
         assert process.alive
         second.close().result(SECONDS)
         assert process.ended()
     assert not (tmp_path / "service.json").exists()
 
 
-def test_a_process_that_means_the_local_service_is_not_warned_of_its_address(
-    tmp_path, monkeypatch, caplog
-):
+def test_local_base_url_as_process_default_logs_no_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path))
     with local(tmp_path):
         tinkex.set_defaults(base_url="local")
@@ -100,7 +98,7 @@ def test_a_process_that_means_the_local_service_is_not_warned_of_its_address(
     assert "process default" not in caplog.text
 
 
-def test_the_next_one_finds_what_the_last_one_left(tmp_path):
+def test_next_service_finds_the_data_of_the_previous_one(tmp_path):
     with local(tmp_path) as client:
         training = client.create_lora_training_client(MODEL, rank=4)
         path = training.save_state("kept").result().path
@@ -116,13 +114,13 @@ def test_the_next_one_finds_what_the_last_one_left(tmp_path):
 SCRIPT = """
 import sys, tinkex
 client = tinkex.local(engine="fake", data_dir=sys.argv[1])
-for _ in sys.stdin:  # whenever it is told to, until it is told no more
+for _ in sys.stdin:  # one step per line of input
     print(client.get_server_capabilities(), flush=True)
 """
 
 
 class Script:
-    """A program of somebody else that uses the data directory."""
+    """Another program that uses the data directory."""
 
     def __init__(self, data_dir):
         self.process = subprocess.Popen(
@@ -152,32 +150,30 @@ class Script:
         self.process.wait(SECONDS)
 
 
-def test_a_service_outlives_all_its_scripts_but_the_last_however_they_end(tmp_path):
+def test_service_runs_until_its_last_script_ends_or_is_killed(tmp_path):
     with Script(tmp_path) as first:
         assert first.works()
         with Watched(tmp_path) as process, Script(tmp_path) as second:
             assert second.works()
-            first.end(
-                signal.SIGINT
-            )  # Ctrl-C is for the script that started the service, not for that
+            first.end(signal.SIGINT)  # Ctrl-C reaches the script, not the service it started
             assert second.works()
             assert process.alive
             second.end(signal.SIGKILL)
             assert process.ended()
 
 
-def test_a_data_directory_in_use_by_a_service_of_others_is_shared_and_left_alone(tmp_path):
+def test_service_started_by_others_is_shared_and_not_stopped(tmp_path):
     with service("fake", data_dir=tmp_path) as running:
         for _ in range(2):
             with tinkex.local(data_dir=tmp_path) as client:
                 assert client.url == running.url
                 assert train(client) > 0
-        with running.client() as client:  # it is still there
+        with running.client() as client:  # the service still runs
             assert train(client) > 0
 
 
-def test_who_looks_whether_a_directory_is_free_keeps_no_service_out(tmp_path):
-    """Two scripts that start at one time look at the same lock."""
+def test_probing_the_lock_does_not_block_a_starting_service(tmp_path):
+    """Two scripts that start at the same time test the same lock."""
     looking = threading.Event()
     looking.set()
 
@@ -196,12 +192,12 @@ def test_who_looks_whether_a_directory_is_free_keeps_no_service_out(tmp_path):
         others.join()
 
 
-def test_a_service_that_was_killed_is_followed_by_another(tmp_path):
+def test_new_service_starts_after_the_old_one_was_killed(tmp_path):
     client = local(tmp_path)
     with Watched(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert process.ended()
     client.service.close()
-    assert (tmp_path / "service.json").exists()  # nobody was left to remove it
+    assert (tmp_path / "service.json").exists()  # the killed service could not remove it
     with local(tmp_path, timeout=5) as client:
         assert train(client) > 0

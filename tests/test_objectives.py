@@ -40,7 +40,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_a_completion_counts_where_it_predicts_the_answer():
+def test_completion_has_weight_only_on_the_answer():
     made = completion([1, 2, 3], [4, 5])
     assert made.model_input.to_ints() == [1, 2, 3, 4]
     assert made.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4, 5]
@@ -49,14 +49,14 @@ def test_a_completion_counts_where_it_predicts_the_answer():
         completion([], [1])
 
 
-def test_cross_entropy_is_the_services():
+def test_cross_entropy_equals_that_of_the_service():
     loss, metrics = objectives.cross_entropy(PAIR, leaves(*LOGPROBS))
     assert (loss.item(), metrics) == (4.5, {})
     unweighted, _ = objectives.cross_entropy([datum(2)], leaves([-1.0, -2.0]))
     assert unweighted.item() == 3
 
 
-def test_a_weight_of_zero_hides_what_is_infinite():
+def test_weight_of_zero_masks_infinite_values():
     at = leaves([-math.inf, -0.5, -1.5])
     loss, _ = objectives.cross_entropy([CHOSEN], at)
     (gradient,) = torch.autograd.grad(loss, at)
@@ -118,8 +118,8 @@ def test_reinforce():
     assert gradient.tolist() == pytest.approx([0, -2 + 0.05, 1 + 0.05])
 
 
-def test_the_pull_to_the_reference_has_the_gradient_of_the_divergence():
-    """Weighted by their probabilities, all tokens together: the expectation over samples."""
+def test_kl_penalty_has_the_gradient_of_the_divergence():
+    """The sum over all tokens, weighted by their probabilities, is the expectation over samples."""
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, generator=random).requires_grad_()
     reference = torch.randn(5, dtype=torch.float64, generator=random).log_softmax(-1)
@@ -132,11 +132,11 @@ def test_the_pull_to_the_reference_has_the_gradient_of_the_divergence():
 
 
 @pytest.mark.parametrize("make", [objectives.dpo, objectives.simpo, objectives.orpo])
-def test_gradients_are_those_of_finite_differences(make):
+def test_gradients_match_finite_differences(make):
     assert torch.autograd.gradcheck(lambda *at: make()(PAIR, list(at))[0], leaves(*LOGPROBS))
 
 
-def test_what_is_missing_is_named():
+def test_error_names_the_missing_field():
     with pytest.raises(InvalidInputError, match=r"data\.0\.loss_fn_inputs\.reference_logprobs"):
         objectives.dpo()([datum(2), datum(2)], leaves([-1.0, -1.0], [-1.0, -1.0]))
     with pytest.raises(InvalidInputError, match="pairs"):
@@ -175,14 +175,14 @@ def test_references_need_next_tokens_as_targets(server, service):
             with_reference([completion([1], [2]), bad], sampler)
 
 
-def test_a_reference_that_does_not_fit_is_the_services_fault(server, service):
+def test_reference_of_wrong_length_is_a_response_error(server, service):
     server.on(SAMPLE, sampled(7, prompt_logprobs=[None, -1.0]))
     with pytest.raises(APIResponseValidationError, match="1 logprobs for a sequence of 3"):
         with_reference([completion([1, 2], [3])], new_sampler(service()))
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
-def test_a_negative_pull_to_the_reference_is_refused(wrong):
+def test_negative_kl_coef_is_refused(wrong):
     with pytest.raises(InvalidInputError) as refused:
         objectives.reinforce(kl_coef=wrong)
     assert refused.value.field == "kl_coef"

@@ -1,4 +1,4 @@
-"""Nothing that the official package offers its users goes missing here, or is called differently.
+"""Every public name of the official package exists here, with the same parameters.
 
 `test_public_api` compares the types; here are the clients and what comes with them. Ours may take more
 arguments, by keyword, and may give a default where the official signature has none.
@@ -22,7 +22,7 @@ from tinkex import compat
 OFFICIAL = json.loads((Path(__file__).parent / "data" / "official_api.json").read_text())
 CLASSES: dict[str, dict[str, Any]] = OFFICIAL["classes"]
 
-#: What is not here yet, and why. An entry that is no longer needed fails.
+#: Names that are missing, and why. An entry that is no longer needed fails.
 #: Defaults that differ, and why.
 OTHER_DEFAULT = {
     "RetryConfig.retryable_exceptions": "the official ones include classes of its HTTP library",
@@ -31,7 +31,7 @@ OTHER_DEFAULT = {
         "the official one is a class of its HTTP library",
     ),
 }
-#: Parameters only ours has that can be given by position, and why.
+#: Positional parameters that only tinkex has, and why.
 ALSO_BY_POSITION = {"APITimeoutError.message": "where its parent, APIConnectionError, has it"}
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
 EXCEPTIONS = [name for name, entry in CLASSES.items() if entry["kind"] == "exception"]
@@ -48,7 +48,7 @@ def ours(name: str) -> Any:
 def differences(
     where: str, function: Callable[..., Any], official: Mapping[str, str | None]
 ) -> list[str]:
-    """What a caller who knows only the official signature could stumble over."""
+    """Differences that break a caller who knows only the official signature."""
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -94,9 +94,9 @@ def test_root_names():
 @pytest.mark.parametrize("name", PRESENT)
 def test_constructors(name):
     if name in EXCEPTIONS and not CLASSES[name]["parameters"]:
-        return  # an exception without a constructor of its own takes whatever it is given
+        return  # an exception without its own constructor takes any arguments
     if name in {"APIFuture", "QueueState", "RequestOptions"}:
-        return  # never constructed by callers; a mapping
+        return  # a mapping, never constructed by callers
     assert differences(name, ours(name), CLASSES[name]["parameters"]) == []
 
 
@@ -131,21 +131,21 @@ def test_members(name):
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_exceptions_descend_from_what_callers_catch(name):
+def test_exceptions_have_the_official_base_classes(name):
     parents = [cls.__name__ for cls in ours(name).__mro__[1:]]
     kept = [parent for parent in parents if parent in CLASSES[name]["parents"]]
     assert kept == CLASSES[name]["parents"]
 
 
 @pytest.mark.parametrize("name", ["TrainingClient", "SamplingClient"])
-def test_clients_that_tools_wrap_have_no_other_coroutine_methods(name):
+def test_clients_have_only_the_official_coroutine_methods(name):
     listed = inspect.getmembers(ours(name), inspect.iscoroutinefunction)
     public = {method for method, _ in listed if not method.startswith("_")}
     assert public == {method for method in CLASSES[name]["methods"] if method.endswith("_async")}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_async_methods_take_what_their_plain_twins_take(name):
+def test_async_methods_have_the_parameters_of_their_twins(name):
     cls = ours(name)
     for method, function in inspect.getmembers(cls, inspect.iscoroutinefunction):
         plain = getattr(cls, method.removesuffix("_async"), None)

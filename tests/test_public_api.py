@@ -1,4 +1,4 @@
-"""What users and the official package's users may rely on: names, fields, parameters, import costs."""
+"""The public API, compared with the official package: names, fields, parameters, import costs."""
 
 import ast
 import dataclasses
@@ -42,7 +42,7 @@ def test_other_root_names_are_attribute_errors():
     assert not hasattr(tinkex, "import_module_")
 
 
-def test_root_names_are_the_objects_of_their_home():
+def test_root_names_are_the_same_objects_as_in_their_modules():
     for name, home in tinkex._HOME.items():
         assert getattr(tinkex, name) is getattr(importlib.import_module(home, "tinkex"), name)
 
@@ -96,7 +96,7 @@ def test_every_type_is_exported_from_types():
             assert exported - inner <= set(types.__all__), module.name
 
 
-# -- what an import costs ------------------------------------------------------------------------
+# -- import costs --------------------------------------------------------------------------------
 
 HEAVY = {"torch", "transformers", "fastapi", "starlette", "sqlalchemy", "rich", "numpy", "pydantic"}
 
@@ -133,14 +133,14 @@ def test_importing_the_codecs_loads_no_model_or_http_library():
 
 TYPES: dict[str, dict[str, Any]] = OFFICIAL["types"]
 
-# Where a name means something else here, and why.
+# Names that mean something else here, and why.
 OTHER_KIND = {
     "OptimizerConfig": "a class here, the common base of the configs, which also holds unknown ones; "
     "officially the union of the same classes",
     "ModelID": "an alias of str in both; the official description shows the class behind it",
     "RequestID": "an alias of str in both; the official description shows the class behind it",
 }
-# Fields that are required officially and not here, and why.
+# Fields that the official package requires and tinkex does not, and why.
 OPTIONAL_HERE = {
     "CreateSessionRequest.user_metadata": "None is what callers without metadata write",
     "LoadWeightsRequest.optimizer": "False is what load_state means",
@@ -158,7 +158,7 @@ OPTIONAL_HERE = {
     "TelemetryBatch.process_uuid": "clients before 0.24 do not send it",
     "TelemetrySendRequest.process_uuid": "clients before 0.24 do not send it",
 }
-# Fields only we have, and why.
+# Fields that only tinkex has, and why.
 ADDED_HERE = {
     "ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24",
     "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
@@ -168,7 +168,7 @@ ADDED_HERE = {
     "SupportedModel.model_id": "other services say it",
     "SupportedModel.arch": "other services say it",
 }
-# Methods that are not there, and why.
+# Methods that are missing, and why.
 OTHER_METHODS = dict.fromkeys(
     [
         *["ImageChunk.serialize_data", "ImageChunk.validate_data"],
@@ -201,7 +201,7 @@ def test_models_have_the_official_fields(name):
 
 
 @of_kind("pydantic")
-def test_models_require_what_is_required_officially(name):
+def test_models_have_the_official_required_fields(name):
     for field, default in TYPES[name]["fields"].items():
         required = default is None and f"{name}.{field}" not in OPTIONAL_HERE
         assert getattr(types, name).model_fields[field].is_required() == required, field
@@ -215,12 +215,12 @@ def test_models_have_the_official_defaults(name):
             assert repr(ours.get_default(call_default_factory=True)) == default, field
 
 
-#: Officially a misspelt parameter is dropped, and the sample is drawn with the default; here it is refused.
+#: The official package drops a misspelt parameter and samples with the default; tinkex refuses it.
 STRICTER = {"SamplingParams"}
 
 
 @of_kind("pydantic")
-def test_models_treat_unknown_fields_as_officially(name):
+def test_models_treat_unknown_fields_like_the_official_ones(name):
     expected = "forbid" if name in STRICTER else TYPES[name]["extra"]
     assert getattr(types, name).model_config["extra"] == expected
 
@@ -261,7 +261,7 @@ def test_types_have_the_official_properties(name):
 
 
 def complaints(function: Any, official: dict[str, str | None]) -> list[str]:
-    """What a caller who knows only the official signature could stumble over."""
+    """Differences that break a caller who knows only the official signature."""
     ours = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -314,7 +314,7 @@ def test_types_have_the_official_methods(name, method):
 # -- the official package's other classes --------------------------------------------------------
 
 CLASSES: dict[str, dict[str, Any]] = OFFICIAL["classes"]
-# Names of `tinker` that `tinkex` may lack, and why. An entry costs nothing once the name is there.
+# Names of `tinker` that `tinkex` may lack, and why. An entry is harmless once the name exists.
 MAY_BE_MISSING = {
     **dict.fromkeys(
         ["LossHandle", "PerDatumLossFn", "RequestOptions", "Timeout", "auth"],
@@ -324,7 +324,7 @@ MAY_BE_MISSING = {
 }
 EXCEPTIONS = [name for name, entry in CLASSES.items() if entry["kind"] == "exception"]
 PRESENT = [name for name in CLASSES if name in tinkex.__all__ and name not in EXCEPTIONS]
-# Made by the clients, never by callers: only their methods are for everyone.
+# Created by the clients, never by callers: only their methods are public.
 NOT_CONSTRUCTED = {
     "TrainingClient",
     "SamplingClient",

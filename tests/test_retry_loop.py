@@ -39,11 +39,11 @@ def test_exponential_never_overflows():
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.999])
-def test_full_jitter_is_never_zero_and_never_more(chance):
+def test_full_jitter_is_above_zero_and_at_most_the_wait(chance):
     assert 0 < full_jitter(4.0, chance) <= 4.0
 
 
-def test_every_asks_until_the_answer_is_there_and_believes_every_error():
+def test_every_polls_until_the_result_is_ready_and_raises_other_errors():
     clock, answers = FakeClock(), [NotYetError(), NotYetError(), "ready"]
 
     async def once(attempt: int) -> str:
@@ -79,7 +79,7 @@ def test_blocking_code_cannot_wait_for_an_event_loop():
         run_blocking(asyncio.sleep(1))
 
 
-#: Periodic work and waits that are not retries: heartbeats, rounds of telemetry, budgets, progress bars.
+#: Modules with periodic work or waits that are not retries: heartbeats, telemetry rounds, budgets, progress bars.
 PERIODIC = {
     "_client/heartbeat.py",
     "_client/session.py",

@@ -1,4 +1,4 @@
-"""The fixtures that users get: in a test file of their own, with nothing but tinkex installed."""
+"""The pytest fixtures for users, in a separate test file with only tinkex installed."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_the_tiny_service(pytester):
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
-def test_the_plugin_is_there_without_being_named(pytester):
+def test_plugin_is_loaded_automatically(pytester):
     listed = pytester.runpytest_inprocess("--fixtures", "-q")
     listed.stdout.fnmatch_lines(["tinkex_fake*", "tinkex_tiny*"])

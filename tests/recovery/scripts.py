@@ -17,7 +17,7 @@ ENABLED = RecoveryPolicy(enabled=True)
 
 
 def run(*, corrupted: bool = True, checkpoint: str | None = PATH, **more: Any) -> Answer:
-    """What the service says of the run."""
+    """The service's description of the run."""
     saved = {
         "checkpoint_id": "weights/auto-000040",
         "checkpoint_type": "training",
@@ -39,6 +39,6 @@ def run(*, corrupted: bool = True, checkpoint: str | None = PATH, **more: Any) -
 
 
 def answer_restoring(server: ScriptedServer) -> None:
-    """Let checkpoints be loaded into new models."""
+    """Script the answers for loading checkpoints into new models."""
     flags(server, create_model_via_load_weights=True)
     server.on(LOAD, Answer({"path": PATH, "model_id": NEW}))

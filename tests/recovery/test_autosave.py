@@ -38,10 +38,10 @@ def saved(server) -> list[str]:
     return [request.json["path"] for request in server.asked(SAVE)]
 
 
-def test_state_is_saved_every_so_many_steps_right_after_the_step(server, trainer):
+def test_state_is_saved_right_after_every_nth_step(server, trainer):
     with AutoCheckpoint(trainer, every_steps=2) as auto:
         for _ in range(5):
-            trainer.optim_step()  # nothing is waited for
+            trainer.optim_step()  # without waiting for results
         server.wait_for(STEP, 5)
     assert auto.step == 5
     assert saved(server)[0] == "auto-000002"
@@ -49,7 +49,7 @@ def test_state_is_saved_every_so_many_steps_right_after_the_step(server, trainer
     assert seq_of(server.asked(SAVE)[0]) == 3
 
 
-def test_the_last_checkpoint_is_known(trainer):
+def test_last_returns_the_newest_checkpoint(trainer):
     with AutoCheckpoint(trainer, every_steps=1, name="mine", first_step=40) as auto:
         assert auto.last is None
         steps(trainer, 1)
@@ -57,7 +57,7 @@ def test_the_last_checkpoint_is_known(trainer):
     assert auto.last == Saved(path("mine-000041"), 41)
 
 
-def test_state_is_saved_every_so_many_seconds(server, trainer, clock):
+def test_state_is_saved_at_time_intervals(server, trainer, clock):
     with AutoCheckpoint(trainer, every_seconds=5) as auto:
         for _ in range(6):
             clock.now += 2
@@ -66,7 +66,7 @@ def test_state_is_saved_every_so_many_seconds(server, trainer, clock):
     assert saved(server) == ["auto-000003", "auto-000006"]
 
 
-def test_without_a_word_that_is_every_ten_minutes(server, trainer, clock):
+def test_default_interval_is_ten_minutes(server, trainer, clock):
     with AutoCheckpoint(trainer):
         clock.now += 599
         steps(trainer, 1)
@@ -75,7 +75,7 @@ def test_without_a_word_that_is_every_ten_minutes(server, trainer, clock):
     assert saved(server) == ["auto-000002"]
 
 
-def test_only_the_newest_are_kept(server, trainer):
+def test_only_the_newest_checkpoints_are_kept(server, trainer):
     for number in range(1, 6):
         server.on(f"{DELETE}auto-{number:06d}", Answer({}))
     with AutoCheckpoint(trainer, every_steps=1, keep=2) as auto:
@@ -95,7 +95,7 @@ def test_saving_the_same_step_twice_keeps_it(server, trainer):
     assert [each for each in server.requests if each.method == "DELETE"] == []
 
 
-def test_a_save_that_fails_is_said_and_tried_again_when_it_is_due(server, trainer, caplog):
+def test_failed_save_is_logged_and_retried_at_the_next_interval(server, trainer, caplog):
     server.on(SAVE, promise(), save)
     server.on_future("r-1", failed("the disk is full", "server"))
     with AutoCheckpoint(trainer, every_steps=2) as auto:
@@ -107,7 +107,7 @@ def test_a_save_that_fails_is_said_and_tried_again_when_it_is_due(server, traine
     assert "s-1:train:0 was not saved after step 2: the disk is full" in caplog.text
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_left_there(trainer, caplog):
+def test_failed_deletion_of_a_checkpoint_is_logged(trainer, caplog):
     with AutoCheckpoint(trainer, every_steps=1, keep=1) as auto:
         for _ in range(2):
             steps(trainer, 1)
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_left_there(trainer, caplog):
     assert "auto-000001 could not be deleted" in caplog.text
 
 
-def test_one_save_is_under_way_at_a_time_and_training_goes_on(server, trainer):
+def test_one_save_is_in_flight_at_a_time_and_training_continues(server, trainer):
     hold = threading.Event()
     server.on(SAVE, Answer({"path": path("auto-000001")}, wait_for=hold), save)
     with AutoCheckpoint(trainer, every_steps=1) as auto:
@@ -130,7 +130,7 @@ def test_one_save_is_under_way_at_a_time_and_training_goes_on(server, trainer):
     assert saved(server) == ["auto-000001", "auto-000004"]
 
 
-def test_a_block_that_fails_does_not_wait(server, trainer):
+def test_block_that_raises_does_not_wait_for_the_save(server, trainer):
     server.on(SAVE, Answer({}, wait_for=threading.Event()))
     with contextlib.suppress(KeyboardInterrupt), AutoCheckpoint(trainer, every_steps=1):
         trainer.optim_step()
@@ -156,7 +156,7 @@ def test_after_the_block_nothing_is_saved(server, trainer):
         ("first_step", -1),
     ],
 )
-def test_what_cannot_be_is_refused(trainer, field, value):
+def test_invalid_arguments_are_refused(trainer, field, value):
     with pytest.raises(InvalidInputError) as refused:
         AutoCheckpoint(trainer, **{field: value})
     assert refused.value.field == field

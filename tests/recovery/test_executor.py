@@ -29,7 +29,7 @@ def loaded(server):
     return [request.json["path"] for request in server.asked(LOAD)]
 
 
-def test_a_run_goes_on_from_its_last_checkpoint_with_its_optimizer(server, service, heard):
+def test_run_is_restored_from_its_last_checkpoint_with_its_optimizer(server, service, heard):
     answer_restoring(server)
     server.on(ASK, run(user_metadata={"a": "b"}))
     events = heard(RecoveryEvent)
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_its_optimizer(server, servi
     assert events[-1].client is restored.client
 
 
-def test_the_optimizer_may_begin_anew(server, service):
+def test_optimizer_state_can_be_left_out(server, service):
     answer_restoring(server)
     server.on(ASK, run())
     recover(service(), policy={"enabled": True, "restore_optimizer": False})
@@ -63,21 +63,21 @@ def test_the_optimizer_may_begin_anew(server, service):
         Checkpoint.model_validate(run(checkpoint=OTHER).body["last_checkpoint"]),
     ],
 )
-def test_a_checkpoint_that_is_given_is_taken_without_asking(server, service, given):
+def test_given_checkpoint_is_used_without_a_request(server, service, given):
     answer_restoring(server)
     recover(service(), last_checkpoint=given)
     assert loaded(server) == [OTHER]
     assert server.asked(ASK) == []
 
 
-def test_a_run_that_is_known_is_not_asked_for(server, service):
+def test_known_run_is_not_requested_again(server, service):
     answer_restoring(server)
     recover(service(), known=TrainingRun.model_validate(run().body))
     assert loaded(server) == [PATH]
     assert server.asked(ASK) == []
 
 
-def test_what_is_known_is_good_for_one_attempt(server, service):
+def test_known_run_is_used_only_for_the_first_attempt(server, service):
     answer_restoring(server)
     server.on(ASK, run(checkpoint=OTHER))
     server.on(LOAD, promise("gone"), Answer({"path": OTHER, "model_id": NEW}))
@@ -111,7 +111,7 @@ def test_without_a_checkpoint_it_fails_at_once(server, service, heard, strategy,
     assert told == [(RUN, error.value)]
 
 
-def test_failures_are_tried_again_with_growing_waits(server, service, clock, heard):
+def test_failures_are_retried_with_increasing_waits(server, service, clock, heard):
     answer_restoring(server)
     done = Answer({"path": PATH, "model_id": NEW})
     server.on(LOAD, promise(), promise(), done)
@@ -127,7 +127,7 @@ def test_failures_are_tried_again_with_growing_waits(server, service, clock, hea
     ]
 
 
-def test_after_the_last_attempt_it_is_given_up(server, service, heard):
+def test_recovery_gives_up_after_the_last_attempt(server, service, heard):
     answer_restoring(server)
     server.on(LOAD, promise())
     server.on_future("r-1", failed("torn"))
@@ -151,7 +151,7 @@ def test_the_callback_gets_both_clients_and_may_use_them(server, service):
     told = []
 
     def on_recovery(*what):
-        what[1].optim_step().result(10)  # on a thread where that is allowed
+        what[1].optim_step().result(10)  # callbacks run on a thread where blocking is allowed
         told.append(what)
 
     policy = RecoveryPolicy(enabled=True, on_recovery=on_recovery)
@@ -159,7 +159,7 @@ def test_the_callback_gets_both_clients_and_may_use_them(server, service):
     assert told == [(old, restored.client, PATH)]
 
 
-def test_a_callback_that_fails_harms_nothing(server, service, caplog):
+def test_failing_callback_does_not_affect_the_recovery(server, service, caplog):
     answer_restoring(server)
 
     def on_recovery(*_):
@@ -178,14 +178,14 @@ def test_the_policy_is_a_setting_of_the_client(server, service):
 
 
 @pytest.mark.parametrize("policy", [None, {}, RecoveryPolicy()])
-def test_nothing_is_restored_unless_that_is_enabled(server, service, policy):
+def test_nothing_is_restored_unless_recovery_is_enabled(server, service, policy):
     with pytest.raises(RecoveryError) as error:
         RecoveryExecutor().recover(RUN, service(), policy=policy)
     assert error.value.reason == "recovery_disabled"
     assert server.requests == []
 
 
-def test_a_run_is_restored_once_at_a_time(server, service):
+def test_run_cannot_be_restored_twice_at_the_same_time(server, service):
     answer_restoring(server)
     hold = threading.Event()
     server.on(ASK, Answer(run().body, wait_for=hold))
@@ -200,7 +200,7 @@ def test_a_run_is_restored_once_at_a_time(server, service):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_runs_are_restored_in_order_and_so_many_at_a_time(server, service, most):
+def test_runs_are_restored_in_order_and_at_most_max_concurrent_at_a_time(server, service, most):
     answer_restoring(server)
     runs = [f"s-0:train:{number}" for number in range(4)]
     holds = [threading.Event() for _ in runs]
@@ -216,7 +216,7 @@ def test_runs_are_restored_in_order_and_so_many_at_a_time(server, service, most)
         futures[number].result(10)
 
 
-def test_cancelling_makes_room_for_the_next(server, service):
+def test_cancelling_frees_a_slot_for_the_next_run(server, service):
     answer_restoring(server)
     server.on(ASK, Answer(run().body, wait_for=threading.Event()))
     client, executor = service(), RecoveryExecutor()
@@ -237,7 +237,7 @@ def test_a_closed_client_restores_nothing(service):
     assert executor.pending == ()
 
 
-def test_nobody_works_with_none():
+def test_max_concurrent_of_zero_is_refused():
     with pytest.raises(InvalidInputError, match="max_concurrent"):
         RecoveryExecutor(max_concurrent=0)
     assert tinkex.recovery.RecoveryExecutor is RecoveryExecutor

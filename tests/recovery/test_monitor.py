@@ -21,7 +21,7 @@ def monitor():
 
 
 def poll(server, clock, count):
-    """Let the clock run until the run has been asked for so often, thirty seconds each."""
+    """Advance the clock by thirty seconds at a time until the run has been requested `count` times."""
     for number in range(1, count + 1):
         server.wait_for(ASK, number)
         if number < count:
@@ -39,7 +39,7 @@ def test_a_healthy_run_is_left_alone(server, service, clock, monitor):
     assert not future.done()
 
 
-def test_a_corrupted_run_is_restored_and_watched_no_longer(server, service, clock, monitor, heard):
+def test_corrupted_run_is_restored_and_no_longer_watched(server, service, clock, monitor, heard):
     answer_restoring(server)
     server.on(ASK, run(corrupted=False), run())
     events = heard(RecoveryEvent)
@@ -52,10 +52,10 @@ def test_a_corrupted_run_is_restored_and_watched_no_longer(server, service, cloc
     assert (detected.run_id, detected.checkpoint) == (RUN, PATH)
     assert {event.metadata["why"] for event in events} == {"test"}
     assert [event.name for event in events][-1] == "tinkex.recovery.completed"
-    assert len(server.asked(ASK)) == 2  # what the monitor has heard is not asked for again
+    assert len(server.asked(ASK)) == 2  # the executor reuses the monitor's answer
 
 
-def test_a_poll_that_fails_is_told_and_the_run_is_kept(server, service, clock, monitor, heard):
+def test_failed_poll_emits_an_event_and_watching_continues(server, service, clock, monitor, heard):
     answer_restoring(server)
     server.on(ASK, Answer({"detail": "who are you?"}, 401), run())
     events = heard(RecoveryPollError)
@@ -67,7 +67,7 @@ def test_a_poll_that_fails_is_told_and_the_run_is_kept(server, service, clock, m
     assert event.run_id == RUN
 
 
-def test_the_interval_is_the_policys(server, service, clock, monitor):
+def test_poll_interval_comes_from_the_policy(server, service, clock, monitor):
     server.on(ASK, run(corrupted=False))
     policy = RecoveryPolicy(enabled=True, poll_interval=3.0)
     monitor.monitor_run(RUN, service(), policy=policy)
@@ -75,7 +75,7 @@ def test_the_interval_is_the_policys(server, service, clock, monitor):
     assert set(clock.slept) == {3.0}
 
 
-def test_watching_can_be_ended(server, service, clock, monitor):
+def test_watching_can_be_stopped(server, service, clock, monitor):
     server.on(ASK, run(corrupted=False))
     future = monitor.monitor_run(RUN, service(), policy=ENABLED)
     server.wait_for(ASK)
@@ -95,7 +95,7 @@ def test_a_run_is_watched_once(server, service, clock, monitor):
 
 @pytest.fixture
 def restoring(server, service, monitor):
-    """A run that was found corrupted and is being restored; its client and its future."""
+    """A corrupted run that is being restored: its client and its future."""
     answer_restoring(server)
     hold = threading.Event()
     server.on(ASK, run())
@@ -112,7 +112,7 @@ def test_a_run_that_is_being_restored_is_not_restored_twice(monitor, restoring):
     assert monitor.monitor_run(RUN, client, policy=ENABLED) is future
 
 
-def test_a_restore_under_way_can_be_ended(monitor, restoring):
+def test_restore_in_progress_can_be_stopped(monitor, restoring):
     _, future = restoring
     assert monitor.runs == (RUN,)
     assert monitor.stop_monitoring(RUN)
@@ -140,13 +140,13 @@ def test_watching_ends_with_the_client(server, service, monitor):
     assert monitor.runs == ()
 
 
-def test_a_run_that_does_not_exist_is_watched_no_longer(server, service, clock, monitor, heard):
+def test_run_that_does_not_exist_is_no_longer_watched(server, service, clock, monitor, heard):
     server.on(ASK, Answer({"detail": "no such run"}, 404))
     events = heard(RecoveryPollError)
     policy = RecoveryPolicy(enabled=True, poll_interval=3.0)
     with pytest.raises(NotFoundError, match="no such run"):
         monitor.monitor_run(RUN, service(), policy=policy).result(10)
-    assert len(server.asked(ASK)) == len(events) == 3  # a proxy may have answered the first
+    assert len(server.asked(ASK)) == len(events) == 3  # the first may have come from a proxy
     assert monitor.runs == ()
 
 

@@ -41,14 +41,14 @@ def test_the_defaults_are_the_documented_ones():
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_value_that_cannot_be_is_refused(name, value):
+def test_invalid_value_is_refused(name, value):
     with pytest.raises(InvalidInputError) as refused:
         RecoveryPolicy(**{name: value})
     assert refused.value.field == name
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_in_a_setting_it_is_replaced_by_the_default_and_said(name, value, caplog):
+def test_invalid_value_in_a_setting_becomes_the_default_with_a_warning(name, value, caplog):
     policy = RecoveryPolicy.of({"enabled": True, name: value})
     assert getattr(policy, name) == getattr(RecoveryPolicy(enabled=name != "enabled"), name)
     assert f"recovery.{name}" in caplog.text
@@ -77,19 +77,19 @@ def test_strategies(strategy):
     assert RecoveryPolicy.of({"checkpoint_strategy": strategy}).checkpoint_strategy == strategy
 
 
-def test_waits_double_up_to_the_longest_and_end_with_the_attempts():
+def test_waits_double_up_to_the_maximum_until_the_last_attempt():
     policy = RecoveryPolicy(max_attempts=7, backoff=5, max_backoff=60)
     waits = [policy.wait_before_retry(TinkerError("x"), attempt) for attempt in range(1, 8)]
     assert waits == [5, 10, 20, 40, 60, 60, None]
 
 
-def test_what_no_attempt_will_change_is_not_tried_again():
+def test_recovery_errors_are_not_retried():
     error = RecoveryError("r", "missing_checkpoint")
     assert RecoveryPolicy().wait_before_retry(error, 1) is None
     assert not error.retryable
 
 
-def test_a_recovery_error_crosses_process_borders():
+def test_recovery_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(RecoveryError("r", "already_pending")))
     assert (error.run_id, error.reason) == ("r", "already_pending")
     assert "r cannot be recovered: it is already being recovered" in str(error)

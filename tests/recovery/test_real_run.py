@@ -1,4 +1,4 @@
-"""A real run of a real service, damaged on disk: it is found corrupted, restored, and goes on."""
+"""A real run of a real service, damaged on disk: the service reports it as corrupted, and it is restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss_of(training):
 
 
 def damage_snapshot(data_dir):
-    """Flip a bit in what the service keeps to bring a model back; it may be writing the next one meanwhile."""
+    """Flip a bit in the snapshots of a model; the service may be writing the next one meanwhile."""
     for current in data_dir.glob("snapshots/*/current.json"):
         changes = json.loads(current.read_text())["changes"]
         weights = current.parent / str(changes) / "adapter_model.safetensors"
@@ -40,7 +40,7 @@ def damage_snapshot(data_dir):
 
 
 def corrupt(served, data_dir, training):
-    """Damage snapshots and kill the engine until the run cannot be brought back."""
+    """Damage snapshots and kill the engine until the run cannot be restored."""
     while True:
         damage_snapshot(data_dir)
         served.kill_engine()
@@ -59,7 +59,7 @@ def served(tmp_path):
     served.stop()
 
 
-def test_a_corrupted_run_goes_on_from_its_last_checkpoint(served, tmp_path, heard):
+def test_corrupted_run_is_restored_from_its_last_checkpoint(served, tmp_path, heard):
     events, told = heard(RecoveryEvent), []
     policy = RecoveryPolicy(
         enabled=True, poll_interval=0.2, on_recovery=lambda *what: told.append(what)

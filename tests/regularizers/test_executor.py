@@ -1,4 +1,4 @@
-"""Functions on threads that can be left behind."""
+"""Functions on threads that can be abandoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinkex.regularizers.executor import Executor, start
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
-    """Set when the test is over; what waits for it never returns before."""
+    """Set at the end of the test; a function that waits for it does not return before."""
     event = threading.Event()
     yield event
     event.set()
@@ -35,7 +35,7 @@ def test_outcomes_come_in_the_order_of_the_functions(parallel):
     assert results(executor) == []
 
 
-def test_functions_run_side_by_side():
+def test_functions_run_in_parallel():
     together = threading.Barrier(3)
     executor = Executor(timeout=10, max_concurrency=3)
     assert sorted(results(executor, *[together.wait] * 3)) == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_no_more_than_the_limit_run_at_once():
         with lock:
             running += 1
             most = max(most, running)
-        pairs.wait(10)  # both lanes are taken now
+        pairs.wait(10)  # both worker threads are busy now
         with lock:
             running -= 1
 
@@ -68,18 +68,18 @@ def test_an_error_is_an_outcome():
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_who_never_returns_is_not_waited_for(over, parallel):
+def test_function_that_never_returns_times_out(over, parallel):
     executor = Executor(parallel=parallel, timeout=0.05, max_concurrency=2)
     late, good = executor.run([over.wait, lambda: 1])
     assert (late.result, late.error, good.result) == (None, None, 1)
 
 
-def test_who_is_left_behind_takes_no_place(over):
+def test_abandoned_function_does_not_use_a_slot(over):
     executor = Executor(timeout=0.05, max_concurrency=1)
     assert results(executor, over.wait, lambda: 1, over.wait, lambda: 2) == [None, 1, None, 2]
 
 
-def test_nothing_begins_once_nobody_asks_any_more():
+def test_no_function_starts_after_the_caller_stops_iterating():
     begun: list[int] = []
     outcomes = Executor(parallel=False).run([partial(begun.append, n) for n in range(3)])
     next(outcomes)
@@ -87,7 +87,7 @@ def test_nothing_begins_once_nobody_asks_any_more():
     assert begun == [0]
 
 
-def test_the_context_of_the_caller_is_that_of_the_function():
+def test_function_runs_in_the_context_of_the_caller():
     variable: ContextVar[str] = ContextVar("variable", default="nothing")
     variable.set("mine")
     assert results(Executor(), variable.get, variable.get) == ["mine", "mine"]
@@ -107,7 +107,7 @@ def test_a_thread_that_never_returns_does_not_hold_up_the_end_of_the_program():
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1.0}, {"max_concurrency": 0}])
-def test_limits_that_cannot_be_are_refused(options):
+def test_invalid_limits_are_refused(options):
     with pytest.raises(InvalidInputError) as caught:
         Executor(**options)
     assert [caught.value.field] == list(options)

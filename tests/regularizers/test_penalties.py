@@ -126,7 +126,7 @@ def test_entropy():
     }
 
 
-def test_a_temperature_flattens_or_sharpens_first():
+def test_temperature_is_applied_before_the_entropy():
     row = logs([0.7, 0.2, 0.1])
     cooled = (row / 0.5).log_softmax(-1)
     assert value(Entropy(temperature=0.5), row) == pytest.approx(value(Entropy(), cooled))
@@ -135,7 +135,7 @@ def test_a_temperature_flattens_or_sharpens_first():
 
 
 @pytest.mark.parametrize("options", [{"temperature": 2.0}, {"normalize": True}])
-def test_what_renormalises_needs_several_alternatives(options):
+def test_renormalising_needs_several_alternatives(options):
     for alone in ([logs(0.5, 0.5)], logs([0.5], [0.5])):
         with pytest.raises(InvalidInputError, match=r"\(N, K\)"):
             value(Entropy(**options), alone)
@@ -176,7 +176,7 @@ def test_a_reference_may_come_with_the_data_or_from_a_function():
         value(KLDivergence(), P)
 
 
-def test_terms_next_to_nothing_do_not_count_and_differences_are_cut_off():
+def test_kl_ignores_tiny_probabilities_and_clips_differences():
     impossible = torch.tensor([[0.0, -math.inf]], dtype=torch.float64)
     fair = logs([0.5, 0.5])
     assert value(KLDivergence(reference_logprobs=fair), impossible) == pytest.approx(math.log(2))
@@ -288,12 +288,12 @@ PENALTIES = [
 
 
 def named(penalty: Any) -> str:
-    """The same in every process: without the addresses of functions."""
+    """A test id that is the same in every process: without addresses of functions."""
     return re.sub(r"<function (\w+) at \w+>", r"\1", repr(penalty))
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=named)
-def test_the_gradient_is_that_of_finite_differences(penalty):
+def test_gradient_matches_finite_differences(penalty):
     random = torch.Generator().manual_seed(1)
     first, second, one, other = (
         torch.randn(3, 4, dtype=torch.float64, generator=random).log_softmax(-1) for _ in range(4)
@@ -308,7 +308,7 @@ def test_the_gradient_is_that_of_finite_differences(penalty):
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=named)
-def test_a_list_of_one_is_as_good_as_its_tensor(penalty):
+def test_list_with_one_tensor_equals_the_tensor(penalty):
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     data = [datum(other=UNIFORM.expand(3, 4))]
     assert value(penalty, [x], *data) == pytest.approx(value(penalty, x, *data))
@@ -317,14 +317,14 @@ def test_a_list_of_one_is_as_good_as_its_tensor(penalty):
 @pytest.mark.parametrize(
     "penalty", [each for each in PENALTIES if not isinstance(each, Orthogonality)], ids=named
 )
-def test_data_of_different_lengths_are_fine(penalty):
+def test_data_can_have_different_lengths(penalty):
     x = [torch.full((rows, 4), -1.4) for rows in (2, 5)]
     data = [datum(other=UNIFORM.expand(rows, 4)) for rows in (2, 5)]
     assert math.isfinite(value(penalty, x, *data))
 
 
 @pytest.mark.parametrize("penalty", [Entropy(), KLDivergence(reference_logprobs=[UNIFORM])])
-def test_the_impossible_has_a_gradient(penalty):
+def test_gradient_at_zero_probability_is_finite(penalty):
     leaf = SHARP.clone().requires_grad_()
     loss, _ = penalty.compute([], [leaf])
     (gradient,) = torch.autograd.grad(loss, [leaf])
@@ -360,11 +360,11 @@ def made(kind: Any, **options: Any) -> Any:
         (lambda: value(Orthogonality(axis="sequence"), X), "logprobs"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(make, field):
+def test_error_names_the_invalid_option(make, field):
     with pytest.raises(InvalidInputError) as caught:
         make()
     assert caught.value.field == field
 
 
-def test_options_of_a_spec_win_and_lambda_is_spelled_as_usual():
+def test_options_of_a_spec_have_priority_and_lambda_needs_no_underscore():
     assert value(L1(lambda_=2.0), X, **{"lambda": 3.0, "reduction": "mean"}) == 6

@@ -59,7 +59,7 @@ def compute(*regularizers: Any, at: Any = X, loss: Any = base, **options: Any) -
 # -- values --------------------------------------------------------------------------------------
 
 
-def test_the_total_is_the_base_loss_and_the_weighted_rest():
+def test_total_is_base_loss_plus_weighted_regularizers():
     output = compute(*TERMS)
     assert output.loss_total == 6 + 0.5 * 14 + 2 * 6
     assert output.base_loss.value == 6
@@ -74,12 +74,12 @@ def test_the_total_is_the_base_loss_and_the_weighted_rest():
     assert json.loads(json.dumps(output.to_dict()))["loss_total"] == 25
 
 
-def test_a_base_loss_of_whole_numbers_cuts_nothing_off():
+def test_integer_base_loss_does_not_truncate_other_terms():
     output = compute(spec(squares, 0.25), loss=lambda data, logprobs: (torch.tensor(2), {}))
     assert output.loss_total == 5.5
 
 
-def test_metrics_can_be_written_down_however_deep_their_tensors_lie():
+def test_nested_tensors_in_metrics_become_plain_numbers():
     def loss(data: Any, logprobs: Any) -> Any:
         return logprobs.sum(), {"rows": [X[0], (X, {1: X[1]})], "kind": {"mean": X.mean().numpy()}}
 
@@ -90,14 +90,14 @@ def test_metrics_can_be_written_down_however_deep_their_tensors_lie():
     }
 
 
-def test_without_regularizers_it_is_the_base_loss():
+def test_without_regularizers_the_total_is_the_base_loss():
     output = compute(track_grad_norms=True)
     assert (output.loss_total, output.regularizers) == (6, {})
     assert output.total_grad_norm == output.base_loss.grad_norm == pytest.approx(math.sqrt(3))
 
 
 @pytest.mark.parametrize("limit", [1, 2, None])
-def test_side_by_side_is_as_good_as_one_after_another(limit):
+def test_parallel_and_sequential_give_the_same_result(limit):
     options = {"track_grad_norms": True}
     one_by_one = compute(*TERMS, parallel=False, **options)
     assert compute(*TERMS, max_concurrency=limit, **options) == one_by_one
@@ -118,7 +118,7 @@ def test_the_loss_can_be_differentiated_further():
     assert at.grad.tolist() == [-4.0, -5.0, -6.0]
 
 
-# -- what a regularizer may be -------------------------------------------------------------------
+# -- kinds of regularizers -----------------------------------------------------------------------
 
 
 class Scaled:
@@ -158,7 +158,7 @@ def test_functions_of_two_or_three_arguments_and_objects(fn):
     assert compute(spec(fn, options={"scale": 5})).regularizers["mine"].value == -30
 
 
-def test_a_regularizer_that_takes_options_need_not_be_given_any():
+def test_options_of_a_regularizer_can_be_omitted():
     def by_name(data: Any, logprobs: Any, **options: Any) -> Any:
         return logprobs.sum(), options
 
@@ -170,12 +170,12 @@ def test_a_regularizer_that_takes_options_need_not_be_given_any():
     assert compute(spec(bound)).regularizers["mine"].custom == {"kept": 1}
 
 
-def test_options_that_cannot_be_arguments_are_refused_by_name():
+def test_option_that_clashes_with_an_argument_is_refused():
     with pytest.raises(CustomLossError, match=r"regularizers\.mine: .*'data'"):
         Pipeline([spec(lambda data, logprobs, **options: (0, {}), options={"data": 1})])
 
 
-def test_an_object_may_bring_its_name():
+def test_object_can_provide_its_name():
     assert isinstance(Scaled(), Regularizer)
     for fn in (Scaled(), L1()):
         (name,) = compute({"fn": fn, "weight": 1}).regularizers
@@ -197,7 +197,7 @@ def test_builtins_are_called_with_two_arguments():
         L1,
     ],
 )
-def test_other_functions_are_refused_by_name(fn):
+def test_error_names_a_function_with_a_wrong_signature(fn):
     with pytest.raises(CustomLossError) as caught:
         Pipeline([spec(fn)])
     assert caught.value.field == "regularizers.mine"
@@ -209,7 +209,7 @@ def test_a_base_loss_takes_two_arguments(loss):
         compute(loss=loss)
 
 
-def test_names_are_unique_and_each_surplus_one_is_listed():
+def test_duplicate_names_are_refused_and_listed():
     terms = [spec(squares, name=name) for name in ("a", "b", "a", "c", "b", "a")]
     with pytest.raises(InvalidInputError, match=r"cannot share a name: a, a, b$"):
         Pipeline(terms)
@@ -225,7 +225,7 @@ def test_names_are_unique_and_each_surplus_one_is_listed():
         (None, "a list"),
     ],
 )
-def test_terms_that_cannot_be_are_refused(terms, named):
+def test_invalid_terms_are_refused(terms, named):
     with pytest.raises(InvalidInputError, match=named):
         Pipeline(terms)
 
@@ -259,7 +259,7 @@ def test_a_pipeline_may_be_computed_inside_an_event_loop():
 
 
 @pytest.mark.parametrize(("fn", "is_async"), [(later, False), (squares, True)])
-def test_async_has_to_be_said(fn, is_async):
+def test_async_regularizer_needs_is_async(fn, is_async):
     with pytest.raises(CustomLossError, match="is_async"):
         compute(spec(fn, is_async=is_async))
 
@@ -274,7 +274,7 @@ def over() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_regularizer_that_never_returns_is_named(over):
+def test_timeout_error_names_the_regularizer(over):
     def never(data: Any, logprobs: Any) -> Any:
         over.wait()
 
@@ -285,7 +285,7 @@ def test_a_regularizer_that_never_returns_is_named(over):
         compute(spec(squares), loss=never, timeout=0.05)
 
 
-def test_an_async_regularizer_that_is_late_is_cancelled():
+def test_async_regularizer_is_cancelled_after_the_timeout():
     cancelled = threading.Event()
 
     async def never(data: Any, logprobs: Any) -> Any:
@@ -316,7 +316,7 @@ def test_the_first_error_of_the_list_is_raised_with_its_cause(over, parallel):
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-def test_errors_survive_pickling(over):
+def test_errors_can_be_pickled(over):
     with pytest.raises(CustomLossTimeoutError) as caught:
         compute(spec(lambda data, logprobs: over.wait()), timeout=0.01)
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -339,14 +339,14 @@ def test_errors_survive_pickling(over):
         (lambda x: ("1", {}), "tensor"),
     ],
 )
-def test_what_is_not_a_loss_is_refused_by_name(returned, named):
+def test_error_names_the_function_with_an_invalid_result(returned, named):
     with pytest.raises(CustomLossError, match=rf"regularizers\.mine: .*{named}"):
         compute(spec(lambda data, logprobs: returned(logprobs)))
     with pytest.raises(CustomLossError, match=rf"loss_fn: .*{named}"):
         compute(loss=lambda data, logprobs: returned(logprobs))
 
 
-def test_a_weight_that_is_too_much_is_noticed():
+def test_weight_that_makes_the_loss_infinite_is_refused():
     with pytest.raises(CustomLossError, match="inf"):
         compute(spec(squares, 1e38))
 
@@ -393,7 +393,7 @@ def test_norms_of_each_term_and_of_the_total():
     assert output.regularizers["looked at"].grad_norm == pytest.approx(2 * math.sqrt(14))
 
 
-def test_what_does_not_depend_on_the_logprobs_has_no_gradient(caplog):
+def test_term_independent_of_the_logprobs_has_no_gradient(caplog):
     def constant(data: Any, logprobs: Any) -> Any:
         return 2.0, {}
 
@@ -423,11 +423,11 @@ def test_a_datum_that_no_term_trains_on_is_refused(terms):
     pipeline = Pipeline(terms)
     with pytest.raises(CustomLossError, match=r"datum 1, .* add 0 \* logprobs\[1\]\.sum\(\)"):
         pipeline.evaluate(DATA, [X, X], lambda d, x: (x[0].sum(), {}), differentiate=True)
-    # Looking at values trains nothing.
+    # Computing values alone needs no gradients.
     assert pipeline.compute(DATA, [X, X], lambda d, x: (x[0].sum(), {})).loss_total == -6
 
 
-def test_a_graph_that_cannot_be_followed_is_its_functions_fault():
+def test_autograd_error_names_the_regularizer():
     def overwritten(data: Any, logprobs: Any) -> Any:
         squared = logprobs.exp()
         loss = squared.square().sum()
@@ -438,7 +438,7 @@ def test_a_graph_that_cannot_be_followed_is_its_functions_fault():
         compute(spec(overwritten), track_grad_norms=True)
 
 
-def test_terms_may_share_what_they_compute():
+def test_terms_can_share_a_part_of_the_graph():
     shared: list[torch.Tensor] = []
 
     def first(data: Any, logprobs: Any) -> Any:
@@ -466,7 +466,7 @@ def names(events: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_the_bus_hears_what_happens(parallel, told):
+def test_evaluation_emits_events(parallel, told):
     entropy = spec(Entropy(), 0.5, "entropy")
     compute(entropy, spec(later, is_async=True), parallel=parallel)
     start, end = "regularizer.compute.start", "regularizer.compute.stop"
@@ -482,13 +482,13 @@ def test_the_bus_hears_what_happens(parallel, told):
     assert stop.duration >= 0
 
 
-def test_norms_of_gradients_are_told_where_they_are_tracked(told):
+def test_events_have_gradient_norms_if_tracked(told):
     compute(spec(L2(), 0.5, "l2"), track_grad_norms=True)
     stop = next(each for each in told if isinstance(each, RegularizerStop))
     assert stop.grad_norm == pytest.approx(float(2 * X.norm()))
 
 
-def test_the_bus_hears_of_failures(told):
+def test_failures_emit_events(told):
     with pytest.raises(CustomLossError):
         compute(spec(fail))
     *_, one, whole = told
@@ -497,7 +497,7 @@ def test_the_bus_hears_of_failures(told):
     assert one.reason == whole.reason == "regularizers.mine: raised TimeoutError: of its own"
 
 
-def test_the_bus_hears_of_a_base_loss_that_cannot_be_called(told):
+def test_base_loss_that_cannot_be_called_emits_an_event(told):
     with pytest.raises(CustomLossError):
         compute(loss=lambda data: (0, {}))
     assert names(told) == ["custom_loss.start", "custom_loss.exception"]

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _bus_of_its_own(quiet_bus: None) -> None:
-    """What is listened to here is what a test attaches."""
+    """Only subscriptions of the test itself exist."""

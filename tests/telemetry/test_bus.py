@@ -1,4 +1,4 @@
-"""Who is told of what, and what happens to those who fail."""
+"""Subscriptions, delivery of events, and failing handlers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAUSED = QueueStateChange("r-1", "paused_capacity", "busy", metadata={"session_i
 STOP = HttpRequestStop(1, "GET", "/x", "session", "http://x", 0.5, 200, "ok", 0)
 
 
-def test_a_handler_hears_the_events_it_asked_for(heard):
+def test_handler_gets_the_events_it_subscribed_to(heard):
     queue, requests = heard(QueueStateChange), heard(HttpRequestStop, HttpRequestException)
     bus.emit(PAUSED)
     bus.emit(STOP)
@@ -33,7 +33,7 @@ def test_a_handler_hears_the_events_it_asked_for(heard):
     assert requests == [STOP]
 
 
-def test_a_common_class_stands_for_all_that_derive_from_it(heard):
+def test_subscription_to_a_base_class_includes_derived_events(heard):
     http, failures, everything = heard(HttpEvent), heard(FutureFailure), heard()
     timeout = FutureTimeout("r-1", "Sample", 1.0, 3, None, "unknown", "APITimeoutError")
     for event in (PAUSED, STOP, timeout):
@@ -43,17 +43,17 @@ def test_a_common_class_stands_for_all_that_derive_from_it(heard):
     assert everything == [PAUSED, STOP, timeout]
 
 
-def test_only_what_is_listened_to_is_wanted(heard):
+def test_wants_is_true_only_for_subscribed_events(heard):
     assert not bus.wants(Event)
     heard(HttpRequestException)
     assert bus.wants(HttpRequestException)
-    assert bus.wants(HttpEvent)  # something of that kind is
+    assert bus.wants(HttpEvent)  # a derived class has a subscriber
     assert bus.wants(Event)
     assert not bus.wants(HttpRequestStart)
     assert not bus.wants(QueueStateChange)
 
 
-def test_a_detached_handler_hears_nothing_and_is_detached_once():
+def test_detached_handler_gets_no_events_and_detaches_only_once():
     events: list[Event] = []
     number = bus.attach(events.append, QueueStateChange)
     other = bus.attach(events.append, QueueStateChange)
@@ -65,7 +65,7 @@ def test_a_detached_handler_hears_nothing_and_is_detached_once():
     assert not bus.wants(QueueStateChange)
 
 
-def test_a_handler_that_raises_is_logged_once_and_disturbs_nobody(heard, caplog):
+def test_failing_handler_is_logged_once_and_does_not_affect_others(heard, caplog):
     def broken(event: Event) -> None:
         raise RuntimeError("my own trouble")
 
@@ -102,7 +102,7 @@ class Counter(bus.Collector):
         self.counted += len(events)
 
 
-def test_no_collector_gathers_without_end_because_another_counts_early():
+def test_early_flush_of_one_collector_does_not_stop_another_from_counting():
     with Counter() as patient, Counter() as eager:
         for _ in range(5000):
             bus.emit(STOP)
@@ -131,7 +131,7 @@ def test_many_threads_attach_and_detach_while_events_are_emitted(heard):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_locks_are_free_in_a_forked_child():
+def test_locks_are_released_in_a_forked_child():
     held = bus.lock()
     with held:
         child = os.fork()

@@ -1,4 +1,4 @@
-"""The events themselves: what they are called, what they measure, and that nobody can change them."""
+"""The events: names, measurements, immutability."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkex.telemetry.events import (
     concrete,
 )
 
-# Event: measurements; what else is told of it.
+# Event: measurements; other fields.
 PROMISED = {
     "http.request.start": ("system_time", "method path pool_type base_url"),
     "http.request.stop": ("duration", "method path pool_type base_url result retry_count"),
@@ -60,7 +60,7 @@ BY_NAME = {kind.name: kind for kind in concrete()}
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_events_carry_what_is_promised(name):
+def test_events_have_the_documented_fields(name):
     kind = BY_NAME[f"tinkex.{name}"]
     measured, told = PROMISED[name]
     assert set(kind.measured) == set(measured.split())
@@ -69,7 +69,7 @@ def test_events_carry_what_is_promised(name):
 
 
 @pytest.mark.parametrize("kind", concrete(), ids=lambda kind: kind.name)
-def test_every_event_is_a_frozen_dataclass_that_knows_its_fields(kind):
+def test_every_event_is_a_frozen_dataclass_with_indexed_fields(kind):
     names = [field.name for field in dataclasses.fields(kind) if not field.kw_only]
     event = kind(**{name: name for name in names}, metadata={"session_id": "s-1"})
     positional = kind(*names, metadata={"session_id": "s-1"})
@@ -94,7 +94,7 @@ def test_fields_may_have_defaults():
     assert dict(RecoveryDetected("run").metadata) == {}
 
 
-def test_the_users_words_win_in_the_facts_but_not_in_the_event():
+def test_user_metadata_has_priority_in_facts_but_not_in_attributes():
     event = HttpRequestStop(
         1, "GET", "/x", "session", "u", 0.5, 200, "ok", 0, metadata={"path": "mine", "run": 7}
     )
@@ -102,5 +102,5 @@ def test_the_users_words_win_in_the_facts_but_not_in_the_event():
     assert event.measurements == {"duration": 0.5}
 
 
-def test_the_base_class_is_no_event_itself():
+def test_base_class_is_not_an_event():
     assert Event not in concrete()

@@ -1,4 +1,4 @@
-"""The example of the guide runs, and shows what the guide shows."""
+"""The example of the guide runs and prints the output shown in the guide."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_example_shows_metrics_usage_and_traces_and_draws_them(tinkex_fake, 
     check_picture(picture)
 
 
-def test_the_picture_of_the_guide_is_of_the_example():
+def test_picture_in_the_guide_matches_the_example():
     guide = (ROOT / "docs/guides/observability.md").read_text()
     assert "(../pictures/observability.svg)" in guide
     check_picture(ROOT / "docs/pictures/observability.svg")
@@ -41,4 +41,4 @@ def check_picture(file: Path) -> None:
     text = " ".join("".join(drawn.itertext()).split())
     for shown in ("examples/observability.py", "tinkex_requests_total", "tinkex.forward_backward"):
         assert shown in text
-    assert "url(http" not in file.read_text()  # nothing is fetched to show it
+    assert "url(http" not in file.read_text()  # the page loads nothing from the network

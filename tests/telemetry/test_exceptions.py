@@ -1,4 +1,4 @@
-"""Whose fault an exception is, and catching it on the way out."""
+"""Whose fault an exception is, and reporting it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkex.telemetry.exceptions import concerns_tinkex, user_error_in, without_
 
 
 class Recorder:
-    """Stands where a reporter would and remembers what it is told."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, BaseException, str]] = []
@@ -36,7 +36,7 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
 
 
 class Foreign(Exception):
-    """Another library's error, with whatever attributes a test gives it."""
+    """An error of another library, with attributes that the test chooses."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__("foreign")
@@ -67,16 +67,16 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", USERS, ids=lambda error: type(error).__name__)
-def test_the_user_was_wrong(error):
+def test_user_errors_are_recognised(error):
     assert user_error_in(error) is error
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
-def test_the_user_was_not_wrong(error):
+def test_other_errors_are_not_user_errors(error):
     assert user_error_in(error) is None
 
 
-def test_the_chain_is_searched_causes_first():
+def test_causes_are_searched_before_contexts():
     mistake = tinkex.BadRequestError("bad")
     assert user_error_in(raised(RuntimeError(), mistake)) is mistake
     assert user_error_in(raised(RuntimeError(), raised(KeyError(), mistake))) is mistake
@@ -88,13 +88,13 @@ def test_the_chain_is_searched_causes_first():
     assert user_error_in(later) is nearer
 
 
-def test_a_chain_that_bites_its_tail_ends():
+def test_cyclic_exception_chain_ends():
     first, second = RuntimeError(), KeyError()
     first.__cause__, second.__context__ = second, first
     assert user_error_in(first) is None
 
 
-def test_what_came_through_tinkex_is_known_by_its_frames():
+def test_exceptions_through_tinkex_are_recognised_by_their_frames():
     with pytest.raises(tinkex.InvalidInputError) as ours:
         tinkex.ModelInput.from_text(3, None)  # type: ignore[arg-type]
     assert concerns_tinkex(ours.value)
@@ -102,7 +102,7 @@ def test_what_came_through_tinkex_is_known_by_its_frames():
     assert not concerns_tinkex(raised(ZeroDivisionError()))
 
 
-def test_keys_are_taken_out_of_texts():
+def test_keys_are_removed_from_texts():
     assert without_keys("api_key='tml-abc_1.2', html-x") == "api_key='[REDACTED]', html-x"
     assert without_keys("token eyJhbGciOi.JIUzI") == "token [REDACTED]"
 
@@ -149,7 +149,7 @@ def test_a_decorated_coroutine_reports_and_raises():
     assert [kind for kind, _, _ in recorder.told] == ["exception"]
 
 
-def test_nothing_is_done_without_a_reporter_or_an_error():
+def test_without_reporter_or_error_nothing_happens():
     with capture_exceptions(None):
         pass
     with pytest.raises(RuntimeError), capture_exceptions(None, fatal=True):
@@ -157,7 +157,7 @@ def test_nothing_is_done_without_a_reporter_or_an_error():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
-def test_what_merely_ends_something_is_no_exception(error):
+def test_exits_and_interrupts_are_not_reported(error):
     recorder = Recorder()
     with pytest.raises(type(error)), capture_exceptions(recorder):  # type: ignore[arg-type]
         raise error

@@ -90,12 +90,12 @@ class Run:
         return [span for span in self.spans.values() if span.scope == scope]
 
     def line(self, span: Span) -> list[Span]:
-        """A span and those above it, the first of them first."""
+        """A span and its ancestors, the root first."""
         above = [] if span.parent is None else self.line(self.spans[span.parent])
         return [*above, span]
 
     def lines(self, name: str) -> list[list[str]]:
-        """Where spans of one name stand, in the order in which they began."""
+        """The lines of all spans with one name, in the order of their start."""
         found = [span for span in self.spans.values() if span.name == name]
         found.sort(key=lambda span: span.start)
         return [[each.name for each in self.line(span)] for span in found]
@@ -119,9 +119,7 @@ def run() -> Run:
         ("sample", "asample", ["evaluation"]),
     ],
 )
-def test_the_work_of_the_service_stands_below_the_call_that_asked_for_it(
-    run, operation, path, parents
-):
+def test_service_spans_are_below_the_client_call(run, operation, path, parents):
     assert run.lines(f"{path} work") == [
         [parent, f"tinkex.{operation}", f"POST /api/v1/{path}", path, f"{path} work"]
         for parent in parents
@@ -136,14 +134,14 @@ def test_polls_reach_the_service_in_the_same_trace(run):
     assert ["step 0", "tinkex.optim_step"] in [line[:2] for line in polls]
 
 
-def test_a_line_is_one_trace_and_steps_are_traces_apart(run):
+def test_each_span_shares_the_trace_of_its_parents_and_steps_have_separate_traces(run):
     for span in run.spans.values():
         assert {each.trace for each in run.line(span)} == {span.trace}
     roots = [span for span in run.of("mine") if span.parent is None]
     assert len({span.trace for span in roots}) == len(roots) == 3
 
 
-def test_a_call_of_the_service_lies_within_the_request_that_made_it(run):
+def test_service_span_lies_within_its_client_request(run):
     calls = [span for span in run.of("tinkex.server") if span.kind == "SERVER"]
     for call in calls:
         request = run.spans[call.parent]
@@ -152,7 +150,7 @@ def test_a_call_of_the_service_lies_within_the_request_that_made_it(run):
         assert call.attributes["tinkex.operation"] == call.name
 
 
-def test_work_is_named_by_the_request_the_client_waits_for(run):
+def test_operation_span_has_the_request_id_of_the_client(run):
     promised = {
         span.attributes["tinkex.request_id"]: span.trace
         for span in run.of("tinkex")
@@ -165,7 +163,7 @@ def test_work_is_named_by_the_request_the_client_waits_for(run):
         assert work.attributes["tinkex.waiting_seconds"] >= 0
 
 
-def test_a_client_that_sends_no_trace_leaves_no_span_in_the_service(run):
-    """The last client of the run did not propagate; what it asked for was done all the same."""
+def test_client_without_trace_creates_no_span_in_the_service(run):
+    """The last client of the run did not send its trace; its requests were executed all the same."""
     assert run.lines("POST /api/v1/create_sampling_session")
     assert run.lines("create_sampling_session") == []

@@ -1,4 +1,4 @@
-"""Events as lines of the log, and TINKER_LOG."""
+"""Events as log lines, and TINKER_LOG."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_other_events_can_be_logged(caplog):
 
 @pytest.fixture
 def loggers() -> Iterator[logging.Logger]:
-    """The tinkex logger; it and the noisy ones are put back afterwards."""
+    """The tinkex logger; it and the noisy loggers are restored afterwards."""
     ours = logging.getLogger("tinkex")
     touched = [ours, *map(logging.getLogger, logs._NOISY)]
     levels, handlers = [each.level for each in touched], list(ours.handlers)
@@ -90,7 +90,7 @@ def loggers() -> Iterator[logging.Logger]:
     ("level", "expected"),
     [("debug", 10), ("info", 20), ("warn", 30), ("error", 40), (None, logging.NOTSET)],
 )
-def test_the_setting_is_applied_to_the_logger(loggers, level, expected):
+def test_log_level_setting_is_applied_to_the_logger(loggers, level, expected):
     logs.apply_log_level(level)
     assert loggers.level == expected
     assert bus.wants(HttpRequestStop) == (level in {"debug", "info"})
@@ -98,7 +98,7 @@ def test_the_setting_is_applied_to_the_logger(loggers, level, expected):
     assert noisy == (logging.NOTSET if level in {"debug", "info"} else logging.WARNING)
 
 
-def test_it_is_applied_once_and_leaves_what_others_chose(loggers):
+def test_log_level_is_applied_once_and_keeps_levels_set_by_the_program(loggers):
     logging.getLogger("httpx").setLevel(logging.DEBUG)
     logs.apply_log_level(None)
     assert logging.getLogger("httpx").level == logging.DEBUG
@@ -134,12 +134,12 @@ client.close().result()
 """
 
 
-def test_a_client_shows_its_requests_when_asked_to(server):
+def test_client_logs_its_requests_at_info(server):
     shown = run_script(SCRIPT.format(level="info", dump="", url=server.url)).splitlines()
     assert any(line.startswith("POST /api/v1/create_session: 200 after ") for line in shown)
 
 
-def test_a_client_is_quiet_by_default(server):
+def test_client_logs_no_requests_by_default(server):
     assert run_script(SCRIPT.format(level="", dump="", url=server.url)) == ""
 
 
@@ -147,4 +147,4 @@ def test_dump_headers_alone_prints_requests_without_the_key(server):
     shown = run_script(SCRIPT.format(level="", dump="1", url=server.url))
     assert f"POST {server.url}/api/v1/create_session (attempt 0)" in shown
     assert "x-api-key: [REDACTED]" in shown
-    assert "200 after" not in shown  # what log_level="info" adds
+    assert "200 after" not in shown  # only log_level="info" adds this

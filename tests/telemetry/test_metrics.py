@@ -1,4 +1,4 @@
-"""Counters, gauges, histograms, and what is counted by itself."""
+"""Counters, gauges, histograms, and automatic counting of events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_percentiles_of_many_values():
     assert (found.p50, found.p95, found.p99) == (50.5, 95, 99)
 
 
-def test_percentiles_look_at_the_latest_only_and_the_rest_at_all():
+def test_percentiles_use_the_latest_values_and_totals_use_all():
     metrics = Metrics(histogram_max_samples=2)
     for value in (1000, 1, 3):
         metrics.record_histogram("latency", value)
@@ -79,7 +79,7 @@ def test_percentiles_look_at_the_latest_only_and_the_rest_at_all():
     assert (found.count, found.max, found.p50, found.p99) == (3, 1000, 2, 3)
 
 
-def test_buckets_hold_each_value_once_and_the_last_has_no_end():
+def test_buckets_count_each_value_once_and_the_last_is_unbounded():
     metrics = Metrics(latency_buckets=(1, 10))
     for value in (0.5, 1, 1.5, 10, 11):
         metrics.record_histogram("latency", value)
@@ -91,12 +91,12 @@ def test_an_empty_histogram_has_no_numbers():
 
 
 @pytest.mark.parametrize("buckets", [(), (2, 1), (1, 1)])
-def test_buckets_must_rise(buckets):
+def test_buckets_must_increase(buckets):
     with pytest.raises(InvalidInputError, match="latency_buckets"):
         Metrics(latency_buckets=buckets)
 
 
-def test_threads_lose_no_counts():
+def test_counts_of_many_threads_are_complete():
     metrics = Metrics()
 
     def count() -> None:
@@ -119,7 +119,7 @@ def test_requests_are_counted():
         for event in (request(10), request(20), request(40, 500)):
             bus.emit(event)
         bus.emit(HttpRequestException(1, *HTTP, 0.09, "APITimeoutError", "no", ""))
-    bus.emit(request(1))  # nobody listens any more
+    bus.emit(request(1))  # no longer attached
     found = metrics.snapshot()
     assert found.counters == {
         "tinkex_requests_total": 4,
@@ -174,7 +174,7 @@ def test_everything_else_is_counted():
     }
 
 
-def test_tokens_per_second_are_since_the_snapshot_before():
+def test_tokens_per_second_are_since_the_previous_snapshot():
     now = [100.0]
     with Metrics(clock=lambda: now[0]) as metrics:
         bus.emit(SampleStop(1, "sample", 2.0, 10, 0, 50, 1))
@@ -183,11 +183,11 @@ def test_tokens_per_second_are_since_the_snapshot_before():
         assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 10}
         bus.emit(SampleStop(1, "sample", 2.0, 10, 0, 8, 1))
         now[0] += 2
-    now[0] += 1000  # after the end nothing is measured any more
+    now[0] += 1000  # after `detach` the rate no longer changes
     assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 4}
 
 
-def test_many_events_are_counted_before_anybody_asks():
+def test_many_events_are_counted_before_a_snapshot():
     with Metrics() as metrics:
         for _ in range(2500):
             bus.emit(request(10))
@@ -195,7 +195,7 @@ def test_many_events_are_counted_before_anybody_asks():
     assert metrics.snapshot().counters["tinkex_requests_total"] == 2500
 
 
-def test_request_counters_are_there_before_the_first_request():
+def test_request_counters_exist_before_the_first_request():
     zeros = {
         "tinkex_requests_failure": 0,
         "tinkex_requests_success": 0,
@@ -208,7 +208,7 @@ def test_request_counters_are_there_before_the_first_request():
         assert metrics.snapshot().counters == zeros
 
 
-def test_disabled_metrics_listen_to_nothing_and_count_by_hand():
+def test_disabled_metrics_ignore_events_but_count_by_hand():
     with Metrics(enabled=False) as metrics:
         assert not bus.wants(HttpRequestStop)
         bus.emit(request(1))
@@ -224,7 +224,7 @@ def test_attaching_twice_counts_once():
     assert metrics.snapshot().counters["tinkex_requests_total"] == 1
 
 
-def test_a_clients_work_is_counted(server, service):
+def test_calls_of_a_client_are_counted(server, service):
     answer_training(server)
     server.on(SAMPLE, Answer({}, 500), drawn(7, 8, prompt_cache_hit_tokens=1))
     client = service()

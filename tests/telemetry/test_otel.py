@@ -1,4 +1,4 @@
-"""Events as spans and metrics of OpenTelemetry, and the trace that travels with requests."""
+"""Events as OpenTelemetry spans and metrics, and trace context in requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PAUSED = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_re
 
 
 class Traces:
-    """Spans as they ended, and who belongs to whom."""
+    """Finished spans and their parents."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -83,7 +83,7 @@ def traces() -> Iterator[Traces]:
 # -- spans ---------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_a_span_with_its_requests_and_its_wait_below(server, service, traces):
+def test_sample_span_has_its_requests_and_its_wait_as_children(server, service, traces):
     server.on(SAMPLE, promise("r-1"))
     server.on_future("r-1", Answer(PAUSED), sampled(7, 8, prompt_cache_hit_tokens=1))
     sampler = new_sampler(service(user_metadata={"run": "7"}))
@@ -110,7 +110,7 @@ def test_a_sample_is_a_span_with_its_requests_and_its_wait_below(server, service
     assert dict(change.attributes or {})["queue_state_reason"] == "busy"
 
 
-def test_a_promise_is_linked_to_the_request_that_brought_it(server, service, traces):
+def test_promise_span_links_to_its_request(server, service, traces):
     server.on(SAMPLE, promise("r-1"))
     server.on_future("r-1", sampled(7))
     sample(new_sampler(service())).result()
@@ -118,7 +118,7 @@ def test_a_promise_is_linked_to_the_request_that_brought_it(server, service, tra
     assert link.context == traces.named("POST /api/v1/asample").context
 
 
-def test_a_request_span_says_how_it_went(server, service, traces):
+def test_request_span_has_method_path_and_status(server, service, traces):
     server.on(SAMPLE, Answer({"detail": "oops"}, 500), sampled(7))
     sample(new_sampler(service())).result()
     bad, good = [span for span in traces.spans if span.name == "POST /api/v1/asample"]
@@ -135,7 +135,7 @@ def test_a_request_span_says_how_it_went(server, service, traces):
     assert retry == ["tinkex.retry.attempt.retry"]
 
 
-def test_a_call_belongs_to_the_span_it_was_made_in(server, service, traces):
+def test_call_span_is_a_child_of_the_callers_span(server, service, traces):
     answer_training(server)
     trainer = new_trainer(service())
     tracer = traces.provider.get_tracer("mine")
@@ -152,7 +152,7 @@ def test_a_call_belongs_to_the_span_it_was_made_in(server, service, traces):
     assert (facts["tinkex.tokens"], facts["tinkex.data"], facts["tinkex.loss"]) == (3, 1, 1.0)
 
 
-def test_calls_made_together_keep_their_own_parents(server, service, traces):
+def test_concurrent_calls_keep_their_own_parents(server, service, traces):
     server.on(SAMPLE, promise_by_seq)
     for number in range(20):
         server.on_future(f"r-{number}", sampled(7))
@@ -178,7 +178,7 @@ def test_chunks_of_a_pass_are_below_their_call(server, service, traces):
     assert sorted(below) == ["POST /api/v1/forward_backward"] * 3 + ["tinkex.future"] * 3
 
 
-def test_a_failure_is_written_on_the_spans(server, service, traces):
+def test_failure_is_recorded_on_the_spans(server, service, traces):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", failed("bad step"))
     trainer = new_trainer(service())
@@ -203,7 +203,7 @@ def test_a_cancelled_call_ends_all_its_spans(server, service, traces):
     assert request.status.status_code is trace.StatusCode.ERROR
 
 
-def test_what_belongs_to_no_call_makes_no_span(server, service, traces, clock):
+def test_events_outside_a_call_create_no_span(server, service, traces, clock):
     new_sampler(service())
     until(lambda: clock.sleeping == 2)
     clock.advance(10)
@@ -212,7 +212,7 @@ def test_what_belongs_to_no_call_makes_no_span(server, service, traces, clock):
     assert roots == {"tinkex.create_sampling_session"}
 
 
-def test_a_trace_that_is_not_sampled_is_not_built(server, service):
+def test_unsampled_trace_creates_no_spans(server, service):
     answer_samples(server)
     sampler = new_sampler(service())
     exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
@@ -222,7 +222,7 @@ def test_a_trace_that_is_not_sampled_is_not_built(server, service):
     assert exporter.get_finished_spans() == ()
 
 
-def test_nothing_is_left_open(server, service):
+def test_every_span_is_ended(server, service):
     answer_training(server)
     answer_samples(server)
     made = Traces()
@@ -281,7 +281,7 @@ def test_measurements_go_to_the_meters(server, service):
     assert found["tinkex.queue.state_changes"][0].value == 1
 
 
-def test_without_an_sdk_nothing_is_listened_to(caplog):
+def test_without_an_sdk_there_is_no_subscription(caplog):
     with telemetry.OpenTelemetry():
         assert not bus.wants(Event)
     assert "no SDK" in caplog.text
@@ -294,7 +294,7 @@ def parent_of(header: str) -> int:
     return int(header.split("-")[2], 16)
 
 
-def test_requests_carry_the_trace_when_asked_to(server, service, traces):
+def test_requests_carry_the_trace_with_otel_propagate(server, service, traces):
     answer_samples(server)
     sampler = new_sampler(service(otel_propagate=True))
     sample(sampler).result()
@@ -310,7 +310,7 @@ def test_requests_carry_no_trace_by_default(server, service, traces):
     assert not any("traceparent" in request.headers for request in server.requests)
 
 
-def test_the_callers_trace_is_carried_also_without_our_spans(server, service):
+def test_callers_trace_is_sent_without_tinkex_spans(server, service):
     answer_samples(server)
     sampler = new_sampler(service(otel_propagate=True))
     tracer = TracerProvider().get_tracer("mine")
@@ -353,7 +353,7 @@ def test_streams_carry_the_trace_too(server, service, traces):
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let OpenTelemetry not be installed."""
+    """Simulate that OpenTelemetry is not installed."""
 
     def hide() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
@@ -371,13 +371,13 @@ def test_propagation_is_silent_without_the_package(server, service, absent):
     assert "opentelemetry" not in sys.modules
 
 
-def test_the_bridge_says_what_is_missing(absent):
+def test_error_names_the_missing_package(absent):
     absent()
     with pytest.raises(ConfigError, match=r"tinkex\[otel\]"):
         telemetry.OpenTelemetry()
 
 
-def test_a_client_loads_nothing_of_it():
+def test_client_does_not_import_opentelemetry():
     run_script(
         "import sys, tinkex; tinkex.ServiceClient(api_key='tml-x'); tinkex.telemetry.Metrics(); "
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)"

@@ -1,4 +1,4 @@
-"""What a progress display says, on a terminal and elsewhere."""
+"""The progress display, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(tokens: int = 1000, loss: float | None = 2.5) -> None:
     bus.emit(TrainingStep(2, "optim_step", 0.1, {}))
 
 
-def test_a_line_says_how_far_it_is():
+def test_line_shows_step_loss_speed_and_time_left():
     time = Time()
     with tinkex.progress(10, title="tuning", file=io.StringIO(), clock=time) as shown:
         assert shown.line == "tuning · step 0/10 · 0:00:00"
@@ -54,7 +54,7 @@ def test_samples_are_counted_too():
         assert shown.line == "sample 8/8 · 100 tok/s · 0:00:02"
 
 
-def test_a_loop_that_goes_on_counts_from_where_it_was():
+def test_resumed_loop_counts_from_its_done_steps():
     time = Time()
     with tinkex.progress(10, done=6, file=io.StringIO(), clock=time) as shown:
         assert shown.line == "step 6/10 · 0:00:00"
@@ -64,7 +64,7 @@ def test_a_loop_that_goes_on_counts_from_where_it_was():
         assert shown.fraction == 0.7
 
 
-def test_a_note_is_shown_and_an_evaluation_is_no_training_loss():
+def test_note_is_shown_and_forward_does_not_change_the_loss():
     with tinkex.progress(2, file=io.StringIO(), clock=Time()) as shown:
         trained()
         bus.emit(TrainingPass(3, "forward", 1.0, 4, 10, 99.0))
@@ -72,7 +72,7 @@ def test_a_note_is_shown_and_an_evaluation_is_no_training_loss():
         assert shown.line == "step 1/2 · loss 2.5 · held out 1.25 · 0:00:00 left"
 
 
-def test_without_totals_there_is_no_end_in_sight():
+def test_without_totals_there_is_no_time_left():
     time = Time()
     with tinkex.progress(file=io.StringIO(), clock=time) as shown:
         trained(tokens=0)
@@ -81,7 +81,7 @@ def test_without_totals_there_is_no_end_in_sight():
         assert shown.line == "step 1 · loss 2.5 · 0:01:01"
 
 
-def test_waiting_is_shown_until_something_moves():
+def test_waiting_is_shown_until_the_next_event():
     with tinkex.progress(2, file=io.StringIO(), clock=Time()) as shown:
         bus.emit(QueueStateChange("r", "paused_capacity", "busy"))
         assert "waiting: busy" in shown.line
@@ -94,13 +94,13 @@ def test_waiting_is_shown_until_something_moves():
         assert "waiting" not in shown.line
 
 
-def test_elsewhere_than_on_a_terminal_lines_are_plain():
+def test_without_a_terminal_lines_are_plain():
     time, file = Time(), io.StringIO()
     with tinkex.progress(4, file=file, clock=time) as shown:
         for _ in range(3):
             time.now += 8.0
             trained(tokens=0)
-            shown.write()  # as its thread does every few seconds
+            shown.write()  # as its thread does every ten seconds
             shown.write()  # nothing has changed
         trained(tokens=0)
     assert file.getvalue().splitlines() == [
@@ -111,7 +111,7 @@ def test_elsewhere_than_on_a_terminal_lines_are_plain():
     ]
 
 
-def test_on_a_terminal_one_line_changes():
+def test_on_a_terminal_one_line_is_redrawn():
     file = Terminal()
     with tinkex.progress(2, file=file) as shown:
         trained()
@@ -122,7 +122,7 @@ def test_on_a_terminal_one_line_changes():
     assert "\x1b[" in file.getvalue()
 
 
-def test_an_exception_ends_the_display_and_passes():
+def test_exception_ends_the_display_and_is_raised():
     file = Terminal()
     with pytest.raises(ZeroDivisionError), tinkex.progress(2, file=file):
         raise ZeroDivisionError
@@ -137,7 +137,7 @@ def test_a_closed_file_does_not_end_the_work():
 
 
 @pytest.mark.parametrize("field", ["steps", "samples"])
-def test_totals_are_positive(field):
+def test_totals_must_be_positive(field):
     with pytest.raises(InvalidInputError, match=field):
         tinkex.progress(**{field: 0})  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Reports to the service: in batches, in time, without loss, and never for longer than agreed."""
+"""Reports to the service: batches, rounds, no loss, and time limits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ACCEPTED = Answer({"status": "accepted"})
 
 
 class Service:
-    """Takes batches, or fails with the errors it is given, one per attempt."""
+    """Accepts batches, or fails with the given errors, one per attempt."""
 
     def __init__(self) -> None:
         self.failures: list[Exception] = []
@@ -106,7 +106,7 @@ def logged(server: ScriptedServer) -> list[dict[str, Any]]:
 # -- batches and rounds --------------------------------------------------------------------------
 
 
-def test_events_wait_for_the_round(reporter, taker, clock):
+def test_events_are_sent_in_the_next_round(reporter, taker, clock):
     made = reporter()
     assert made.log("one", {"a": 1})
     assert made.log("two", severity="warning")
@@ -123,7 +123,7 @@ def test_events_wait_for_the_round(reporter, taker, clock):
     assert first.timestamp.tzinfo is not None
 
 
-def test_nothing_runs_while_there_is_nothing_to_ship(reporter, taker, clock):
+def test_no_task_runs_while_the_queue_is_empty(reporter, taker, clock):
     made = reporter()
     assert clock.sleeping == 0
     for round_number in range(3):
@@ -135,7 +135,7 @@ def test_nothing_runs_while_there_is_nothing_to_ship(reporter, taker, clock):
     assert len(taker.batches) == 3
 
 
-def test_a_full_batch_does_not_wait_for_the_round(reporter, taker, clock):
+def test_full_batch_is_sent_at_once(reporter, taker, clock):
     made = reporter(threshold=5, batch=2)
     for number in range(5):
         made.log(str(number))
@@ -145,7 +145,7 @@ def test_a_full_batch_does_not_wait_for_the_round(reporter, taker, clock):
     assert clock.now == 1000.0
 
 
-def test_what_does_not_fit_is_refused_and_said_once(reporter, taker, caplog):
+def test_full_queue_drops_events_and_warns_once(reporter, taker, caplog):
     made = reporter(queue=3, threshold=100)
     assert [made.log(str(number)) for number in range(5)] == [True, True, True, False, False]
     assert caplog.text.count("new events are dropped") == 1
@@ -154,10 +154,10 @@ def test_what_does_not_fit_is_refused_and_said_once(reporter, taker, caplog):
     assert made.log("there is room again")
     assert made.wait_until_drained()
     (*_, last) = [event for batch in taker.batches for event in batch.events]
-    assert last.event_session_index == 3  # refused ones have no number
+    assert last.event_session_index == 3  # dropped events get no index
 
 
-def test_flush_ships_at_once_and_may_wait(reporter, taker):
+def test_flush_sends_at_once_and_can_wait(reporter, taker):
     made = reporter()
     made.log("one")
     assert made.flush()
@@ -168,7 +168,7 @@ def test_flush_ships_at_once_and_may_wait(reporter, taker):
     assert made.flush(wait=True)  # nothing to do
 
 
-def test_values_are_made_fit_for_json(reporter, taker):
+def test_values_are_converted_to_json(reporter, taker):
     class Colour(Enum):
         RED = "red"
 
@@ -200,7 +200,7 @@ def test_values_are_made_fit_for_json(reporter, taker):
     }
 
 
-def test_a_severity_nobody_knows_is_refused(reporter):
+def test_unknown_severity_is_refused(reporter):
     with pytest.raises(InvalidInputError, match="severity"):
         reporter().log("x", severity="loud")
 
@@ -208,7 +208,7 @@ def test_a_severity_nobody_knows_is_refused(reporter):
 # -- trouble -------------------------------------------------------------------------------------
 
 
-def test_nothing_is_lost_when_the_service_fails(reporter, taker, clock):
+def test_no_event_is_lost_when_the_service_fails(reporter, taker, clock):
     taker.failures = [APIConnectionError(), APITimeoutError(), tinkex.InternalServerError("oops")]
     made = reporter(batch=2)
     for number in range(5):
@@ -216,12 +216,12 @@ def test_nothing_is_lost_when_the_service_fails(reporter, taker, clock):
     assert made.wait_until_drained()
     assert taker.names == ["0", "1", "2", "3", "4"]
     assert clock.slept == [1.0, 2.0, 4.0]
-    # One key for all attempts at a batch, so that a service can tell a repetition.
+    # All attempts of a batch have one key, so that a service can detect a repeated batch.
     assert len(set(taker.attempts[:4])) == 1
     assert len(set(taker.attempts)) == 3
 
 
-def test_a_round_gives_up_after_a_few_attempts_and_the_next_goes_on(reporter, taker, clock):
+def test_round_ends_after_its_retries_and_the_next_continues(reporter, taker, clock):
     taker.down = APIConnectionError()
     made = reporter()
     made.log("one")
@@ -237,16 +237,16 @@ def test_a_round_gives_up_after_a_few_attempts_and_the_next_goes_on(reporter, ta
     assert taker.names == ["one", "two"]
 
 
-def test_an_attempt_to_ship_has_a_limit_and_retries_have_a_delay(reporter, taker, clock):
+def test_send_attempt_has_a_deadline_and_retries_have_a_delay(reporter, taker, clock):
     made = reporter(request=3.0, retry_delay=2.0)
     taker.failures = [APIConnectionError()]
     made.log("one")
     assert made.wait_until_drained(4.0)
-    assert taker.deadlines == [1003.0, 1004.0]  # the second is that of draining
+    assert taker.deadlines == [1003.0, 1004.0]  # the second is the deadline of the drain
     assert clock.slept == [2.0]
 
 
-def test_draining_gives_up_at_its_limit(reporter, taker, clock):
+def test_drain_stops_at_its_time_limit(reporter, taker, clock):
     taker.down = APIConnectionError()
     made = reporter()
     made.log("one")
@@ -261,8 +261,8 @@ def test_draining_gives_up_at_its_limit(reporter, taker, clock):
     assert began < clock.now <= began + 5.0
 
 
-def test_draining_does_not_wait_for_a_round_that_pauses(reporter, taker):
-    clock = FakeClock(long=1.0)  # so that every pause lasts until it is interrupted
+def test_drain_interrupts_the_pause_of_a_round(reporter, taker):
+    clock = FakeClock(long=1.0)  # every pause lasts until it is interrupted
     taker.failures = [APIConnectionError()] * 2
     made = reporter(threshold=1)
     made._clock = clock
@@ -270,12 +270,12 @@ def test_draining_does_not_wait_for_a_round_that_pauses(reporter, taker):
     until(lambda: len(taker.attempts) == 1)
     until(lambda: clock.sleeping >= 1)
     draining = made._spawn(made.drain(30.0))
-    until(lambda: len(taker.attempts) == 2)  # the interrupted round tried once more and left
+    until(lambda: len(taker.attempts) == 2)  # the interrupted round made one more attempt and ended
     until(lambda: made.pending == 0)
     assert draining.result() is True
 
 
-def test_what_the_service_refuses_for_good_is_not_sent_again(reporter, taker):
+def test_batch_refused_for_good_is_dropped(reporter, taker):
     taker.failures = [tinkex.NotFoundError("no telemetry here")]
     made = reporter(batch=1)
     made.log("one")
@@ -284,7 +284,7 @@ def test_what_the_service_refuses_for_good_is_not_sent_again(reporter, taker):
     assert taker.names == ["two"]
 
 
-def test_a_hanging_service_holds_up_draining_no_longer_than_agreed(server, service):
+def test_hanging_service_delays_drain_at_most_by_its_limit(server, service):
     server.on(TELEMETRY, Hang())
     client = service(telemetry_enabled=True)
     new_sampler(client)
@@ -332,7 +332,7 @@ def test_an_exception_is_reported_with_its_traceback_and_without_keys(reporter, 
     assert "tml-secret" not in event.traceback
 
 
-def test_an_exception_does_not_wait_for_the_round(reporter, taker):
+def test_exception_is_sent_at_once(reporter, taker):
     made = reporter()
     made.log("one")
     assert made.log_exception(RuntimeError("broken"))
@@ -340,7 +340,7 @@ def test_an_exception_does_not_wait_for_the_round(reporter, taker):
     assert taker.names == ["one", "UNHANDLED_EXCEPTION"]
 
 
-def test_a_users_error_is_a_remark(reporter, taker):
+def test_user_error_is_reported_as_a_warning(reporter, taker):
     made = reporter()
     try:
         raise RuntimeError("my loop failed") from tinkex.BadRequestError(
@@ -356,7 +356,7 @@ def test_a_users_error_is_a_remark(reporter, taker):
     assert event.event_data["body"] == {"detail": "bad loss"}
 
 
-def test_a_users_error_of_another_library_may_be_any_object(reporter, taker):
+def test_user_error_of_another_library_can_have_any_attributes(reporter, taker):
     class Foreign(Exception):
         __slots__ = ()
         __hash__ = None  # type: ignore[assignment]
@@ -368,7 +368,7 @@ def test_a_users_error_of_another_library_may_be_any_object(reporter, taker):
     assert taker.names == ["user_error"]
 
 
-def test_a_fatal_exception_ends_the_report_and_is_shipped_first(reporter, taker, clock, caplog):
+def test_fatal_exception_is_sent_and_ends_the_report(reporter, taker, clock, caplog):
     caplog.set_level(logging.INFO)
     made = reporter()
     made.opened("s-1", owner=True)
@@ -381,7 +381,7 @@ def test_a_fatal_exception_ends_the_report_and_is_shipped_first(reporter, taker,
     assert taker.names.count("SESSION_END") == 1
 
 
-def test_a_fatal_exception_waits_no_longer_than_the_limit(reporter, taker, clock):
+def test_fatal_exception_waits_at_most_for_the_limit(reporter, taker, clock):
     taker.down = APIConnectionError()
     made = reporter()
     made.opened("s-1", owner=True)
@@ -400,15 +400,15 @@ def reporting(
     return service(telemetry_enabled=True)
 
 
-def test_telemetry_can_be_switched_off(service, monkeypatch):
-    client = service()  # as all tests do
+def test_telemetry_can_be_disabled(service, monkeypatch):
+    client = service()  # the fixture disables telemetry by default
     assert not client.get_telemetry()
     assert not new_sampler(client).get_telemetry()
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     assert not tinkex.ServiceClient(api_key="tml-x").get_telemetry()
 
 
-def test_a_reporter_that_is_switched_off_takes_everything_and_ships_nothing(server, service):
+def test_disabled_reporter_accepts_calls_and_sends_nothing(server, service):
     client = service()
     new_sampler(client)
     reporter = client.get_telemetry()
@@ -425,7 +425,7 @@ def test_a_reporter_that_is_switched_off_takes_everything_and_ships_nothing(serv
     assert server.asked(TELEMETRY) == []
 
 
-def test_what_is_logged_before_the_session_opens_belongs_to_it(server, reporting, clock):
+def test_events_logged_before_the_session_opens_belong_to_it(server, reporting, clock):
     reporter = reporting.get_telemetry()
     assert reporter.log("early")
     clock.advance(60)
@@ -475,7 +475,7 @@ def use_and_drop_a_client() -> None:
     assert bus.wants(OperationException)
 
 
-def test_a_client_dropped_before_its_session_opened_stops_listening(quiet_bus):
+def test_client_dropped_before_its_session_opens_unsubscribes(quiet_bus):
     use_and_drop_a_client()
 
     def is_forgotten() -> bool:
@@ -493,7 +493,7 @@ def test_all_clients_of_a_session_share_its_reporter(reporting):
     assert reporting.create_rest_client().get_telemetry() is reporter
 
 
-def test_a_session_reports_its_life(server, reporting):
+def test_session_reports_its_start_and_end(server, reporting):
     new_sampler(reporting)
     reporting.close().result()
     (request,) = server.asked(TELEMETRY)
@@ -514,7 +514,7 @@ def test_a_client_that_opened_no_session_reports_nothing(server, reporting):
     assert server.asked(TELEMETRY) == []
 
 
-def test_what_a_user_logs_without_a_session_is_shipped_all_the_same(server, reporting):
+def test_events_logged_without_a_session_are_sent(server, reporting):
     assert reporting.get_telemetry().log("hello")
     reporting.close().result()
     (request,) = server.asked(TELEMETRY)
@@ -547,7 +547,7 @@ def test_the_first_calls_of_many_threads_are_reported_once(server, reporting):
     assert len(named) == 8
 
 
-def test_trouble_of_the_session_is_reported_and_no_other(server, reporting, service):
+def test_only_failures_of_the_own_session_are_reported(server, reporting, service):
     paused = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "busy"}
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", Answer(paused), failed("no", "user"))
@@ -571,7 +571,7 @@ def test_trouble_of_the_session_is_reported_and_no_other(server, reporting, serv
     assert failure["event_data"]["operation"] == "optim_step"
 
 
-def test_a_cancelled_operation_is_no_trouble(server, reporting):
+def test_cancelled_operation_is_not_reported(server, reporting):
     server.on(SAMPLE, Hang())
     future = sample(new_sampler(reporting))
     server.wait_for(SAMPLE)
@@ -580,7 +580,7 @@ def test_a_cancelled_operation_is_no_trouble(server, reporting):
     assert [event["event"] for event in logged(server)] == ["SESSION_START", "SESSION_END"]
 
 
-def test_other_events_can_be_chosen_and_reports_are_not_reported(server, reporting):
+def test_other_events_can_be_captured_except_those_of_telemetry_itself(server, reporting):
     answer_samples(server)
     sampler = new_sampler(reporting)
     reporter = reporting.get_telemetry()
@@ -595,7 +595,7 @@ def test_other_events_can_be_chosen_and_reports_are_not_reported(server, reporti
     assert "/api/v1/telemetry" not in paths
 
 
-def test_a_service_without_telemetry_does_not_mind(server, service):
+def test_service_without_telemetry_route_causes_no_error(server, service):
     client = service(telemetry_enabled=True)  # nothing is scripted: 404
     new_sampler(client)
     client.close().result()
@@ -610,7 +610,7 @@ FAULTS: dict[str, list[Reply]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_accepted_is_lost_through(fault, server, reporting):
+def test_no_accepted_event_is_lost_after(fault, server, reporting):
     server.on(TELEMETRY, *FAULTS[fault], ACCEPTED)
     new_sampler(reporting)
     reporter = reporting.get_telemetry()
@@ -623,13 +623,15 @@ def test_nothing_accepted_is_lost_through(fault, server, reporting):
     assert max(len(request.json["events"]) for request in good) == 100
 
 
-def test_a_service_that_is_gone_delays_closing_no_longer_than_agreed(server, reporting, clock):
+def test_unreachable_service_delays_closing_at_most_by_the_limit(server, reporting, clock):
     new_sampler(reporting)
     server.on(TELEMETRY, Raw())
     server.on("POST /api/v1/sessions/s-1/finish", Raw())
     began = clock.now
     reporting.close().result()
-    assert clock.now - began <= 2 * 5.0  # both limits run on one clock that only sleeping moves
+    assert (
+        clock.now - began <= 2 * 5.0
+    )  # both limits use one clock, which moves only while sleeping
 
 
 def test_an_exception_that_leaves_the_with_block_is_reported(server, service):
@@ -652,11 +654,11 @@ def test_an_exception_that_leaves_the_with_block_is_reported(server, service):
         "SESSION_END",
     ]
     with pytest.raises(ZeroDivisionError):
-        script(ZeroDivisionError())  # which is none of our business
+        script(ZeroDivisionError())  # not reported: it did not pass through tinkex
     assert [event["event"] for event in logged(server)[3:]] == ["SESSION_START", "SESSION_END"]
 
 
-def test_a_heartbeat_is_not_part_of_the_report(server, reporting, clock):
+def test_heartbeats_are_not_reported(server, reporting, clock):
     new_sampler(reporting)
     until(lambda: clock.sleeping == 3)  # heartbeat, configuration, report
     clock.advance(10)
@@ -680,7 +682,7 @@ def test_a_script_that_forgets_to_close_still_reports(server):
     assert names == ["SESSION_START", "here", "SESSION_END"]
 
 
-def test_an_exception_nobody_catches_is_reported_when_it_came_through_tinkex(server):
+def test_uncaught_exception_through_tinkex_is_reported(server):
     server.on(TELEMETRY, ACCEPTED)
     crash = """
 import threading
@@ -739,14 +741,14 @@ client.close().result()
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of a report on its way: the answer it gets, and whether the service gets it all the same."""
+    """What happens to a report: the answer it gets, and whether the service receives it anyway."""
 
     reply: Reply
     arrives: bool = False
 
 
 class Unreliable(ScriptedServer):
-    """Between a client and a service: passes requests on, but does to reports what `faults` says, one each."""
+    """A proxy between client and service: forwards requests and applies one of `faults` to each report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -777,7 +779,7 @@ class Unreliable(ScriptedServer):
 
 
 def reported(running: testing.RunningService, reporter: Reporter) -> list[dict[str, Any]]:
-    """The events of a session as the service lists them."""
+    """The events of a session in the service's list."""
     answer = httpx.get(
         f"{running.url}/local/telemetry",
         params={"session_id": reporter.session_id, "limit": 1000},
@@ -787,7 +789,7 @@ def reported(running: testing.RunningService, reporter: Reporter) -> list[dict[s
     return [entry["event"] for entry in answer.json()["events"]]
 
 
-def test_the_local_service_lists_what_was_reported(tinkex_fake):
+def test_local_service_lists_the_reported_events(tinkex_fake):
     client = tinkex_fake.client()
     training = client.create_lora_training_client(tinkex_fake.base_model, rank=4)
     reporter = training.get_telemetry()
@@ -803,7 +805,7 @@ def test_the_local_service_lists_what_was_reported(tinkex_fake):
     assert (own["event_name"], own["event_data"]) == ("checkpoint reached", {"step": 3})
 
 
-def test_all_that_was_accepted_arrives_once_through_faults_timeouts_and_a_restart(tmp_path, clock):
+def test_accepted_events_arrive_exactly_once_despite_faults_and_a_restart(tmp_path, clock):
     def log(reporter: Reporter, phase: str) -> None:
         assert all(reporter.log(f"{phase} {number}") for number in range(60))
 
@@ -816,7 +818,7 @@ def test_all_that_was_accepted_arrives_once_through_faults_timeouts_and_a_restar
             client.create_sampling_client(base_model=running.base_model)
             reporter = client.get_telemetry()
             assert reporter is not None
-            # Only this test asks for shipping: rounds of their own would move the clock meanwhile.
+            # Only the test triggers sending: automatic rounds would move the clock.
             reporter.limits = Limits(batch=25, threshold=1000)
             log(reporter, "through errors")
             between.faults += [
@@ -844,7 +846,7 @@ def test_all_that_was_accepted_arrives_once_through_faults_timeouts_and_a_restar
     assert indexes == list(range(1 + 3 * 60 + 1))
 
 
-def test_a_service_that_is_gone_is_given_up_within_the_limits(clock):
+def test_reporter_gives_up_an_unreachable_service_within_its_limits(clock):
     server = ScriptedServer()
     with server:
         server.on(TELEMETRY, ACCEPTED)
@@ -878,7 +880,7 @@ def test_limits_are_as_documented():
     }
 
 
-def test_a_sampler_may_be_made_while_telemetry_hangs(server, service):
+def test_sampler_can_be_created_while_telemetry_hangs(server, service):
     server.on(TELEMETRY, Hang())
     server.on(SAMPLE, sampled(7))
     client = service(telemetry_enabled=True)

@@ -1,4 +1,4 @@
-"""Tokens by call, run, model and kind, and what they cost."""
+"""Tokens by call, run, model and kind, and their cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tokens_are_counted_by_run_model_and_kind():
     assert usage.summary("run-2").tokens == Tokens(training=7)
 
 
-def test_calls_are_kept_one_by_one_up_to_a_number():
+def test_latest_calls_are_kept_one_by_one():
     with Usage(keep_calls=2) as usage:
         for tokens in (1, 2, 3):
             bus.emit(trained(tokens))
@@ -61,7 +61,7 @@ def test_calls_are_kept_one_by_one_up_to_a_number():
     assert usage.tokens.training == 6
 
 
-def test_tokens_have_their_price():
+def test_cost_is_tokens_times_rate():
     with Usage(PRICES) as usage:
         bus.emit(trained(1_000_000))
         bus.emit(sampled(3_000_000, 1_000_000, 500_000, **RUN))
@@ -69,7 +69,7 @@ def test_tokens_have_their_price():
     assert "$17.0000" in str(usage.summary())
 
 
-def test_a_price_that_is_missing_is_not_taken_for_nothing():
+def test_missing_price_makes_the_cost_unknown():
     with Usage(PRICES) as usage:
         bus.emit(trained(10))
         assert usage.cost == pytest.approx(0.0001)
@@ -77,12 +77,12 @@ def test_a_price_that_is_missing_is_not_taken_for_nothing():
     assert usage.cost is None
     assert "unknown" in str(usage.summary())
     usage.prices = Prices({**PRICES.rates, "*": Rates(prefill=1)})
-    assert usage.cost is None  # one token was sampled, for nobody knows how much
+    assert usage.cost is None  # one token was sampled at an unknown price
     usage.prices = Prices({**PRICES.rates, "*": Rates(prefill=1, sampled=0)})
     assert usage.cost == pytest.approx(0.00011)
 
 
-def test_cached_tokens_cost_as_much_as_others_unless_said():
+def test_cached_tokens_cost_the_prefill_rate_by_default():
     assert Rates(prefill=2).cost(Tokens(cached_prefill=1_000_000)) == 2
 
 
@@ -94,7 +94,7 @@ def test_nothing_used_costs_nothing():
 
 
 @pytest.mark.parametrize("rate", [-1, float("nan")])
-def test_a_rate_is_not_negative(rate):
+def test_invalid_rate_is_refused(rate):
     with pytest.raises(InvalidInputError, match="sampled"):
         Rates(sampled=rate)
 
@@ -109,7 +109,7 @@ def test_the_summary_is_a_table():
     ]
 
 
-def test_what_the_service_counted_can_be_priced_too():
+def test_usage_from_the_service_can_be_priced():
     hour = {"bucket_start": datetime.now(UTC), "bucket_end": datetime.now(UTC)}
     entry = {**hour, "base_model": "small", "session_id": "s-1"}
     infos = [
@@ -202,7 +202,7 @@ def test_prices_are_read_from_a_file(tmp_path):
         ("[small", "is not valid"),
     ],
 )
-def test_a_file_that_is_no_table_of_prices_is_refused(tmp_path, text, says):
+def test_invalid_price_file_is_refused(tmp_path, text, says):
     file = tmp_path / "prices.toml"
     file.write_text(text)
     with pytest.raises(InvalidInputError) as refused:
@@ -211,7 +211,7 @@ def test_a_file_that_is_no_table_of_prices_is_refused(tmp_path, text, says):
     assert says in str(refused.value)
 
 
-# -- before it starts ----------------------------------------------------------------------------
+# -- estimates -----------------------------------------------------------------------------------
 
 DATA = [datum(*range(length)) for length in (10, 20, 30)]
 
@@ -228,13 +228,13 @@ DATA = [datum(*range(length)) for length in (10, 20, 30)]
         ({"steps": 2, "custom_loss": True}, 240),
     ],
 )
-def test_training_is_priced_beforehand(job, tokens):
+def test_estimate_of_training(job, tokens):
     priced = estimate("small", data=DATA, prices=PRICES, **job)
     assert priced.tokens == Tokens(training=tokens)
     assert priced.cost == pytest.approx(tokens * 10 / 1e6)
 
 
-def test_sampling_is_priced_beforehand():
+def test_estimate_of_sampling():
     prompts = [types.ModelInput.from_ints([1] * length) for length in (5, 7)]
     job = {"prompts": prompts, "num_samples": 4, "max_tokens": 10, "rounds": 3}
     priced = estimate("small", prices=PRICES, **job)  # type: ignore[arg-type]
@@ -249,12 +249,12 @@ def test_an_estimate_without_prices_still_counts():
 
 
 @pytest.mark.parametrize("field", ["steps", "batch_size", "num_samples"])
-def test_an_estimate_of_nothing_is_refused(field):
+def test_estimate_refuses_zero_steps_or_samples(field):
     with pytest.raises(InvalidInputError, match=field):
         estimate("small", data=DATA, **{field: 0})  # type: ignore[arg-type]
 
 
-def test_an_estimate_is_what_the_run_then_uses(tinkex_fake):
+def test_estimate_equals_the_usage_of_the_run(tinkex_fake):
     client = tinkex_fake.client(telemetry_enabled=False)
     trainer = client.create_lora_training_client(tinkex_fake.base_model, rank=4)
     with Usage() as usage:

@@ -1,5 +1,5 @@
 # ruff: noqa: A005  (`types` is what these tests are about)
-"""What the tests of the types say about refusals: the field comes first, then what is wrong with it."""
+"""Assertions about refused values: an error names the field first, then the problem."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from tinkex.errors import InvalidInputError
 
 
 def refuses(field: str, words: str = "") -> Any:
-    """Refused by tinkex itself; `words` is a pattern."""
+    """tinkex itself refuses the value; `words` is a pattern."""
     return pytest.raises(InvalidInputError, match=f"^{re.escape(field)}: .*{words}")
 
 

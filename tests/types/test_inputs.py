@@ -38,13 +38,13 @@ def test_tokens_are_a_list_and_an_array():
     assert (chunk.length, chunk.type) == (3, "encoded_text")
 
 
-def test_the_list_of_tokens_is_made_once():
+def test_list_of_tokens_is_cached():
     chunk = EncodedTextChunk(tokens=[1, 2, 3])
     assert chunk.tokens is chunk.tokens
 
 
 @given(text_chunks)
-def test_reading_the_list_changes_nothing_else(chunk):
+def test_reading_the_list_does_not_change_the_chunk(chunk):
     untouched = EncodedTextChunk(tokens=chunk.tokens_np)
     listed = list(chunk.tokens)
     for same in (chunk, pickle.loads(pickle.dumps(chunk)), copy.copy(chunk), chunk.model_copy()):
@@ -57,7 +57,7 @@ def test_reading_the_list_changes_nothing_else(chunk):
     }
 
 
-def test_the_list_of_tokens_does_not_travel():
+def test_cached_list_of_tokens_is_not_pickled():
     chunk = EncodedTextChunk(tokens=range(1000))
     size = len(pickle.dumps(chunk))
     _ = chunk.tokens
@@ -97,7 +97,7 @@ def test_tokens_may_be_any_sequence_of_whole_numbers(tokens):
     ],
     ids=str,
 )
-def test_other_tokens_are_refused(tokens, words):
+def test_invalid_tokens_are_refused(tokens, words):
     with refuses("tokens", words):
         ModelInput.from_ints(tokens)
     with refuses_field("tokens", words):
@@ -143,7 +143,7 @@ def test_an_image_is_base64_in_json_and_bytes_in_python():
 
 
 @given(st.binary(max_size=40))
-def test_base64_text_is_read_as_the_bytes_it_stands_for(data):
+def test_base64_text_is_decoded(data):
     text = base64.b64encode(data).decode()
     assert ImageChunk(data=text, format="png").data == data
     assert DmelChunk(dmel=text).dmel == data
@@ -167,7 +167,7 @@ def test_image_formats_are_png_and_jpeg():
     [ImageChunk(data=b"", format="png"), ImageAssetPointerChunk(location="a", format="jpeg")],
     ids=lambda chunk: chunk.type,
 )
-def test_an_image_knows_its_length_only_if_it_was_told(image):
+def test_length_of_an_image_needs_expected_tokens(image):
     with refuses("expected_tokens", "length of an image"):
         _ = image.length
     assert image.model_copy(update={"expected_tokens": 9}).length == 9
@@ -192,7 +192,7 @@ def varint(number: int) -> bytes:
     st.lists(st.integers(0, 2**40), min_size=1, max_size=3),
     st.binary(max_size=4),
 )
-def test_audio_is_as_long_as_its_first_dimension(constant, dtype, shape, payload):
+def test_length_of_audio_is_its_first_dimension(constant, dtype, shape, payload):
     header = bytes([254] * constant + [dtype]) + varint(len(shape)) + b"".join(map(varint, shape))
     assert DmelChunk(dmel=header + payload).length == shape[0]
 
@@ -202,7 +202,7 @@ def test_audio_without_dimensions_is_empty():
 
 
 @given(st.binary(max_size=12))
-def test_any_audio_header_has_a_length_or_a_fault(data):
+def test_any_audio_header_gives_a_length_or_an_error(data):
     try:
         length, fault = DmelChunk(dmel=data).length, None
     except InvalidInputError as error:
@@ -212,7 +212,7 @@ def test_any_audio_header_has_a_length_or_a_fault(data):
 
 
 @pytest.mark.parametrize("header", [b"", b"\x01", b"\x01\x01", b"\x01\x01\x80", b"\xfe\x01"])
-def test_an_audio_header_cut_short_is_refused(header):
+def test_incomplete_audio_header_is_refused(header):
     with refuses("dmel", "incomplete"):
         _ = DmelChunk(dmel=header).length
 
@@ -243,7 +243,7 @@ def test_length_is_the_sum_of_the_chunks():
     assert ModelInput.from_ints([1, 2]).append(PNG).length == 9
 
 
-def test_append_leaves_the_original_alone():
+def test_append_does_not_change_the_original():
     first = ModelInput.from_ints([1])
     second = first.append(PNG)
     assert len(first.chunks) == 1
@@ -259,13 +259,13 @@ def test_append_int_extends_the_last_text(tokens, token):
     assert first.to_ints() == tokens
 
 
-def test_append_int_starts_a_text_where_there_is_none():
+def test_append_int_adds_a_text_chunk_if_the_last_is_not_text():
     assert ModelInput.empty().append_int(4).to_ints() == [4]
     after_image = ModelInput(chunks=[PNG]).append_int(4)
     assert after_image.chunks == [PNG, EncodedTextChunk(tokens=[4])]
 
 
-def test_append_int_refuses_what_is_not_a_token():
+def test_append_int_refuses_invalid_tokens():
     with refuses("tokens", "expected integers"):
         ModelInput.empty().append_int(1.5)  # type: ignore[arg-type]
 
@@ -275,7 +275,7 @@ class Tokenizer:
         return list(text.encode())
 
 
-def test_text_is_encoded_as_it_is():
+def test_text_is_encoded_without_a_template():
     assert ModelInput.from_text("hi", Tokenizer()).to_ints() == [104, 105]
     with refuses("text", "expected str, got bytes"):
         ModelInput.from_text(b"hi", Tokenizer())  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ class Trainer:
         return Tokenizer()
 
 
-def test_text_may_be_encoded_as_a_model_does():
+def test_text_can_be_encoded_with_the_tokenizer_of_a_model():
     assert ModelInput.from_text("hi", training_client=Trainer()).to_ints() == [104, 105]
     set_tokenizer_loader(lambda name, revision: Tokenizer() if name == "some/model" else None)
     try:
@@ -300,7 +300,7 @@ def test_text_may_be_encoded_as_a_model_does():
 
 
 @given(chunks)
-def test_the_kind_of_a_chunk_is_found_without_its_tag(chunk):
+def test_kind_of_a_chunk_is_inferred_without_its_tag(chunk):
     written = chunk.model_dump(mode="json")
     untagged = {name: value for name, value in written.items() if name != "type"}
     for form in (written, untagged):
@@ -310,7 +310,7 @@ def test_the_kind_of_a_chunk_is_found_without_its_tag(chunk):
 @pytest.mark.parametrize(
     "chunk", [5, "text", {}, {"type": "video"}, {"type": []}, {"width": 3}], ids=str
 )
-def test_chunks_of_no_known_kind_are_refused(chunk):
+def test_chunks_of_unknown_kind_are_refused(chunk):
     with refuses_field("chunks.0"):
         ModelInput.model_validate({"chunks": [chunk]})
 
@@ -323,7 +323,7 @@ def test_misspelt_fields_are_refused():
 
 
 @given(model_inputs)
-def test_inputs_survive_dumping_pickling_and_copying(model_input):
+def test_inputs_can_be_dumped_pickled_and_copied(model_input):
     for again in (
         ModelInput.model_validate(model_input.model_dump()),
         ModelInput.model_validate_json(model_input.model_dump_json()),
@@ -364,7 +364,7 @@ INPUT = ModelInput.from_ints([1, 2, 3])
         ("sequence_ratio_mask", "float32"),
     ],
 )
-def test_lists_take_the_dtype_of_their_key(key, dtype):
+def test_lists_get_the_dtype_of_their_key(key, dtype):
     flat = Datum(INPUT, {key: [1, 2, 3]}).loss_fn_inputs[key]
     assert (flat.dtype, flat.shape, flat.data) == (dtype, [3], [1, 2, 3])
     nested = Datum(INPUT, {key: [[1, 2], [3, 4]]}).loss_fn_inputs[key]
@@ -376,7 +376,7 @@ def test_lists_under_other_keys_are_refused():
         Datum(INPUT, {"mine": [1]})
 
 
-def test_typed_tensors_are_welcome_under_any_key():
+def test_typed_tensors_are_accepted_under_any_key():
     tensor = TensorData([1], "int64")
     inputs = {"a": tensor, "b": np.array([0.5]), "c": torch.tensor([True])}
     converted = Datum(INPUT, inputs).loss_fn_inputs
@@ -390,7 +390,7 @@ def test_numpy_inputs_are_not_copied():
     assert np.shares_memory(datum.loss_fn_inputs["weights"].values, weights)
 
 
-def test_wide_torch_targets_travel_sparse_and_only_they_do():
+def test_only_wide_torch_targets_are_sent_sparse():
     wide = torch.zeros(4, 50, dtype=torch.int64)
     wide[1, 7] = 3
     inputs = {"target_tokens": wide, "weights": wide.float(), "mine": wide}
@@ -441,7 +441,7 @@ def test_datums_pickle_and_copy(datum):
 # -- provenance ----------------------------------------------------------------------------------
 
 
-def test_a_datum_may_say_where_its_tokens_come_from():
+def test_datum_can_have_provenance_spans():
     prompt = PromptProvenanceSpan(sequence_id="s", length=2)
     sampled = SampledProvenanceSpan(sequence_id="s", offset=2, length=1)
     datum = Datum(INPUT, {"weights": [1.0]})
@@ -451,12 +451,12 @@ def test_a_datum_may_say_where_its_tokens_come_from():
     assert datum.model_input_spans is None
 
 
-def test_spans_come_in_pairs():
+def test_both_kinds_of_spans_must_be_given_together():
     with refuses("spans", "must be given together"):
         Datum(INPUT, {}, [PromptProvenanceSpan(sequence_id="s", length=1)])
 
 
-def test_spans_are_keyword_only_values_of_their_own_kind():
+def test_spans_are_immutable_and_keyword_only():
     span = PromptProvenanceSpan(sequence_id="s", length=1)
     assert span == pickle.loads(pickle.dumps(span))
     assert span.offset == 0
@@ -482,7 +482,7 @@ def test_spans_are_keyword_only_values_of_their_own_kind():
         ("length", True),
     ],
 )
-def test_spans_refuse_what_cannot_be_a_place(kind, field, value):
+def test_spans_refuse_invalid_positions(kind, field, value):
     fields = {"sequence_id": "s", "offset": 0, "length": 1} | {field: value}
     with refuses(field, "must be"):
         kind(**fields)

@@ -43,12 +43,12 @@ CLOSED = [kind for kind in MODELS if issubclass(kind, RequestModel)]
 OPEN = [kind for kind in MODELS if issubclass(kind, ResponseModel)]
 
 
-def test_every_message_is_something_callers_write_or_services_answer():
+def test_every_message_is_a_request_or_a_response():
     assert len(CLOSED) + len(OPEN) == len(MODELS)
 
 
 @pytest.mark.parametrize("kind", COMPLETE)
-def test_messages_survive_dumping_pickling_and_copying(kind):
+def test_messages_can_be_dumped_pickled_and_copied(kind):
     @settings(max_examples=8)
     @given(models(kind))
     def check(value):
@@ -116,7 +116,7 @@ def test_queue_state_is_read_in_any_case(text, state):
 
 
 @given(json_values)
-def test_a_queue_state_nobody_knows_is_never_active(value):
+def test_unknown_queue_state_is_never_active(value):
     assert QueueState.parse(value) is QueueState.UNKNOWN
 
 
@@ -130,7 +130,7 @@ def test_try_again_is_read_in_any_case(tag):
     assert (answer.queue_state_reason, answer.retry_after_ms) == (None, None)
 
 
-def test_try_again_says_why_and_when():
+def test_try_again_has_reason_and_delay():
     answer = TryAgainResponse.model_validate(
         TRY_AGAIN | {"queue_state": "full", "queue_state_reason": "busy", "retry_after_ms": 250}
     )
@@ -162,7 +162,7 @@ def test_try_again_refuses_fields_of_another_type(field, value):
         TryAgainResponse.model_validate(TRY_AGAIN | {field: value})
 
 
-def test_a_promise_is_a_request_id_and_perhaps_more():
+def test_promise_needs_only_a_request_id():
     promise = UntypedAPIFuture.model_validate({"request_id": "r", "sample_sequence_ids": ["a"]})
     assert (promise.request_id, promise.model_id, promise.sample_sequence_ids) == ("r", None, ["a"])
     with refuses_field("request_id", "required"):
@@ -183,22 +183,22 @@ def test_failed_requests_have_a_category(text, category):
     assert answer.category is category
 
 
-def test_a_category_left_out_is_unknown():
+def test_missing_category_is_unknown():
     assert RequestFailedResponse(error="no").category is RequestErrorCategory.Unknown
     assert types.RequestErrorCategory is errors.RequestErrorCategory
 
 
-def test_polls_do_not_ask_for_metadata_unless_told():
+def test_polls_do_not_allow_metadata_only_by_default():
     assert FutureRetrieveRequest(request_id="r").allow_metadata_only is False
 
 
-def test_a_result_too_large_to_send_says_its_size():
+def test_metadata_only_response_has_a_size():
     assert MetadataOnlyResponse(response_payload_size=5).status == "complete_metadata"
     with refuses_field("response_payload_size"):
         MetadataOnlyResponse(response_payload_size=-1)
 
 
-def test_completions_are_told_apart_by_state():
+def test_completions_are_distinguished_by_state():
     answer = FuturesRetrieveResponse.model_validate(
         {
             "completions": [
@@ -213,7 +213,7 @@ def test_completions_are_told_apart_by_state():
         FuturesRetrieveResponse.model_validate({"completions": [{"state": "lost"}], "cursor": 0})
 
 
-def test_a_session_wide_wait_starts_at_the_beginning():
+def test_cursor_of_a_session_wide_wait_starts_at_zero():
     request = FuturesRetrieveRequest(target=SamplingSessionFuturesTarget(sampling_session_id="s"))
     assert request.model_dump(exclude_none=True) == {
         "target": {"type": "sampling_session", "sampling_session_id": "s", "cloned_sampler_id": 0},
@@ -241,7 +241,7 @@ def test_supported_models_may_be_objects_or_names(listed, names):
     assert answer.model_names() == names
 
 
-def test_a_supported_model_says_what_it_is():
+def test_supported_model_has_its_facts():
     listed = [{"model_id": "m", "model_name": "n", "arch": "llama"}]
     answer = GetServerCapabilitiesResponse.model_validate({"supported_models": listed})
     assert answer.supported_models == [SupportedModel(model_id="m", model_name="n", arch="llama")]
@@ -253,7 +253,7 @@ def test_capabilities_without_a_list_of_models_are_refused(body):
         GetServerCapabilitiesResponse.model_validate(body)
 
 
-def test_a_service_that_says_nothing_wants_the_defaults():
+def test_empty_client_config_means_the_defaults():
     config = ClientConfigResponse.model_validate({})
     assert config.parallel_fwdbwd_chunks is True
     assert (config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count) == (1024, 5_000_000)
@@ -268,13 +268,13 @@ def test_a_service_that_says_nothing_wants_the_defaults():
     }
 
 
-def test_health_is_ok_or_an_error():
+def test_health_status_is_ok():
     assert HealthResponse.model_validate({}).status == "ok"
     with refuses_field("status"):
         HealthResponse.model_validate({"status": "ill"})
 
 
-def test_tokens_are_not_shown():
+def test_repr_hides_the_auth_token():
     assert "eyJ" not in repr(AuthTokenResponse(jwt="eyJhbGciOi"))
 
 

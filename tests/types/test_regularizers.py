@@ -47,7 +47,7 @@ def test_a_term_cannot_be_changed():
         *[("is_async", bad) for bad in (None, 1, "yes")],
     ],
 )
-def test_a_term_refuses_what_cannot_be_one(field, bad):
+def test_term_refuses_invalid_values(field, bad):
     fields = {"fn": penalty, "weight": 1.0, "name": "p", "is_async": False} | {field: bad}
     with refuses(field, "must be"):
         RegularizerSpec(**fields)
@@ -55,21 +55,21 @@ def test_a_term_refuses_what_cannot_be_one(field, bad):
         RegularizerSpec.create(fields)
 
 
-def test_a_term_may_be_written_as_a_mapping():
+def test_term_can_be_given_as_a_mapping():
     spec = RegularizerSpec.create({"fn": penalty, "weight": 1, "name": "p", "async": True})
     assert spec == RegularizerSpec(penalty, 1, "p", is_async=True)
     assert RegularizerSpec.create(spec) is spec
 
 
 @pytest.mark.parametrize("missing", ["fn", "weight", "name"])
-def test_a_mapping_has_to_be_complete(missing):
+def test_mapping_must_have_all_required_fields(missing):
     fields = {"fn": penalty, "weight": 1, "name": "p"}
     del fields[missing]
     with refuses(missing, "required"):
         RegularizerSpec.create(fields)
 
 
-def test_a_mapping_has_no_other_fields():
+def test_mapping_with_unknown_fields_is_refused():
     with pytest.raises(ValueError, match="strength"):
         RegularizerSpec.create({"fn": penalty, "weight": 1, "name": "p", "strength": 2})
 
@@ -94,7 +94,7 @@ def test_a_term_without_gradients_leaves_them_out():
     assert output.to_dict(keep_none=True)["grad_norm"] is None
 
 
-def test_a_composed_loss_is_taken_apart():
+def test_composed_loss_has_its_parts():
     terms = {
         "a": RegularizerOutput("a", 2.0, 0.5, 1.0, grad_norm=3.0, grad_norm_weighted=1.5),
         "b": RegularizerOutput("b", 4.0, 0.5, 2.0),
@@ -110,7 +110,7 @@ def test_a_composed_loss_is_taken_apart():
     }
 
 
-def test_a_loss_may_have_no_parts():
+def test_composed_loss_can_have_no_parts():
     assert CustomLossOutput(1.0, None).to_dict() == {
         "loss_total": 1.0,
         "regularizer_total": 0,
@@ -119,14 +119,14 @@ def test_a_loss_may_have_no_parts():
 
 
 @pytest.mark.parametrize("field", ["fn", "weight", "is_async", "options"])
-def test_a_term_that_is_refused_is_named(field):
+def test_error_names_the_refused_term(field):
     fields = {"fn": penalty, "weight": 1.0, "name": "leash"} | {field: "bad"}
     with refuses(field, "regularizer 'leash'"):
         RegularizerSpec(**fields)
 
 
 @pytest.mark.parametrize("name", ["sharp", lambda: "sharp"], ids=["attribute", "method"])
-def test_a_mapping_may_leave_the_name_to_its_object(name):
+def test_mapping_without_name_uses_the_name_of_its_object(name):
     fn = Penalty()
     fn.name = name  # type: ignore[attr-defined]
     assert RegularizerSpec.create({"fn": fn, "weight": 1}).name == "sharp"

@@ -44,7 +44,7 @@ segments = st.text(min_size=1, max_size=8).filter(
 
 @pytest.mark.parametrize(("kind", "checkpoint_type"), KINDS)
 @given(run=segments, name=segments)
-def test_paths_are_taken_apart_and_put_together(kind, checkpoint_type, run, name):
+def test_paths_are_parsed_and_composed(kind, checkpoint_type, run, name):
     path = f"tinker://{run}/{kind}/{name}"
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     assert parsed.model_dump() == {
@@ -89,13 +89,13 @@ def test_malformed_paths_are_refused(path, words):
     assert refusal.value.user_error
 
 
-def test_a_path_too_long_to_show_is_cut_in_the_message():
+def test_long_path_is_truncated_in_the_message():
     with refuses("tinker_path") as refusal:
         ParsedCheckpointTinkerPath.from_tinker_path("x" * 10_000)
     assert len(str(refusal.value)) < 300
 
 
-def test_paths_are_not_put_together_from_bad_parts():
+def test_paths_are_not_composed_from_invalid_parts():
     with refuses("tinker_path"):
         ParsedCheckpointTinkerPath.of("run", "training", "a/b")
     with refuses("tinker_path"):
@@ -104,7 +104,7 @@ def test_paths_are_not_put_together_from_bad_parts():
         ParsedCheckpointTinkerPath.of("run", "optimizer", "a")  # type: ignore[arg-type]
 
 
-def test_pages_of_a_path_are_escaped():
+def test_urls_of_a_path_are_escaped():
     path = "tinker://a?b/sampler_weights/c#d"
     assert console_url(path).endswith("/checkpoints/a%3Fb/sampler_weights%2Fc%23d")
     assert playground_url(path).endswith(
@@ -133,7 +133,7 @@ RUN = {
 MOMENT = datetime(2026, 5, 27, 20, tzinfo=UTC)
 
 
-def test_a_checkpoint_knows_its_run():
+def test_checkpoint_has_the_id_of_its_run():
     checkpoint = Checkpoint.model_validate(CHECKPOINT)
     assert checkpoint.training_run_id == "run"
     assert (checkpoint.public, checkpoint.size_bytes, checkpoint.expires_at) == (False, None, None)
@@ -151,19 +151,19 @@ def test_a_checkpoint_knows_its_run():
         ("", ""),
     ],
 )
-def test_timestamps_are_read_where_possible_and_kept_otherwise(text, read):
+def test_unreadable_timestamps_are_kept_as_text(text, read):
     assert Checkpoint.model_validate(CHECKPOINT | {"time": text}).time == read
     assert Checkpoint.model_validate(CHECKPOINT | {"expires_at": text}).expires_at == read
     assert TrainingRun.model_validate(RUN | {"last_request_time": text}).last_request_time == read
     assert CheckpointArchiveUrlResponse(url="u", expires=text).expires == read
 
 
-def test_checkpoint_types_are_three():
+def test_there_are_three_checkpoint_types():
     with refuses_field("checkpoint_type"):
         Checkpoint.model_validate(CHECKPOINT | {"checkpoint_type": "optimizer"})
 
 
-def test_a_run_may_be_named_by_id_alone():
+def test_run_id_can_be_sent_as_id():
     fields = {name: value for name, value in RUN.items() if name != "training_run_id"}
     assert TrainingRun.model_validate(fields | {"id": "old"}).training_run_id == "old"
     assert TrainingRun.model_validate(RUN | {"id": "old"}).training_run_id == "run"
@@ -172,12 +172,12 @@ def test_a_run_may_be_named_by_id_alone():
 
 
 @pytest.mark.parametrize("written", [True, "true", "True", 1])
-def test_a_run_is_whole_unless_said_otherwise(written):
+def test_run_is_not_corrupted_by_default(written):
     assert TrainingRun.model_validate(RUN).corrupted is False
     assert TrainingRun.model_validate(RUN | {"corrupted": written}).corrupted is True
 
 
-def test_a_run_holds_its_last_checkpoints():
+def test_run_has_its_last_checkpoints():
     run = TrainingRun.model_validate(RUN | {"last_checkpoint": CHECKPOINT})
     assert run.last_checkpoint == Checkpoint.model_validate(CHECKPOINT)
     assert run.last_sampler_checkpoint is None
@@ -191,7 +191,7 @@ def test_cursors_read_numbers_written_as_text():
 
 
 @pytest.mark.parametrize("field", ["limit", "offset"])
-def test_pages_have_no_negative_size(field):
+def test_negative_page_sizes_are_refused(field):
     with refuses_field(field):
         ListSessionsRequest(**{field: -1})
     assert ListSessionsRequest().model_dump() == {"limit": 20, "offset": 0, "access_scope": None}
@@ -202,7 +202,7 @@ def test_access_scope_is_owned_or_accessible():
         ListSessionsRequest(access_scope="all")
 
 
-def test_keeping_a_checkpoint_for_good_has_to_be_said():
+def test_ttl_none_must_be_given_explicitly():
     assert SetCheckpointTtlRequest(ttl_seconds=None).ttl_seconds is None
     with refuses_field("ttl_seconds", "required"):
         SetCheckpointTtlRequest()  # type: ignore[call-arg]
@@ -212,13 +212,13 @@ def test_keeping_a_checkpoint_for_good_has_to_be_said():
 
 
 @pytest.mark.parametrize("reason", ["success", "errored", "interrupted"])
-def test_a_session_ends_for_one_of_three_reasons(reason):
+def test_session_finish_has_three_reasons(reason):
     request = FinishSessionRequest.model_validate({"reason": {"type": reason}})
     assert request.reason.type == reason
     assert request.detail is None
 
 
-def test_a_session_ends_for_no_other_reason():
+def test_unknown_session_finish_reason_is_refused():
     with pytest.raises(ValidationError, match=r"(?s)reason.*bored"):
         FinishSessionRequest.model_validate({"reason": {"type": "bored"}})
 
@@ -246,7 +246,7 @@ def test_a_session_ends_for_no_other_reason():
     ],
     ids=["finished", "failed"],
 )
-def test_the_status_of_a_session_is_told_by_its_type(written, status):
+def test_session_status_is_distinguished_by_type(written, status):
     summary = SessionSummary.model_validate(
         {
             "session_id": "s",
@@ -261,12 +261,12 @@ def test_the_status_of_a_session_is_told_by_its_type(written, status):
     assert summary.created_at == MOMENT
 
 
-def test_a_search_looks_for_ones_own_newest_fifty():
+def test_search_defaults_to_the_newest_fifty_own_sessions():
     request = SessionSearchRequest()
     assert (request.owner, request.limit, request.statuses) == (OwnSearchOwner(), 50, None)
 
 
-def test_a_search_tells_owners_and_statuses_by_type():
+def test_search_distinguishes_owners_and_statuses_by_type():
     request = SessionSearchRequest.model_validate(
         {
             "owner": {"type": "user", "owner_urns": ["u"]},
@@ -294,7 +294,7 @@ def test_a_search_tells_owners_and_statuses_by_type():
     ],
     ids=str,
 )
-def test_a_search_refuses_what_the_service_would(fields, field):
+def test_search_refuses_invalid_values(fields, field):
     with refuses_field(field):
         SessionSearchRequest.model_validate(fields)
 
@@ -313,7 +313,7 @@ def test_trace_exports_are_pending_ready_or_failed():
 # -- audit and billing ---------------------------------------------------------------------------
 
 
-def test_billing_events_are_told_apart_by_type():
+def test_billing_events_are_distinguished_by_type():
     hour = {"bucket_start": "2026-05-27T20:00:00Z", "bucket_end": "2026-05-27T21:00:00Z"}
     storage = {"type": "storage", "gigabyte_hours": 2, "tier": "cold"}
     event = BillingUsageEvent.model_validate(hour | {"event_info": storage})

@@ -83,7 +83,7 @@ def test_misspelt_parameters_are_refused_and_newer_ones_are_ignored_on_the_wire(
 # -- requests ------------------------------------------------------------------------------------
 
 
-def test_a_request_writes_counts_and_leaves_out_what_is_not_set():
+def test_request_sends_counts_and_leaves_out_unset_fields():
     request = SampleRequest(prompt=PROMPT, sampling_params=SamplingParams())
     assert request.model_dump(exclude_none=True) == {
         "num_samples": 1,
@@ -135,7 +135,7 @@ def test_session_numbers_count_up_from_zero():
 # -- sequences -----------------------------------------------------------------------------------
 
 
-def test_a_sequence_is_made_from_lists_or_arrays():
+def test_sequence_is_created_from_lists_or_arrays():
     lists = SampledSequence(
         stop_reason="stop", tokens=[1, 2], logprobs=[-0.5, None], topk_logprobs=[[[1, -0.5]], None]
     )
@@ -163,13 +163,13 @@ def test_arrays_of_a_sequence_are_not_copied():
     assert sequence.logprobs_np is logprobs
 
 
-def test_a_sequence_may_be_bare():
+def test_sequence_needs_only_a_stop_reason():
     sequence = SampledSequence("length")
     assert (sequence.tokens, sequence.logprobs, sequence.topk_logprobs) == ([], None, None)
     assert sequence.sequence_id == ""
 
 
-def test_the_lists_of_a_sequence_are_made_once():
+def test_lists_of_a_sequence_are_cached():
     sequence = SampledSequence("stop", tokens=[1], logprobs=[-0.5])
     assert sequence.tokens is sequence.tokens
     assert sequence.logprobs is sequence.logprobs
@@ -189,7 +189,7 @@ def test_sequences_pickle_copy_and_compare_by_value(sequence):
     assert sequence != SampledSequence(sequence.stop_reason, tokens=[*sequence.tokens, 1])
 
 
-def test_why_a_sequence_ended_may_be_unknown():
+def test_stop_reason_can_be_none():
     assert SampledSequence(None, tokens=[1]).stop_reason is None
 
 
@@ -214,7 +214,7 @@ def test_repr_of_a_long_sequence_is_short():
     ],
     ids=str,
 )
-def test_sequences_refuse_what_is_not_one(fields, field, words):
+def test_sequences_refuse_invalid_values(fields, field, words):
     with refuses(field, words):
         SampledSequence(**{"stop_reason": "stop"} | fields)
 
@@ -266,7 +266,7 @@ def test_an_unknown_stop_reason_is_kept():
     assert str(drawn.stop_reason) == "content_filter"
 
 
-def test_a_response_takes_lists_as_a_sequence_does():
+def test_response_accepts_lists_like_a_sequence():
     response = SampleResponse(
         [], prompt_logprobs=[None, -1.0], topk_prompt_logprobs=[None, [(3, -0.5)]]
     )

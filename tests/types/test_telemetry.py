@@ -35,7 +35,7 @@ EVENTS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "fields"), EVENTS)
-def test_events_are_told_apart_by_name(kind, fields):
+def test_events_are_distinguished_by_name(kind, fields):
     event = telemetry_event(COMMON | fields)
     assert type(event) is kind
     assert event is not None
@@ -44,12 +44,12 @@ def test_events_are_told_apart_by_name(kind, fields):
 
 
 @given(json_values)
-def test_what_is_no_known_event_is_none(value):
+def test_unknown_event_reads_as_none(value):
     assert telemetry_event(value) is None
     assert telemetry_event(COMMON | {"event": value}) is None
 
 
-def test_events_need_only_what_differs():
+def test_events_need_only_fields_without_defaults():
     event = UnhandledExceptionEvent(
         event_id="e",
         event_session_index=1,
@@ -74,7 +74,7 @@ def test_events_need_only_what_differs():
         ("event_id", None),
     ],
 )
-def test_events_refuse_other_values(field, bad):
+def test_events_refuse_invalid_values(field, bad):
     with refuses_field(field):
         SessionStartEvent.model_validate(COMMON | {field: bad})
 
@@ -90,7 +90,7 @@ def test_a_batch_becomes_a_request():
     assert request.process_uuid == ""
 
 
-def test_the_service_accepts():
+def test_response_status_is_accepted():
     assert TelemetryResponse.model_validate({}).status == "accepted"
     with refuses_field("status"):
         TelemetryResponse.model_validate({"status": "refused"})

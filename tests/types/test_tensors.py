@@ -40,7 +40,7 @@ def test_holds_a_flat_list_with_its_shape():
     assert len(tensor) == 2
 
 
-def test_data_is_flat_however_it_was_given():
+def test_data_is_always_flat():
     assert TensorData([[1, 2], [3, 4]], "int64").data == [1, 2, 3, 4]
 
 
@@ -52,7 +52,7 @@ def test_dtype_is_inferred_when_left_out():
 
 
 @pytest.mark.parametrize("data", [[[1.0, 2.0, 3.0]] * 2, np.ones((2, 3), np.float32)])
-def test_what_has_more_dimensions_than_one_has_a_shape(data):
+def test_data_with_several_dimensions_gets_a_shape(data):
     tensor = TensorData(data)
     assert tensor.shape == [2, 3]
     assert tensor_from_object(tensor_to_object(tensor)) == tensor
@@ -110,7 +110,7 @@ def test_torch_tensors_of_a_wire_dtype_are_not_copied():
     assert np.shares_memory(TensorData.from_torch(tensor).values, tensor.numpy())
 
 
-def test_to_torch_gives_a_tensor_of_its_own():
+def test_to_torch_returns_a_copy():
     array = np.zeros(3, np.float32)
     TensorData.from_numpy(array).to_torch().add_(1)
     assert array.tolist() == [0, 0, 0]
@@ -134,7 +134,7 @@ def test_to_torch_gives_a_tensor_of_its_own():
         (np.dtype(">f8"), "float32"),
     ],
 )
-def test_numpy_dtypes_become_one_of_two(numpy_dtype, dtype):
+def test_numpy_dtypes_become_int64_or_float32(numpy_dtype, dtype):
     tensor = TensorData.from_numpy(np.array([1, 2], numpy_dtype))
     assert (tensor.dtype, tensor.shape, tensor.data) == (dtype, [2], [1, 2])
     assert tensor.values.dtype == np.dtype(dtype)
@@ -151,7 +151,7 @@ def test_numpy_dtypes_become_one_of_two(numpy_dtype, dtype):
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_other_numpy_dtypes_are_refused_by_name(array):
+def test_error_names_the_unsupported_numpy_dtype(array):
     with refuses("dtype", f"unsupported dtype {array.dtype.name.partition('[')[0]}"):
         TensorData.from_numpy(array)
 
@@ -169,7 +169,7 @@ def test_other_numpy_dtypes_are_refused_by_name(array):
         (torch.int64, "int64"),
     ],
 )
-def test_torch_dtypes_become_one_of_two(torch_dtype, dtype):
+def test_torch_dtypes_become_int64_or_float32(torch_dtype, dtype):
     tensor = TensorData.from_torch(torch.tensor([[0, 1]], dtype=torch_dtype))
     assert (tensor.dtype, tensor.shape, tensor.data) == (dtype, [1, 2], [0, 1])
 
@@ -193,7 +193,7 @@ def test_torch_round_trip(dtype):
     assert torch.equal(again, tensor)
 
 
-def test_precision_loss_is_told_and_warned_of():
+def test_precision_loss_is_reported_and_warned_about():
     assert check_precision_loss(np.float64) == (
         "float32",
         "float64 is narrowed to float32: precision loss",
@@ -230,7 +230,7 @@ def test_sparse_tensors_list_their_values_by_row():
         elements=st.sampled_from([0, 0, 0, 0, 1, -7, 2**40]),
     )
 )
-def test_from_torch_sparse_gives_back_what_it_was_given(array):
+def test_from_torch_sparse_round_trips(array):
     tensor = TensorData.from_torch_sparse(torch.from_numpy(array))
     assert np.array_equal(tensor.to_numpy(), array)
     rows, columns = array.shape
@@ -238,7 +238,7 @@ def test_from_torch_sparse_gives_back_what_it_was_given(array):
     assert tensor.is_sparse == smaller
 
 
-def test_from_torch_sparse_may_leave_out_another_value():
+def test_from_torch_sparse_can_leave_out_another_pad_value():
     dense = torch.full((4, 8), -1.0)
     dense[2, 3] = 0.0
     tensor = TensorData.from_torch_sparse(dense, pad_value=-1)
@@ -279,7 +279,7 @@ def test_pickles_and_copies(tensor):
         assert again == tensor
 
 
-def test_null_stands_for_nan():
+def test_null_is_read_as_nan():
     tensor = tensor_from_object({"data": [None, 1.5], "dtype": "float32"})
     assert tensor == TensorData([float("nan"), 1.5], "float32")
 
@@ -362,7 +362,7 @@ def test_shapes_that_do_not_fit_are_refused(shape, words):
         TensorData([1, 2, 3, 4], "int64", shape)
 
 
-def test_a_shape_no_array_can_have_is_refused():
+def test_shape_too_large_for_an_array_is_refused():
     with refuses("shape"):
         TensorData([], "int64", [0, 2**70])
 
@@ -394,12 +394,12 @@ def test_sparse_indices_that_do_not_fit_are_refused(shape, crow, col, field):
 
 
 @pytest.mark.parametrize("value", [None, 5, [], {}, {"dtype": "int64"}])
-def test_what_is_not_the_object_form_is_refused(value):
+def test_invalid_object_form_is_refused(value):
     with refuses("weights", "expected an object with data and dtype"):
         tensor_from_object(value, field="weights")
 
 
-def test_faults_in_the_object_form_name_tensor_and_field():
+def test_errors_in_the_object_form_name_tensor_and_field():
     with refuses("weights", "shape: .*needs 3 values"):
         tensor_from_object({"data": [1], "dtype": "int64", "shape": [3]}, field="weights")
 

@@ -68,7 +68,7 @@ def test_adam_refuses_parameters_out_of_range(field, bad):
         AdamParams(**{field: bad})
 
 
-def test_adam_takes_whole_numbers_as_floats():
+def test_adam_reads_integers_as_floats():
     params = AdamParams(learning_rate=1, grad_clip_norm=2)
     assert (params.learning_rate, params.grad_clip_norm) == (1.0, 2.0)
     assert isinstance(params.learning_rate, float)
@@ -129,12 +129,12 @@ def test_the_wire_names_parameters_after_their_optimizer(params, key, other):
     ],
     ids=str,
 )
-def test_a_step_needs_exactly_one_set_of_good_parameters(fields, words):
+def test_step_needs_exactly_one_set_of_valid_parameters(fields, words):
     with pytest.raises(ValidationError, match=f"(?s){words}"):
         OptimStepRequest.model_validate({"model_id": "m", **fields})
 
 
-def test_bad_parameters_never_pass_for_the_empty_base_class():
+def test_invalid_parameters_are_not_read_as_the_empty_base_class():
     step = OptimStepRequest.model_validate(
         {"model_id": "m", "adam_params": {"learning_rate": 0.5}}, extra="ignore"
     )
@@ -145,7 +145,7 @@ def test_bad_parameters_never_pass_for_the_empty_base_class():
         )
 
 
-def test_a_callers_own_parameters_are_written_whole():
+def test_parameters_of_a_user_class_are_sent_completely():
     class Lion(OptimParamsBase):
         type: str = "lion"
         momentum: float = 0.99
@@ -159,14 +159,14 @@ def test_a_step_that_returns_has_succeeded():
     assert OptimStepResponse(metrics={"norm": 1}).metrics == {"norm": 1.0}
 
 
-def test_a_metric_that_json_cannot_carry_is_nan():
+def test_null_metric_is_read_as_nan():
     read = json_codec.decode(b'{"metrics": {"norm": null, "lr": 1}}', OptimStepResponse).metrics
     assert read is not None
     assert math.isnan(read["norm"])
     assert read["lr"] == 1.0
 
 
-def test_optimizer_configs_are_told_apart_by_type():
+def test_optimizer_configs_are_distinguished_by_type():
     def config(**fields: Any) -> Any:
         request = {"session_id": "s", "model_seq_id": 0, "base_model": "b", **fields}
         return CreateModelRequest.model_validate(request).optimizer_config
@@ -232,7 +232,7 @@ def test_model_numbers_start_at_zero():
         CreateModelRequest(session_id="s", model_seq_id=-1, base_model="b")
 
 
-def test_model_info_needs_little():
+def test_model_info_has_few_required_fields():
     info = GetInfoResponse.model_validate({"model_id": "m", "model_data": {}, "new": 1})
     assert (info.model_data.arch, info.is_lora, info.optimizer_config) == (
         None,
@@ -326,7 +326,7 @@ def test_custom_loss_inputs_have_up_to_two_dimensions(rank):
 # -- weights -------------------------------------------------------------------------------------
 
 
-def test_load_says_optimizer_and_never_the_old_name():
+def test_load_uses_the_field_name_optimizer():
     request = LoadWeightsRequest(model_id="m", seq_id=1, path="p", optimizer=True)
     written = request.model_dump(exclude_none=True)
     assert written == {
@@ -345,7 +345,7 @@ def test_load_says_optimizer_and_never_the_old_name():
     "kind", [SaveWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsExternalRequest]
 )
 @pytest.mark.parametrize("ttl", [0, -5])
-def test_a_lifetime_is_a_positive_number_of_seconds(kind, ttl):
+def test_ttl_must_be_a_positive_number_of_seconds(kind, ttl):
     with refuses_field("ttl_seconds", "positive"):
         kind(model_id="m", path="p", ttl_seconds=ttl)
     assert kind(model_id="m", path="p", ttl_seconds=1).ttl_seconds == 1
@@ -356,7 +356,7 @@ def test_external_weights_have_at_most_ten_recipients():
         SaveWeightsExternalRequest(model_id="m", path="p", age_encryption_recipients=["a"] * 11)
 
 
-def test_saved_weights_have_a_path_loaded_ones_may():
+def test_path_is_required_for_saved_and_optional_for_loaded_weights():
     with refuses_field("path", "required"):
         SaveWeightsResponse()  # type: ignore[call-arg]
     assert LoadWeightsResponse().path is None
@@ -367,7 +367,7 @@ def test_weights_for_sampling_have_a_path_or_a_session():
     assert SaveWeightsForSamplerResponseInternal(sampling_session_id="s").path is None
 
 
-def test_saved_weights_know_their_pages():
+def test_saved_weights_have_console_urls():
     saved = SaveWeightsForSamplerResponse(path="tinker://r:train:0/sampler_weights/a b")
     assert saved.get_console_url().endswith("/checkpoints/r%3Atrain%3A0/sampler_weights%2Fa%20b")
     assert "checkpoint=tinker%3A%2F%2Fr" in saved.get_playground_url()

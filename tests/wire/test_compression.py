@@ -125,19 +125,19 @@ class TestZstd:
             with pytest.raises(DecodeError, match=f"larger than {size - 1} bytes"):
                 decompress(frame, max_size=size - 1)
 
-    def test_announced_bomb_is_refused_unopened(self):
+    def test_announced_bomb_is_refused_before_decompression(self):
         bomb = compress(bytes(256 * MIB))
 
         with memory_below(MIB), pytest.raises(DecodeError, match="larger than"):
             decompress(bomb, max_size=16 * MIB)
 
-    def test_unannounced_bomb_is_refused_on_the_way(self):
+    def test_unannounced_bomb_is_refused_during_decompression(self):
         bomb = compress_unannounced(bytes(256 * MIB))
 
         with memory_below(40 * MIB), pytest.raises(DecodeError, match="larger than"):
             decompress(bomb, max_size=16 * MIB)
 
-    def test_densest_bomb(self):
+    def test_bomb_of_run_length_blocks_is_refused_with_little_memory(self):
         # A frame of nothing but run-length blocks: four bytes for 128 KiB each.
         header = b"\x28\xb5\x2f\xfd\x00\x58"  # size unknown, window 2 MiB
         block = (128 << 10 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
@@ -148,14 +148,14 @@ class TestZstd:
             decompress(bomb, max_size=16 * MIB)
 
     @ZSTD_FRAMES
-    def test_content_is_held_once(self, frame_of):
+    def test_content_is_in_memory_only_once(self, frame_of):
         frame = frame_of(bytes(64 * MIB))
 
         with memory_below(96 * MIB):
             assert len(decompress(frame)) == 64 * MIB
 
     def test_large_window_needs_an_announced_size(self):
-        # With the size known the content itself is the window; without, one must be set aside.
+        # If the size is known, the content itself is the window; otherwise a window must be allocated.
         data = os.urandom(MIB) * 9
         level = zstandard.ZstdCompressionParameters.from_level(3, window_log=24)
 
@@ -171,7 +171,7 @@ class TestZstd:
         with pytest.raises(DecodeError):
             decompress(frame[:-1] + bytes([frame[-1] ^ 1]))
 
-    def test_import_leaves_zstandard_alone(self):
+    def test_import_does_not_load_zstandard(self):
         script = "import sys, tinkex._wire.compression; sys.exit('zstandard' in sys.modules)"
 
         assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -179,7 +179,7 @@ class TestZstd:
 
 class TestDecodeBody:
     @pytest.mark.parametrize("header", [None, "", "identity", " Identity , ", "identity,identity"])
-    def test_nothing_to_undo(self, header):
+    def test_body_without_encoding_is_unchanged(self, header):
         assert decode_body(b"body", header) == b"body"
 
     @pytest.mark.parametrize("encoding", ENCODERS)
@@ -218,7 +218,7 @@ class TestDecodeBody:
         assert caught.value.field == "content-encoding"
 
     @pytest.mark.parametrize("encoding", ENCODERS)
-    def test_no_body_needs_no_decoding(self, encoding):
+    def test_empty_body_is_not_decoded(self, encoding):
         assert decode_body(b"", encoding) == b""
 
     @pytest.mark.parametrize("inner", ENCODERS)
@@ -253,7 +253,7 @@ class TestDecodeBody:
             decode_body(gzip.compress(os.urandom(8000)) + bytes(20_000), "gzip")
 
     @pytest.mark.parametrize("encoding", ENCODERS)
-    def test_not_encoded_after_all(self, encoding):
+    def test_body_without_its_named_encoding_is_refused(self, encoding):
         with pytest.raises(DecodeError) as caught:
             decode_body(b'{"type": "sample"}', encoding)
 

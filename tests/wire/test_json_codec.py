@@ -52,7 +52,7 @@ NAN = float("nan")
 
 
 def written(value: Any) -> Any:
-    """What is on the wire, read by a parser that knows no NaN or infinity."""
+    """The JSON on the wire, read by a parser that refuses NaN and infinity."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} on the wire")
@@ -78,12 +78,12 @@ def same_response(first: SampleResponse, second: SampleResponse) -> bool:
 # -- there and back ------------------------------------------------------------------------------
 
 
-#: Messages with a null that means something; see their writers.
+#: Messages in which null has a meaning; see their writers.
 SAYS_NULL = (SetCheckpointTtlRequest, types.CreateSessionRequest)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_messages_arrive_as_they_were_sent_and_none_is_left_out(kind):
+def test_messages_round_trip_without_none(kind):
     @settings(max_examples=10)
     @given(models(kind))
     def check(value):
@@ -95,19 +95,19 @@ def test_messages_arrive_as_they_were_sent_and_none_is_left_out(kind):
 
 @settings(max_examples=50)
 @given(training_requests())
-def test_training_requests_arrive_as_they_were_sent(request):
+def test_training_requests_round_trip(request):
     assert decode(encode(request), type(request)) == request
 
 
 @settings(max_examples=50)
 @given(training_outputs)
-def test_training_outputs_arrive_as_they_were_sent(output):
+def test_training_outputs_round_trip(output):
     assert decode(encode(output), ForwardBackwardOutput) == output
 
 
 @settings(max_examples=50)
 @given(sample_responses)
-def test_sample_responses_arrive_as_they_were_sent(response):
+def test_sample_responses_round_trip(response):
     assert same_response(decode(encode(response), SampleResponse), response)
 
 
@@ -124,7 +124,7 @@ def test_none_is_left_out_of_results_too():
     }
 
 
-def test_null_is_written_where_it_is_a_request():
+def test_null_ttl_is_written():
     assert written(SetCheckpointTtlRequest(ttl_seconds=None)) == {"ttl_seconds": None}
     assert decode(b'{"ttl_seconds": null}', SetCheckpointTtlRequest).ttl_seconds is None
 
@@ -188,7 +188,7 @@ def test_parameters_are_named_after_their_optimizer():
     }
 
 
-def test_arrays_are_written_by_row_however_they_lie_in_memory():
+def test_arrays_of_any_memory_order_are_written_by_row():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     for view in (array.T, array[:, ::2], array[::-1]):
         tensor = written(TensorData.from_numpy(view))
@@ -201,7 +201,7 @@ def test_arrays_are_written_by_row_however_they_lie_in_memory():
     [object(), {"a": object()}, {1: 2}, {"a": 2**70}, {"a": "\ud800"}, {"a": {1, 2}}, 1j],
     ids=lambda value: str(value).encode("ascii", "replace").decode()[:12],
 )
-def test_what_json_cannot_hold_is_refused(value):
+def test_value_that_json_cannot_hold_is_refused(value):
     with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
         encode(value)
 
@@ -210,7 +210,7 @@ def test_what_json_cannot_hold_is_refused(value):
 
 
 def old_style(value: Any) -> Any:
-    """As clients up to 0.16 write: only what was set, None as null, no tags."""
+    """As clients up to 0.16 write: only fields that were set, None as null, no tags."""
     if isinstance(value, TensorData):
         return tensor_to_object(value)
     if isinstance(value, bytes):
@@ -265,7 +265,7 @@ def accepts_old_style(kind: Any, values: st.SearchStrategy[Any]) -> None:
 
 
 def without_optimizer(value):
-    """Clients up to 0.16 know one optimizer, and do not name it."""
+    """Clients up to 0.16 have one optimizer and do not send its name."""
     field = type(value).model_fields.get("optimizer_config")
     return value.model_copy(update={"optimizer_config": field.default}) if field else value
 
@@ -286,7 +286,7 @@ def test_old_and_new_style_mean_the_same_for_training(kind):
     accepts_old_style(kind, values)
 
 
-def test_an_old_sample_request_word_for_word():
+def test_sample_request_of_an_old_client_is_read():
     body = {
         "prompt": {"chunks": [{"tokens": [1, 2]}, {"location": "a", "format": "png"}]},
         "sampling_params": {"max_tokens": 4, "stop": None},
@@ -463,14 +463,14 @@ def weighted(tensor: Any) -> tuple[Any, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else value[0].__name__,
 )
-def test_a_body_that_does_not_fit_names_the_field_and_its_fault(case, words):
+def test_error_of_an_invalid_body_names_the_field_and_the_problem(case, words):
     kind, body = case
     with pytest.raises(DecodeError, match=words):
         from_object(body, kind)
 
 
 @pytest.mark.parametrize("data", [b"{", b"[1", b"\xff", b"NaN", b'{"a": NaN}', b"1e999", b"{}{}"])
-def test_what_is_not_json_is_refused(data):
+def test_invalid_json_is_refused(data):
     with pytest.raises(DecodeError, match="body: is not JSON"):
         parse(data)
 
@@ -500,7 +500,7 @@ def test_any_bytes_give_a_value_or_a_decode_error(kind, data):
 
 
 def places(body: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path to everything in a JSON value."""
+    """The paths to all values inside a JSON value."""
     inner = (
         body.items()
         if isinstance(body, dict)
@@ -554,7 +554,7 @@ VALID = [
 @pytest.mark.parametrize("value", VALID, ids=lambda value: type(value).__name__)
 @settings(max_examples=120)
 @given(data=st.data())
-def test_a_body_with_one_thing_replaced_gives_a_value_or_a_decode_error(value, data):
+def test_body_with_one_value_replaced_gives_a_value_or_a_decode_error(value, data):
     body = written(value)
     path = data.draw(st.sampled_from(places(body)))
     odd = json_values | st.sampled_from([-1, 2**31, 2**64, 0.5, [[1], [1, 2]], [None], [2**70]])
@@ -562,7 +562,7 @@ def test_a_body_with_one_thing_replaced_gives_a_value_or_a_decode_error(value, d
     reads_or_refuses(type(value), changed)
 
 
-def test_a_session_says_that_it_has_no_metadata():
+def test_session_request_writes_null_metadata():
     """Services that read requests with the official types require the field."""
     asked = types.CreateSessionRequest(tags=[], sdk_version="1")
     assert parse(encode(asked)) == {
@@ -573,7 +573,7 @@ def test_a_session_says_that_it_has_no_metadata():
     }
 
 
-def test_the_default_optimizer_is_left_unsaid():
+def test_default_optimizer_is_left_out():
     """Services older than the field refuse it."""
     facts = {"session_id": "s", "model_seq_id": 0, "base_model": "m"}
     plain = types.CreateModelRequest(**facts, optimizer_config=types.AdamOptimizerConfig())

@@ -75,7 +75,7 @@ D GET /api/v1/audit
 D GET /api/v1/billing/usage/events
 D GET /api/v1/billing/usage/checkpoints/current
 """
-# Ours alone: tokens one at a time, from services that offer it.
+# Not in the official protocol: streamed tokens, from services that offer them.
 OURS = {"D POST /api/v1/stream_sample"}
 
 
@@ -86,7 +86,7 @@ def line(row: Operation[Any]) -> str:
 # -- the table -----------------------------------------------------------------------------------
 
 
-def test_the_table_is_the_catalogue_of_the_protocol():
+def test_table_has_exactly_the_calls_of_the_protocol():
     assert {line(row) for row in ROWS} - OURS == set(CATALOGUE.strip().splitlines())
 
 
@@ -158,7 +158,7 @@ def test_paths_are_absolute_and_have_each_placeholder_once(row):
 
 
 @each_row
-def test_requests_travel_as_their_method_allows(row):
+def test_body_encoding_fits_the_http_method(row):
     if row.method in {"GET", "DELETE"}:
         assert row.body in {Body.NONE, Body.QUERY}
     else:
@@ -177,7 +177,7 @@ def test_requests_and_results_are_types_of_the_protocol(row):
 
 
 @each_row
-def test_flags_are_ones_the_service_can_set(row):
+def test_flags_exist_in_the_client_config(row):
     flags = {
         **types.ClientConfigResponse.model_fields,
         **types.ClientDynamicConfigResponse.model_fields,
@@ -185,7 +185,7 @@ def test_flags_are_ones_the_service_can_set(row):
     assert row.flag is None or row.flag in flags
 
 
-def test_binary_bodies_are_where_the_protocol_has_them():
+def test_binary_bodies_match_the_protocol():
     assert [row.name for row in ROWS if row.body is Body.JSON_OR_PROTO] == ["forward_backward"]
     assert {row.name for row in ROWS if row.binary_result} == {
         "forward",
@@ -200,7 +200,7 @@ def test_polls_and_heartbeats_are_never_resent_by_the_transport():
         assert not operation(name).retries
 
 
-def test_timeouts_are_those_of_the_protocol():
+def test_timeouts_match_the_protocol():
     assert operation("session_heartbeat").timeout == 10
     assert operation("retrieve_future").timeout == 45
     assert operation("telemetry").timeout == 5
@@ -224,7 +224,7 @@ SESSION = operation("get_session")
 SAMPLER = operation("get_sampler")
 
 
-def test_a_path_without_placeholders_needs_nothing():
+def test_path_without_placeholders_needs_no_values():
     assert operation("healthz").url_path() == "/api/v1/healthz"
     assert operation("healthz").url_path({"session_id": "s"}) == "/api/v1/healthz"
 
@@ -234,7 +234,7 @@ def test_ids_keep_their_colons_and_a_checkpoint_its_slash():
     assert path == "/api/v1/training_runs/s:train:0/checkpoints/weights/a.b"
 
 
-def test_sampler_ids_are_escaped_whole():
+def test_sampler_ids_are_escaped_completely():
     assert SAMPLER.url_path({"sampler_id": "s:sample:0"}) == "/api/v1/samplers/s%3Asample%3A0"
 
 
@@ -260,7 +260,7 @@ def test_ids_are_escaped(value, segment):
     [(SESSION, "session_id"), (SAMPLER, "sampler_id"), (CHECKPOINT, "checkpoint_id")],
     ids=["session", "sampler", "checkpoint"],
 )
-def test_what_could_reach_another_path_is_refused(row, name, value):
+def test_id_that_could_reach_another_path_is_refused(row, name, value):
     values = {"training_run_id": "r"} | {name: value}
     with pytest.raises(InvalidInputError, match=f"^{name}: ") as refusal:
         row.url_path(values)
@@ -311,12 +311,12 @@ def test_an_id_never_adds_a_segment_query_or_fragment(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_query_is_what_is_set_as_text(request_, query):
+def test_query_has_the_set_fields_as_text(request_, query):
     assert query_of(request_) == query
 
 
 @each_row
-def test_every_query_can_be_read_again(row):
+def test_every_query_round_trips(row):
     if row.body is Body.QUERY and not any(
         f.is_required() for f in row.request.model_fields.values()
     ):

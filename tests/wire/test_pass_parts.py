@@ -8,7 +8,7 @@ from tinkex._wire.pass_parts import PASS_HEADER, PassPart
 from tinkex.errors import InvalidInputError
 
 
-def test_a_tag_is_read_as_it_was_written():
+def test_tag_round_trips():
     part = PassPart("a1-b2", 2, 5)
     assert str(part) == "a1-b2 3/5"
     assert PassPart.of({PASS_HEADER: str(part)}) == part
@@ -19,7 +19,7 @@ def test_a_tag_is_read_as_it_was_written():
     "text",
     ["", "a", "a 1", "a 0/2", "a 3/2", "a -1/2", "a 1/2 ", "é 1/2", "a 1/2\n", "x" * 101 + " 1/2"],
 )
-def test_a_tag_of_another_form_is_refused(text):
+def test_invalid_tag_is_refused(text):
     with pytest.raises(InvalidInputError, match=PASS_HEADER):
         PassPart.parse(text)
 

@@ -54,7 +54,7 @@ def packed(*numbers: float, dtype: str = "int64") -> bytes:
 
 
 def by_words(value: Any) -> str:
-    """Cases are known by what is said about them, not by their bytes."""
+    """Test ids show the expected message, not the bytes."""
     return value if isinstance(value, str) else "data"
 
 
@@ -120,24 +120,24 @@ def same_response(first: SampleResponse, second: SampleResponse) -> bool:
 
 @settings(max_examples=50)
 @given(training_requests(datums | datums_with_spans))
-def test_training_requests_arrive_as_they_were_sent(request):
+def test_training_requests_round_trip(request):
     assert decode_forward_backward_request(encode_forward_backward_request(request)) == request
 
 
 def holds_rows(output: LossFnOutput) -> bool:
-    """False where a later dimension is 0: the format does not say how many empty rows there were."""
+    """False where a later dimension is 0: the format does not store the number of empty rows."""
     return all(0 not in (tensor.shape or [])[1:] for tensor in output.values())
 
 
 @settings(max_examples=50)
 @given(training_outputs.filter(lambda output: all(map(holds_rows, output.loss_fn_outputs))))
-def test_training_outputs_arrive_as_they_were_sent(output):
+def test_training_outputs_round_trip(output):
     assert decode_forward_backward_output(encode_forward_backward_output(output)) == output
 
 
 @settings(max_examples=50)
 @given(sample_responses)
-def test_sample_responses_arrive_as_they_were_sent(response):
+def test_sample_responses_round_trip(response):
     assert same_response(decode_sample_response(encode_sample_response(response)), response)
 
 
@@ -218,13 +218,13 @@ def test_an_image_the_service_already_has_cannot_be_trained_on():
         (ForwardBackwardRequest(ForwardBackwardInput([], None), "m"), "loss_fn"),  # type: ignore[arg-type]
     ],
 )
-def test_a_request_that_does_not_fit_its_message_is_refused(request_, field):
+def test_request_with_values_that_do_not_fit_protobuf_is_refused(request_, field):
     with pytest.raises(InvalidInputError, match=f"^{field}: "):
         encode_forward_backward_request(request_)
 
 
 @pytest.mark.parametrize("bad", [None, [1], "\ud800", b"x"], ids=ascii)
-def test_a_loss_config_holds_numbers_and_text(bad):
+def test_loss_config_accepts_only_numbers_and_text(bad):
     inputs = ForwardBackwardInput([], "ppo", {"clip": bad})
     with pytest.raises(
         InvalidInputError, match=r"^loss_fn_config\.clip: expected a number or text"
@@ -302,7 +302,7 @@ def test_sparse_outputs_are_written_dense():
     ("written", "kind"),
     [("", "ArrayRecord"), ("a.b:Loss", "Loss"), ("Loss", "Loss"), ("a:b:c", "c")],
 )
-def test_the_kind_of_output_is_what_follows_the_last_colon(written, kind):
+def test_kind_of_output_is_the_part_after_the_last_colon(written, kind):
     message = pb.ForwardBackwardOutput(loss_fn_output_type=written)
     read = decode_forward_backward_output(message.SerializeToString())
     assert read == ForwardBackwardOutput(kind, [], {})
@@ -370,7 +370,7 @@ def sparse(**fields: bytes) -> pb.Tensor:
     return pb.Tensor(sparse_csr=pb.SparseCsr(**listed), dtype=pb.DTYPE_INT64, shape=[1, 3])
 
 
-def test_a_tensor_without_dimensions_did_not_say_its_shape():
+def test_tensor_without_dimensions_has_no_shape():
     data = training(tensor=dense(packed(1, 2)))
     read = decode_forward_backward_request(data)
     assert isinstance(read, ForwardBackwardRequest)
@@ -423,12 +423,12 @@ def test_a_tensor_without_dimensions_did_not_say_its_shape():
     ],
     ids=by_words,
 )
-def test_training_data_that_does_not_fit_is_refused(data, words):
+def test_invalid_training_data_is_refused(data, words):
     with pytest.raises(DecodeError, match=words):
         decode_forward_backward_request(data)
 
 
-def test_images_keep_whether_their_length_is_known():
+def test_images_keep_a_missing_length():
     images = [ImageChunk(data=b"a", format="png", expected_tokens=count) for count in (None, 0, 5)]
     inputs = ForwardBackwardInput([Datum(ModelInput(chunks=images))], "ppo")
     read = decode_forward_backward_request(
@@ -471,7 +471,7 @@ def table(length: int, k: int, ids: bytes, scores: bytes) -> bytes:
     return pb.SampleResponse(topk_prompt_logprobs=topk).SerializeToString()
 
 
-def test_padding_of_topk_tables_is_not_shown():
+def test_padding_of_topk_tables_is_left_out():
     data = table(
         2,
         2,
@@ -522,7 +522,7 @@ def test_wide_arrays_of_a_response_are_narrowed():
     ],
     ids=by_words,
 )
-def test_samples_that_do_not_fit_are_refused(data, words):
+def test_invalid_samples_are_refused(data, words):
     with pytest.raises(DecodeError, match=words):
         decode_sample_response(data)
 
@@ -585,13 +585,13 @@ def test_random_bytes_are_read_or_refused(decode, messages, data):
     ],
     ids=["no length", "length past the end", "negative length", "no end", "open group", "JSON"],
 )
-def test_what_is_not_protobuf_is_refused(decode, messages, data):
+def test_invalid_protobuf_is_refused(decode, messages, data):
     with pytest.raises(DecodeError, match=r"^body: is not a \w+ message"):
         decode(data)
 
 
 @each_message
-def test_memory_that_is_not_bytes_is_read_as_well(decode, messages):
+def test_memoryview_is_accepted(decode, messages):
     assert decode(memoryview(b"")) is not None
 
 
@@ -601,7 +601,7 @@ def test_fields_of_a_newer_release_are_ignored(name):
     assert decode_sample_response(unknown).sequences == []
 
 
-def test_a_sample_is_kept_though_its_stop_reason_is_unknown():
+def test_sample_with_unknown_stop_reason_is_kept():
     drawn = pb.SampledSequence(stop_reason=7, tokens=packed(5, dtype="int32"))  # type: ignore[arg-type]
     read = decode_sample_response(pb.SampleResponse(sequences=[drawn]).SerializeToString())
     assert (read.sequences[0].stop_reason, read.sequences[0].tokens) == (None, [5])

@@ -1,4 +1,4 @@
-"""Fields of a message are counted on its bytes, as the parser would find them."""
+"""Fields of a message are counted in its bytes, as the parser would find them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_every_field_of_every_message_counts(datums, chunks):
         b"\x1a\x00" * 1000,  # empty datums
         b"\x1a\xd0\x0f" + b"\x0a\x00" * 1000,  # one datum of empty chunks
         b"\x2a\x00" * 1000,  # entries of a map
-        b"\x30\x01" * 1000,  # one field again and again
-        b"\x98\x06\x01" * 1000,  # a field nobody knows
+        b"\x30\x01" * 1000,  # one field repeated
+        b"\x98\x06\x01" * 1000,  # an unknown field
     ],
     ids=["datums", "chunks", "map", "repeated", "unknown"],
 )
@@ -49,7 +49,7 @@ def test_many_tiny_fields_are_found(data):
     assert has_more_fields(data, KIND, 999)
 
 
-def test_a_packed_list_counts_by_its_bytes():
+def test_each_byte_of_a_packed_list_counts():
     request = message()
     request.data[0].loss_fn_inputs["target_tokens"].shape.extend([1] * 5000)
     assert has_more_fields(request.SerializeToString(), KIND, 5000)
@@ -59,6 +59,6 @@ def test_a_packed_list_counts_by_its_bytes():
     "data",
     [b"\x1a\x05ab", b"\x0a", b"\x10\xff", b"\xff" * 20, b"\x1b", b"\x1a\xff\xff\xff\xff\x0f"],
 )
-def test_bytes_that_are_no_message_are_refused(data):
+def test_invalid_protobuf_bytes_are_refused(data):
     with pytest.raises(DecodeError):
         has_more_fields(data, KIND, 1000)

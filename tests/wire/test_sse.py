@@ -68,7 +68,7 @@ pieces = st.sampled_from(
         b"text",
     ]
 )
-# Mostly meaningful, sometimes any bytes at all.
+# Mostly valid lines, sometimes arbitrary bytes.
 wild_streams = st.lists(pieces | st.binary(max_size=6), max_size=40).map(b"".join)
 
 
@@ -105,7 +105,7 @@ class TestFields:
         assert first == ServerSentEvent("x", "a", None, 5)
         assert second == ServerSentEvent(None, "b", None, None)
 
-    def test_id_stays_until_another_is_named(self):
+    def test_id_is_kept_until_the_next_id(self):
         stream = b"id: 1\ndata: a\n\ndata: b\n\nid\ndata: c\n\n"
 
         assert [event.id for event in decode(stream)] == ["1", "1", ""]
@@ -116,7 +116,7 @@ class TestFields:
     @pytest.mark.parametrize(
         "value", [b"", b"-1", b"+1", b"1.5", b"1_0", b"soon", "٣".encode(), b"9" * 5000]
     )
-    def test_retry_that_is_no_plain_number_is_ignored(self, value):
+    def test_retry_that_is_not_a_number_is_ignored(self, value):
         assert decode(b"retry: " + value + b"\ndata: a\n\n") == [ServerSentEvent(data="a")]
 
     @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ class TestText:
             ServerSentEvent(data="a")
         ]
 
-    def test_characters_may_be_cut(self):
+    def test_characters_can_be_split_between_chunks(self):
         assert decode(*bytewise("data: żółw🐢\n\n".encode())) == [ServerSentEvent(data="żółw🐢")]
 
     def test_malformed_bytes_are_replaced(self):
@@ -164,7 +164,7 @@ class TestText:
             ("[" * 100_000, "[" * 100_000),
         ],
     )
-    def test_json_or_the_text_itself(self, data, value):
+    def test_json_falls_back_to_the_text(self, data, value):
         assert ServerSentEvent(data=data).json() == value
 
 
@@ -177,12 +177,12 @@ class TestCuts:
         assert decoder.feed(b"\ndata: b\r\n\r") == [ServerSentEvent(data="b")]
         assert decoder.feed(b"\n") == []
 
-    def test_only_an_lf_right_behind_a_cr_belongs_to_it(self):
+    def test_only_an_lf_right_after_a_cr_is_skipped(self):
         assert decode(b"data: a\rdata: b", b"\n\n") == [ServerSentEvent(data="a\nb")]
         assert decode(b"data: a\r", b"\n", b"\n") == [ServerSentEvent(data="a")]
 
     @given(cut_streams(wild_streams))
-    def test_cuts_change_nothing(self, example):
+    def test_chunk_borders_do_not_change_the_events(self, example):
         stream, chunks = example
 
         whole = decode_all([stream])
@@ -199,7 +199,7 @@ class TestCuts:
         ),
         st.data(),
     )
-    def test_every_line_end_reads_the_same(self, lines, data):
+    def test_every_line_ending_gives_the_same_events(self, lines, data):
         stream = b"".join(b"data: " + text.encode() + end for text, end in lines) + b"\n\n"
         places = data.draw(st.lists(st.integers(0, len(stream)), max_size=5))
 
@@ -208,7 +208,7 @@ class TestCuts:
             ServerSentEvent(data="\n".join(text for text, _ in lines))
         ]
 
-    def test_each_event_comes_with_the_chunk_that_ends_it(self):
+    def test_event_is_returned_with_the_chunk_that_completes_it(self):
         decoder = SSEDecoder()
 
         assert decoder.feed(b"data: a\n") == []
@@ -221,7 +221,7 @@ class TestCuts:
 
 class TestFlush:
     @pytest.mark.parametrize("rest", [b"data: a", b"data: a\n", b"data: a\r", b"event:x\ndata: a"])
-    def test_gives_the_unfinished_event(self, rest):
+    def test_returns_the_incomplete_event(self, rest):
         decoder = SSEDecoder()
         decoder.feed(rest)
 
@@ -229,13 +229,13 @@ class TestFlush:
         assert decoder.flush() == []
 
     @pytest.mark.parametrize("stream", [b"", b"data: a\n\n", b": comment"])
-    def test_gives_nothing_when_nothing_is_left(self, stream):
+    def test_returns_nothing_without_an_incomplete_event(self, stream):
         decoder = SSEDecoder()
         decoder.feed(stream)
 
         assert decoder.flush() == []
 
-    def test_next_stream_starts_afresh_but_knows_the_last_id(self):
+    def test_next_stream_starts_new_but_keeps_the_last_id(self):
         decoder = SSEDecoder()
         decoder.feed(b"id: 9\ndata: a\n\ndata: cut off\r")
         decoder.flush()
@@ -260,14 +260,14 @@ class TestLimit:
 
         assert len(decoder.feed(event * 100)) == 100
 
-    def test_ignored_lines_take_no_room(self):
+    def test_ignored_lines_do_not_count_towards_the_limit(self):
         decoder = SSEDecoder(max_event_bytes=32)
 
         assert decoder.feed(b": ping\n" * 100) == []
         assert decoder.feed(b"data: a\n\n") == [ServerSentEvent(data="a")]
 
     @given(cut_streams(wild_streams))
-    def test_cuts_do_not_move_the_limit(self, example):
+    def test_chunk_borders_do_not_change_the_limit(self, example):
         stream, chunks = example
         assert refuses(chunks) == refuses([stream]) == refuses(bytewise(stream))
 

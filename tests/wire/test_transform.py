@@ -64,7 +64,7 @@ class TestSentinels:
     def test_repr(self):
         assert (repr(NOT_GIVEN), repr(OMIT)) == ("NOT_GIVEN", "OMIT")
 
-    def test_constructing_gives_the_one_there_is(self):
+    def test_constructor_returns_the_singleton(self):
         assert NotGiven() is NOT_GIVEN
         assert Omit() is OMIT
 
@@ -102,7 +102,7 @@ class TestShapes:
         assert transform(None, drop_none=True) is None
 
     @SENTINELS
-    def test_nothing_given_is_none(self, sentinel):
+    def test_data_that_is_not_given_becomes_none(self, sentinel):
         assert transform(sentinel) is None
 
     @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ class TestShapes:
             "a": [{"name": "b"}]
         }
 
-    def test_models_are_known_by_their_method(self):
+    def test_models_are_recognised_by_their_method(self):
         class Dumps:
             def model_dump(self):
                 return {"a": OMIT, "b": 1}
@@ -151,7 +151,7 @@ class TestShapes:
         }
         assert all(type(key) is str for key in transform({Key.SEED: 2}))
 
-    def test_the_input_is_left_alone(self):
+    def test_input_is_not_changed(self):
         data = {"a": [NOT_GIVEN, {"b": OMIT}], "c": None}
         before = copy.deepcopy(data)
 
@@ -162,7 +162,7 @@ class TestShapes:
 
 class TestDropping:
     @SENTINELS
-    def test_sentinels_go_and_none_stays(self, sentinel):
+    def test_sentinels_are_dropped_and_none_is_kept(self, sentinel):
         assert transform({"a": sentinel, "b": None, "c": [sentinel, None, {"d": sentinel}]}) == {
             "b": None,
             "c": [None, {}],
@@ -186,7 +186,7 @@ class TestDropping:
             "f": {"h": 0},
         }
 
-    def test_none_holds_its_place_in_a_list(self):
+    def test_none_is_kept_in_a_list(self):
         data = {"logprobs": [None, -0.5, {"a": None}]}
 
         assert transform(data, drop_none=True) == {"logprobs": [None, -0.5, {}]}
@@ -216,7 +216,7 @@ class TestAliases:
         }
         assert transform({2: 1, "2x": 2}, aliases={2: "two"}) == {"two": 1, "2x": 2}
 
-    def test_original_key_wins(self):
+    def test_original_key_has_priority(self):
         assert transform({2: 1}, aliases={2: "original", "2": "string"}) == {"original": 1}
 
     def test_dataclass_fields(self):
@@ -238,7 +238,7 @@ class TestFormats:
         }
 
     @pytest.mark.parametrize("value", ["2025-01-02", None, 17])
-    def test_iso8601_leaves_other_values(self, value):
+    def test_iso8601_does_not_change_other_values(self, value):
         assert transform({"at": value}, formats={"at": "iso8601"}) == {"at": value}
 
     def test_callable_stops_the_recursion(self):
@@ -308,7 +308,7 @@ def test_drop_none_leaves_no_none_in_a_dict(data):
 
 
 @for_all(trees, st.booleans())
-def test_twice_is_once(data, drop_none):
+def test_transform_is_idempotent(data, drop_none):
     once = transform(data, drop_none=drop_none)
 
     assert transform(once, drop_none=drop_none) == once
