@@ -1,4 +1,4 @@
-"""Cutting a call into requests and putting the results together again."""
+"""Splitting a call into requests, and combining the results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .helpers import datum
 
 Parts = list[tuple[dict[str, float], int]]
 
-cut: Any = split  # of numbers here, which stand for datums of that weight
+cut: Any = split  # untyped: the tests split numbers, each standing for a datum of that weight
 
-# -- cutting -------------------------------------------------------------------------------------
+# -- split ---------------------------------------------------------------------------------------
 
 
 @given(
@@ -27,7 +27,7 @@ cut: Any = split  # of numbers here, which stand for datums of that weight
     max_items=st.integers(1, 6),
     max_bytes=st.integers(1, 30),
 )
-def test_cutting_loses_nothing_keeps_order_and_respects_the_limits(weights, max_items, max_bytes):
+def test_split_keeps_all_data_in_order_within_the_limits(weights, max_items, max_bytes):
     data: Any = list(enumerate(weights))
     chunks: Any = list(
         cut(data, max_items=max_items, max_bytes=max_bytes, weigh=lambda each: each[1])
@@ -39,7 +39,7 @@ def test_cutting_loses_nothing_keeps_order_and_respects_the_limits(weights, max_
 
 
 @given(weights=st.lists(st.integers(0, 20), max_size=40), max_bytes=st.integers(1, 30))
-def test_a_chunk_ends_only_when_the_next_datum_does_not_fit(weights, max_bytes):
+def test_chunk_ends_only_if_the_next_datum_does_not_fit(weights, max_bytes):
     data: Any = list(enumerate(weights))
     chunks: Any = list(cut(data, max_items=5, max_bytes=max_bytes, weigh=lambda each: each[1]))
     for before, after in pairwise(chunks):
@@ -47,7 +47,7 @@ def test_a_chunk_ends_only_when_the_next_datum_does_not_fit(weights, max_bytes):
         assert too_many or sum(weight for _, weight in [*before, after[0]]) > max_bytes
 
 
-def test_a_datum_too_large_for_any_chunk_is_one_alone_and_leaves_no_empty_one():
+def test_oversized_datum_becomes_its_own_chunk_without_empty_chunks():
     data: Any = [1, 9, 1, 1]
     assert list(cut(data, max_bytes=3, weigh=int)) == [[1], [9], [1, 1]]
     assert list(cut(data[1:2], max_bytes=3, weigh=int)) == [[9]]
@@ -63,15 +63,15 @@ def test_a_datum_too_large_for_any_chunk_is_one_alone_and_leaves_no_empty_one():
         (0, 1, []),
     ],
 )
-def test_the_limits_are_1024_datums_and_5_million_bytes(count, weight, sizes):
+def test_default_limits_are_1024_datums_and_5_million_bytes(count, weight, sizes):
     data: Any = [weight] * count
     assert [len(chunk) for chunk in cut(data, weigh=int)] == sizes
 
 
-# -- weighing ------------------------------------------------------------------------------------
+# -- sizes ---------------------------------------------------------------------------------------
 
 
-def test_a_datum_weighs_what_it_takes_on_the_wire():
+def test_datum_bytes_is_the_size_on_the_wire():
     assert datum_bytes(datum(1, 2, 3)) == 3 * 4 + 3 * 8 + 3 * 4
     image = types.ImageChunk(data=b"x" * 50, format="png")
     pointer = types.ImageAssetPointerChunk(location="héllo", format="png")
@@ -80,14 +80,14 @@ def test_a_datum_weighs_what_it_takes_on_the_wire():
     assert datum_bytes(types.Datum(mixed, {})) == 50 + 6 + 3
 
 
-def test_a_sparse_tensor_weighs_its_values_and_its_indices():
+def test_sparse_tensor_counts_values_and_indices():
     sparse = types.TensorData([1.0, 2.0], "float32", [2, 5], [0, 1, 2], [0, 4])
     weighed = types.Datum(types.ModelInput.empty(), {"weights": sparse})
     values, indices = 2 * 4, 3 * 8 + 2 * 8
     assert datum_bytes(weighed) == values + indices
 
 
-def test_a_prompt_weighs_ten_bytes_a_token():
+def test_prompt_counts_10_bytes_per_token():
     assert input_bytes(types.ModelInput.from_ints([1, 2, 3, 4, 5])) == 50
     image = types.ImageChunk(data=b"x" * 50, format="png")
     assert input_bytes(types.ModelInput(chunks=[image])) == 50
@@ -101,24 +101,24 @@ def result(kind: str, count: int, metrics: dict[str, float]) -> types.ForwardBac
     return types.ForwardBackwardOutput(kind, outputs, metrics)
 
 
-def test_one_result_is_reduced_too():
+def test_single_result_is_reduced_too():
     only = result("a", 3, {"loss": 0.1, "a:mean": 0.1, "a:slack": 3.0, "b:hash_unordered": 7.0})
     metrics = {"loss": 0.1, "a:mean": 0.1, "a:slack": 0.0, "b:hash_unordered": hashed(7.0)}
     assert combine([only]) == types.ForwardBackwardOutput("a", only.loss_fn_outputs, metrics)
 
 
-def test_outputs_are_strung_together_in_order_under_the_first_type():
+def test_outputs_are_concatenated_in_order_with_the_first_type():
     combined = combine([result("a", 2, {}), result("a", 0, {}), result("a", 3, {})])
     assert [each["n"].tolist() for each in combined.loss_fn_outputs] == [[0], [1], [0], [1], [2]]
     assert combined.loss_fn_output_type == "a"
 
 
-def test_types_that_differ_are_mentioned(caplog):
+def test_different_output_types_are_logged(caplog):
     assert combine([result("a", 1, {}), result("b", 1, {})]).loss_fn_output_type == "a"
     assert "a, b" in caplog.text
 
 
-def test_no_results_are_an_empty_result():
+def test_combining_no_results_gives_an_empty_result():
     assert combine([]) == types.ForwardBackwardOutput("", [], {})
 
 
@@ -134,45 +134,45 @@ def test_no_results_are_an_empty_result():
         ("loss:mean", (1.0 * 1 + 5.0 * 3) / 4),
         ("loss:slack", 5.0 - 4.0),
         ("a:b:sum", 6.0),
-        ("loss", 4.0),  # no reduction named: the mean
-        ("loss:median", 4.0),  # nor one that is known
-        ("sum", 4.0),  # a name, not a reduction
+        ("loss", 4.0),  # no suffix: the mean
+        ("loss:median", 4.0),  # unknown suffix: the mean
+        ("sum", 4.0),  # a name without a suffix
         ("max", 4.0),
     ],
 )
-def test_a_metric_is_reduced_as_its_name_ends(name, reduced):
+def test_metric_is_reduced_by_the_suffix_of_its_name(name, reduced):
     parts: Parts = [({name: 1.0}, 1), ({name: 5.0}, 3)]
     assert reduce_metrics(parts) == {name: pytest.approx(reduced)}
 
 
-def test_unique_keeps_every_value_under_a_name_of_its_own():
+def test_unique_keeps_every_value_under_its_own_name():
     parts: Parts = [({"seed:unique": value}, 1) for value in (3.0, 4.0, 3.0)]
     assert reduce_metrics(parts) == {"seed:unique": 3.0, "seed:unique_1": 4.0, "seed:unique_2": 3.0}
 
 
-def test_the_metrics_are_those_of_the_first_part():
+def test_only_metrics_of_the_first_part_are_kept():
     parts: Parts = [({"a:sum": 1.0}, 1), ({"a:sum": 2.0, "b:sum": 9.0}, 1)]
     assert reduce_metrics(parts) == {"a:sum": 3.0}
 
 
-def test_a_metric_some_parts_lack_is_reduced_over_those_that_have_it():
+def test_metric_missing_in_some_parts_is_reduced_over_the_others():
     parts: Parts = [({"a:mean": 1.0}, 1), ({}, 100), ({"a:mean": 4.0}, 2)]
     assert reduce_metrics(parts) == {"a:mean": 3.0}
 
 
-def test_parts_without_data_count_alike():
+def test_parts_without_data_have_equal_weight():
     parts: Parts = [({"a:mean": 1.0, "a:slack": 1.0}, 0), ({"a:mean": 4.0, "a:slack": 4.0}, 0)]
     assert reduce_metrics(parts) == {"a:mean": 2.5, "a:slack": 1.5}
 
 
-def test_loss_and_its_reductions_are_metrics_of_their_own():
+def test_loss_and_its_reductions_are_separate_metrics():
     both: dict[str, float] = {"loss": 1.0, "loss:mean": 2.0, "loss:sum": 3.0}
     combined = combine([result("a", 1, both), result("a", 1, both)])
     assert combined.metrics == {"loss": 1.0, "loss:mean": 2.0, "loss:sum": 6.0}
     assert combined.loss == 6.0
 
 
-def test_no_parts_have_no_metrics():
+def test_reducing_no_parts_gives_no_metrics():
     assert reduce_metrics([]) == {}
 
 
@@ -182,11 +182,11 @@ def hashed(*values: float) -> float:
     ]
 
 
-def test_the_unordered_hash_depends_on_the_values_and_on_nothing_else():
+def test_unordered_hash_depends_only_on_the_values():
     assert len({hashed(*order) for order in permutations((1.0, 2.5, -3.0))}) == 1
     assert hashed(1.0, 2.0) != hashed(1.0, 2.5)
     assert hashed(1.0, 1.0) != hashed(1.0)
-    # A number written down once: it must not change from process to process or release to release.
+    # A fixed value: it must not change between processes or releases.
     assert hashed(1.0, 2.5, -3.0) == 124183467993138.0
 
 
@@ -199,7 +199,7 @@ def test_the_unordered_hash_depends_on_the_values_and_on_nothing_else():
         ([math.nan, 1.0, math.inf], 1),
     ],
 )
-def test_hashes_of_64_bits_are_added_up(values, reduced):
+def test_64_bit_hashes_are_added_modulo_2_to_the_64(values, reduced):
     assert reduce_metrics([({"h:hash2": value}, 1) for value in values]) == {"h:hash2": reduced}
 
 
@@ -210,7 +210,7 @@ def test_hashes_of_64_bits_are_added_up(values, reduced):
         max_size=9,
     )
 )
-def test_a_mean_lies_between_the_extremes_and_slack_is_never_negative(parts):
+def test_mean_is_between_min_and_max_and_slack_is_not_negative(parts):
     names = ("a:mean", "a:min", "a:max", "a:slack")
     reduced = reduce_metrics([(dict.fromkeys(names, value), weight) for value, weight in parts])
     slack = 1e-6 * max(1.0, *(abs(value) for value, _ in parts))

@@ -1,4 +1,4 @@
-"""What code written for the official SDK takes from its inner modules."""
+"""Names from internal modules of the official SDK that other code imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..scripted import FakeClock
 from .helpers import datum
 
 
-def test_an_address_is_given_or_the_environments_or_the_hosted_one(monkeypatch):
+def test_base_url_is_the_argument_else_the_environment_else_the_default(monkeypatch):
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     assert resolve_base_url() == resolve_base_url("") == DEFAULT_BASE_URL.rstrip("/")
     monkeypatch.setenv("TINKER_BASE_URL", "http://there/")
@@ -42,7 +42,7 @@ def test_an_address_is_given_or_the_environments_or_the_hosted_one(monkeypatch):
     assert resolve_base_url("http://here//") == "http://here"
 
 
-def test_requests_become_messages_and_results_are_read_from_them():
+def test_requests_are_encoded_and_results_decoded_as_protobuf():
     inputs = types.ForwardBackwardInput([datum(1, 2)], "ppo", {"clip": 0.5})
     message = forward_backward_request_to_proto(types.ForwardBackwardRequest(inputs, "m", 3))
     assert (message.model_id, message.seq_id, message.loss_fn) == ("m", 3, "ppo")
@@ -56,7 +56,7 @@ def test_requests_become_messages_and_results_are_read_from_them():
         deserialize_proto_response(b"", dict)
 
 
-def test_a_limit_of_bytes_lets_in_what_fits_and_one_more():
+def test_bytes_semaphore_may_be_exceeded_by_one_request():
     async def tried() -> list[str]:
         limit, seen = BytesSemaphore(10), []
 
@@ -74,7 +74,7 @@ def test_a_limit_of_bytes_lets_in_what_fits_and_one_more():
     assert seen.index("in 1") > seen.index("out 8")
 
 
-# -- trying again --------------------------------------------------------------------------------
+# -- retries -------------------------------------------------------------------------------------
 
 
 def handled(*outcomes: Any, **settings: Any) -> Any:
@@ -90,18 +90,18 @@ def handled(*outcomes: Any, **settings: Any) -> Any:
     return asyncio.run(handler.execute(once, 1, key=2))
 
 
-def test_what_may_pass_is_tried_again():
+def test_transient_errors_are_retried():
     errors = APIConnectionError(), InternalServerError("no"), TimeoutError()
     assert handled(*errors, "done") == ("done", (1,), {"key": 2})
 
 
 @pytest.mark.parametrize("error", [BadRequestError("no"), BillingError("no"), KeyError("no")])
-def test_what_will_not_pass_is_final(error):
+def test_permanent_errors_are_not_retried(error):
     with pytest.raises(type(error)):
         handled(error, "done")
 
 
-def test_only_so_many_run_at_once():
+def test_max_connections_limits_concurrency():
     async def most() -> int:
         handler: RetryHandler[None] = RetryHandler(RetryConfig(max_connections=3), "few")
         running, seen = [0], [0]
@@ -118,7 +118,7 @@ def test_only_so_many_run_at_once():
     assert asyncio.run(most()) == 3
 
 
-def test_what_does_not_move_is_given_up():
+def test_call_without_progress_fails_after_progress_timeout():
     async def stuck() -> None:
         clock = FakeClock()
         handler: RetryHandler[None] = RetryHandler(RetryConfig(progress_timeout=1e-3), clock=clock)
@@ -164,7 +164,7 @@ class Provider:
         function()
 
 
-def test_exceptions_are_reported_by_whose_method_they_leave():
+def test_exceptions_are_reported_to_the_telemetry_of_self():
     provider = Provider()
     assert isinstance(provider, TelemetryProvider)
     with pytest.raises(KeyError):
@@ -180,7 +180,7 @@ def test_exceptions_are_reported_by_whose_method_they_leave():
     ]
 
 
-def test_a_function_without_a_reporter_is_as_it_was():
+def test_function_without_a_reporter_is_unchanged():
     @capture_exceptions
     def plain(number: int) -> int:
         return number + 1
@@ -188,6 +188,6 @@ def test_a_function_without_a_reporter_is_as_it_was():
     assert plain(1) == 2
 
 
-def test_whose_fault_an_error_is():
+def test_is_user_error_separates_client_from_server_errors():
     assert is_user_error(BadRequestError("no"))
     assert not is_user_error(InternalServerError("no"))

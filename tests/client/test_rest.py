@@ -1,4 +1,4 @@
-"""Runs, checkpoints, sessions and bills: each call as the service sees it, and what comes back."""
+"""Runs, checkpoints, sessions and billing: the request of each call, and its result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rest(service):
 
 
 class Case:
-    """A call and the one request it must lead to."""
+    """A call and the one request that it must send."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ def only_request(server: ScriptedServer, case: Case) -> Request:
 @pytest.mark.filterwarnings("ignore::tinkex.ExperimentalWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("twin", [False, True], ids=["plain", "async"])
-def test_a_call_is_one_request(server, rest, case, twin):
+def test_each_call_sends_one_request(server, rest, case, twin):
     server.on(case.sent, Answer(case.answer))
     if twin:
         call = getattr(rest, f"{case.call}_async")
@@ -300,7 +300,7 @@ def test_a_call_is_one_request(server, rest, case, twin):
         assert result is not None
 
 
-def test_every_public_method_is_among_the_cases():
+def test_every_public_method_has_a_case():
     tried = {case.call for case in CASES} | {"whoami", "export_session_trace"}
     skipped = {"close", "get_telemetry", "holder"}
     public = {name for name in dir(tinkex.RestClient) if not name.startswith("_")}
@@ -309,7 +309,7 @@ def test_every_public_method_is_among_the_cases():
 
 @pytest.mark.filterwarnings("ignore::tinkex.ExperimentalWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_call_names_its_method_to_the_service(server, rest, case):
+def test_request_headers_name_the_public_method(server, rest, case):
     server.on(case.sent, Answer(case.answer))
     method = getattr(rest, case.call)
     method(*case.arguments, **case.options).result(10)
@@ -317,13 +317,13 @@ def test_a_call_names_its_method_to_the_service(server, rest, case):
     assert (headers["x-sdk-method"], headers["x-sdk-version"]) == (method.__name__, "0.36.0")
 
 
-def test_a_call_that_may_still_change_says_so(server, rest):
+def test_experimental_method_warns(server, rest):
     server.on("POST /api/v1/sessions/search", Answer({"sessions": []}))
     with pytest.warns(tinkex.ExperimentalWarning, match="search_sessions"):
         rest.search_sessions(types.SessionSearchRequest()).result(10)
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- argument checks -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,33 +351,33 @@ def test_a_call_that_may_still_change_says_so(server, rest):
         ("get_external_weights_urls", (PATH,)),
     ],
 )
-def test_a_bad_argument_is_refused_before_anything_is_sent(server, rest, call, arguments):
+def test_invalid_argument_is_refused_before_sending(server, rest, call, arguments):
     with pytest.raises(InvalidInputError):
         getattr(rest, call)(*arguments)
     assert server.requests == []
 
 
 @pytest.mark.parametrize("run", ["", "..", "a//b"])
-def test_an_id_that_is_none_is_refused(server, rest, run):
+def test_invalid_run_id_is_refused(server, rest, run):
     with pytest.raises(InvalidInputError):
         rest.get_training_run(run).result(10)
     assert [request.path for request in server.requests] == ["/api/v1/client/config"]
 
 
-def test_paths_are_checked_as_paths(rest):
+def test_invalid_tinker_path_is_refused(rest):
     with pytest.raises(InvalidPathError, match="tinker://"):
         rest.delete_checkpoint_from_tinker_path("weights/0001")
 
 
 @pytest.mark.parametrize(("status", "error"), [(404, NotFoundError), (409, ConflictError)])
-def test_errors_keep_their_class(server, service, status, error):
+def test_error_class_follows_the_status(server, service, status, error):
     server.on(f"POST {CHECKPOINT}/publish", Answer({"detail": "no"}, status))
     rest = service(max_retries=0, clock=FakeClock(long=math.inf)).create_rest_client()
     with pytest.raises(error, match="no"):
         rest.publish_checkpoint(PATH).result(10)
 
 
-def test_an_answer_that_is_not_understood_is_an_error(server, rest):
+def test_malformed_answer_is_an_error(server, rest):
     server.on("GET /api/v1/sessions", Answer({"sessions": "none"}))
     with pytest.raises(APIResponseValidationError, match="list_sessions"):
         rest.list_sessions().result(10)
@@ -386,7 +386,7 @@ def test_an_answer_that_is_not_understood_is_an_error(server, rest):
 # -- details -------------------------------------------------------------------------------------
 
 
-def test_no_session_is_opened_for_any_of_this(server, rest):
+def test_rest_client_opens_no_session(server, rest):
     server.on("GET /api/v1/sessions", Answer({"sessions": []}))
     rest.list_sessions().result(10)
     rest.list_sessions().result(10)
@@ -394,7 +394,7 @@ def test_no_session_is_opened_for_any_of_this(server, rest):
     assert len(server.asked(CONFIG)) == 1
 
 
-def test_a_client_of_its_own_needs_no_service_client(server):
+def test_rest_client_works_without_a_service_client(server):
     server.on("GET /api/v1/sessions", Answer({"sessions": ["a"]}))
     rest = tinkex.RestClient(base_url=server.url, api_key="tml-own")
     assert rest.list_sessions().result(10).sessions == ["a"]
@@ -408,12 +408,12 @@ def test_a_client_of_its_own_needs_no_service_client(server):
     "more", [{"api_key": "tml-other"}, {"base_url": "http://elsewhere"}], ids=str
 )
 @pytest.mark.parametrize("kind", [tinkex.RestClient, tinkex.AdminClient])
-def test_a_client_that_shares_connections_has_no_key_of_its_own(service, kind, more):
+def test_client_with_a_holder_refuses_its_own_key_and_address(service, kind, more):
     with pytest.raises(InvalidInputError, match="_holder"):
         kind(service().holder, **more)
 
 
-def test_an_administrators_client_has_the_reports_only(server):
+def test_admin_client_has_only_the_reports(server):
     server.on("GET /api/v1/audit", Answer({"entries": []}))
     admin = tinkex.AdminClient(base_url=server.url, api_key="tml-own")
     assert admin.get_audit_log().result(10).entries == []
@@ -421,7 +421,7 @@ def test_an_administrators_client_has_the_reports_only(server):
     admin.close().result(10)
 
 
-def test_a_run_is_read_with_its_checkpoints(server, rest):
+def test_training_run_is_read_with_its_checkpoints(server, rest):
     checkpoint = {
         "checkpoint_id": "weights/0001",
         "checkpoint_type": "training",
@@ -446,7 +446,7 @@ def test_a_naive_date_means_utc(server, rest):
     }
 
 
-def test_the_token_for_copying_travels_in_a_header(server, service):
+def test_weights_access_token_is_sent_in_a_header(server, service):
     server.on("POST /api/v1/copy_weights", Answer({"tinker_path": "tinker://r/weights/b"}))
     copied = service().copy_weights(PATH, weights_access_token="t").result(10)
     assert copied == "tinker://r/weights/b"
@@ -459,7 +459,7 @@ def test_the_token_for_copying_travels_in_a_header(server, service):
     ("own", "configured", "sent"),
     [("p-1", "p-2", "p-1"), (None, "p-2", "p-2"), ("p-1", None, "p-1"), (None, None, None)],
 )
-def test_a_copy_goes_into_the_project_of_its_client(server, service, own, configured, sent):
+def test_copy_uses_the_project_of_the_service_client(server, service, own, configured, sent):
     server.on("POST /api/v1/copy_weights", Answer({"tinker_path": PATH}))
     configured = {} if configured is None else {"project_id": configured}
     config = tinkex.Config(base_url=server.url, api_key="tml-test", **configured)
@@ -469,7 +469,7 @@ def test_a_copy_goes_into_the_project_of_its_client(server, service, own, config
     assert request.json.get("destination_project_id") == sent
 
 
-def test_a_copy_by_a_client_of_its_own_goes_into_the_project_of_the_settings(server, monkeypatch):
+def test_copy_by_a_standalone_rest_client_uses_the_configured_project(server, monkeypatch):
     monkeypatch.setenv("TINKER_PROJECT_ID", "p-3")
     server.on("POST /api/v1/copy_weights", Answer({"tinker_path": PATH}))
     rest = tinkex.RestClient(base_url=server.url, api_key="tml-test")
@@ -480,7 +480,7 @@ def test_a_copy_by_a_client_of_its_own_goes_into_the_project_of_the_settings(ser
     rest.close().result(10)
 
 
-def test_a_copy_that_is_sent_again_is_the_same_copy(server, service):
+def test_retried_copy_keeps_its_idempotency_key(server, service):
     server.on("POST /api/v1/copy_weights", Answer({}, 503), Answer({"tinker_path": PATH}))
     service().copy_weights(PATH).result(10)
     first, second = server.asked("POST /api/v1/copy_weights")
@@ -496,7 +496,7 @@ BUILDING = Answer({"detail": "being built"}, 503)
 
 @pytest.fixture
 def patient(service):
-    """A client for which half a minute passes at once; it opens no session, so nothing spins."""
+    """A client with a fake clock that never waits. It opens no session, so no heartbeat spins on that clock."""
     clock = FakeClock(long=math.inf)
     return service(clock=clock).create_rest_client(), clock
 
@@ -505,13 +505,13 @@ def found(location: str | None, **headers: str) -> Answer:
     return Answer(b"", 302, {**({"location": location} if location else {}), **headers})
 
 
-def test_an_archive_is_where_the_redirect_points(server, rest):
+def test_archive_url_is_the_location_of_the_redirect(server, rest):
     server.on(ARCHIVE, found("http://x/a.tar", expires="Wed, 27 May 2026 20:00:00 GMT"))
     archive = rest.get_checkpoint_archive_url(PATH).result(10)
     assert archive.url == "http://x/a.tar"
     assert archive.expires == datetime(2026, 5, 27, 20, tzinfo=UTC)
     assert server.asked(ARCHIVE)[0].headers["accept"] == "application/gzip"
-    assert len(server.requests) == 2  # it is not followed
+    assert len(server.requests) == 2  # the redirect is not followed
 
 
 @pytest.mark.parametrize(
@@ -521,14 +521,14 @@ def test_an_archive_is_where_the_redirect_points(server, rest):
         ({"expires": "soon"}, "soon"),
     ],
 )
-def test_an_archive_without_a_date_is_good_for_a_quarter_of_an_hour(
+def test_archive_url_without_expires_header_is_valid_for_15_minutes(
     server, patient, headers, expires
 ):
     server.on(ARCHIVE, found("http://x/a.tar", **headers))
     assert patient[0].get_checkpoint_archive_url(PATH).result(10).expires == expires
 
 
-def test_an_archive_may_be_named_in_the_body(server, rest):
+def test_archive_url_may_be_in_the_body(server, rest):
     server.on(ARCHIVE, Answer({"url": "http://x/a.tar", "expires": "2026-05-27T20:00:00Z"}))
     archive = rest.get_checkpoint_archive_url(PATH).result(10)
     assert (archive.url, archive.expires) == (
@@ -537,7 +537,7 @@ def test_an_archive_may_be_named_in_the_body(server, rest):
     )
 
 
-def test_an_archive_that_is_being_built_is_asked_for_every_half_minute(server, patient, caplog):
+def test_archive_being_built_is_requested_every_30_seconds(server, patient, caplog):
     rest, clock = patient
     server.on(ARCHIVE, *[BUILDING] * 5, found("http://x/a.tar"))
     assert rest.get_checkpoint_archive_url(PATH).result(10).url == "http://x/a.tar"
@@ -545,7 +545,7 @@ def test_an_archive_that_is_being_built_is_asked_for_every_half_minute(server, p
     assert "being built" in caplog.text
 
 
-def test_an_archive_that_is_never_ready_is_given_up_after_six_times(server, patient):
+def test_archive_that_is_never_ready_fails_after_6_attempts(server, patient):
     rest, clock = patient
     server.on(ARCHIVE, BUILDING)
     with pytest.raises(InternalServerError, match="being built"):
@@ -554,7 +554,7 @@ def test_an_archive_that_is_never_ready_is_given_up_after_six_times(server, pati
     assert clock.slept == [30.0] * 5
 
 
-def test_a_bad_gateway_does_not_end_the_wait_for_an_archive(server, patient):
+def test_bad_gateway_is_retried_while_waiting_for_an_archive(server, patient):
     rest, clock = patient
     server.on(ARCHIVE, Answer(b"", 502), found("https://files/archive"))
     assert rest.get_checkpoint_archive_url(PATH).result(10).url == "https://files/archive"
@@ -562,7 +562,7 @@ def test_a_bad_gateway_does_not_end_the_wait_for_an_archive(server, patient):
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_an_archive_that_is_refused_is_an_error_at_once(server, patient, status):
+def test_refused_archive_request_is_not_retried(server, patient, status):
     rest, clock = patient
     server.on(ARCHIVE, Answer({"detail": "no"}, status))
     with pytest.raises(tinkex.APIStatusError):
@@ -570,7 +570,7 @@ def test_an_archive_that_is_refused_is_an_error_at_once(server, patient, status)
     assert clock.slept == []
 
 
-def test_a_redirect_to_nowhere_is_an_error(server, rest):
+def test_archive_redirect_without_location_is_an_error(server, rest):
     server.on(ARCHIVE, found(None))
     with pytest.raises(APIResponseValidationError, match="no URL"):
         rest.get_checkpoint_archive_url(PATH).result(10)
@@ -587,7 +587,7 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_long_log_is_fetched_from_where_it_lies_without_our_secrets(server, service, relative):
+def test_redirected_audit_log_is_fetched_without_secret_headers(server, service, relative):
     rest = service(**SECRETS).create_rest_client()
     where = "/logs/1?signature=x"
     server.on("GET /api/v1/audit", found(where if relative else server.url + where))
@@ -601,7 +601,7 @@ def test_a_long_log_is_fetched_from_where_it_lies_without_our_secrets(server, se
     assert not {"x-api-key", "authorization", "cf-access-client-secret"} & set(fetched.headers)
 
 
-def test_a_log_that_cannot_be_fetched_is_an_error(server, rest):
+def test_audit_log_that_cannot_be_fetched_is_an_error(server, rest):
     server.on("GET /api/v1/audit", found(f"{server.url}/logs/1"), found(None))
     server.on("GET /logs/1", Answer({"detail": "expired"}, 403))
     with pytest.raises(tinkex.PermissionDeniedError, match="expired"):
@@ -616,7 +616,7 @@ def test_a_log_that_cannot_be_fetched_is_an_error(server, rest):
 TRACE = "GET /api/v1/sessions/s-9/trace_export"
 
 
-def test_a_trace_is_waited_for(server, patient):
+def test_trace_export_is_polled_until_ready(server, patient):
     rest, clock = patient
     pending = Answer({"status": "pending"})
     server.on(TRACE, pending, pending, Answer({"status": "ready", "url": "http://x/t"}))
@@ -625,7 +625,7 @@ def test_a_trace_is_waited_for(server, patient):
 
 
 @pytest.mark.parametrize(("error", "said"), [("too old", "too old"), (None, "no reason given")])
-def test_a_trace_that_cannot_be_built_is_an_error(server, rest, error, said):
+def test_failed_trace_export_is_an_error(server, rest, error, said):
     server.on(TRACE, Answer({"status": "failed", "error": error}))
     with pytest.raises(TinkerError, match=said):
         rest.export_session_trace("s-9").result(10)
@@ -636,7 +636,7 @@ def token(**claims: Any) -> str:
     return f"eyJ.{payload.rstrip('=')}.signature"
 
 
-def test_who_i_am_is_read_from_the_token(server, rest):
+def test_whoami_reads_the_claims_of_the_token(server, rest):
     flags(server, pjwt_auth_enabled=True)
     server.on(
         "POST /api/v1/auth/token", Answer({"jwt": token(sub="u", org_id="o", email="me@x.org")})
@@ -645,22 +645,22 @@ def test_who_i_am_is_read_from_the_token(server, rest):
     assert (me.user_urn, me.org_urn, me.email) == ("u", "tml:organization:o", "me@x.org")
 
 
-def test_who_i_am_is_unknown_where_keys_are_not_exchanged(rest):
+def test_whoami_fails_if_the_service_does_not_exchange_keys(rest):
     with pytest.raises(AuthenticationError, match="does not exchange"):
         rest.whoami().result(10)
 
 
-def test_a_token_that_does_not_say_who_i_am_is_an_error(server, rest):
+def test_whoami_fails_if_the_token_lacks_a_claim(server, rest):
     flags(server, pjwt_auth_enabled=True)
     server.on("POST /api/v1/auth/token", Answer({"jwt": token(sub="u")}))
     with pytest.raises(APIResponseValidationError, match="org_id"):
         rest.whoami().result(10)
 
 
-# -- the service itself --------------------------------------------------------------------------
+# -- service information -------------------------------------------------------------------------
 
 
-def test_the_service_says_which_models_it_has_and_how_it_is(server, service):
+def test_health_and_capabilities_are_read(server, service):
     client = service()
     server.on("GET /api/v1/healthz", Answer({"status": "ok"}))
     server.on(

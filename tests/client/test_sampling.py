@@ -1,4 +1,4 @@
-"""Sampling: what is sent, what is tried again, and what thousands at once get back."""
+"""Sampling: requests, retries, limits, cancellation and streams."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def sampler(server, service):
     return new_sampler(service())
 
 
-# -- making one ----------------------------------------------------------------------------------
+# -- creation -----------------------------------------------------------------------------------
 
 
-def test_a_sampler_is_made_of_a_base_model_or_of_a_checkpoint(server, service):
+def test_sampler_is_created_from_a_base_model_or_a_checkpoint(server, service):
     client = service()
     client.create_sampling_client(base_model="m")
     client.create_sampling_client("tinker://r/sampler_weights/a")
@@ -80,12 +80,12 @@ def test_a_sampler_is_made_of_a_base_model_or_of_a_checkpoint(server, service):
 @pytest.mark.parametrize(
     "path", ["tinker://model_1/ckpt", "tinker://r/sampler_weights/a/b", "tinker://x"]
 )
-def test_a_path_of_another_shape_is_the_services_to_judge(server, service, path):
+def test_checkpoint_path_of_unknown_form_is_sent_to_the_service(server, service, path):
     service().create_sampling_client(path)
     assert server.asked(CREATE_SAMPLER)[0].json["model_path"] == path
 
 
-def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(server, service):
+def test_sampler_without_model_is_refused_before_sending(server, service):
     with pytest.raises(InvalidInputError, match="base_model"):
         service().create_sampling_client()
     with pytest.raises(InvalidPathError):
@@ -93,7 +93,7 @@ def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(server, service
     assert server.requests == []
 
 
-def test_a_sampling_session_that_exists_is_taken_as_it_is(server, service):
+def test_existing_sampling_session_is_used_without_a_request(server, service):
     answer_samples(server)
     client = service()
     sampler = tinkex.SamplingClient.create(client.holder, sampling_session_id="x").result(10)
@@ -103,7 +103,7 @@ def test_a_sampling_session_that_exists_is_taken_as_it_is(server, service):
 
 
 @pytest.mark.parametrize("made", ["create", "create_async"])
-def test_a_sampler_can_be_made_of_a_service_client_and_awaited(server, service, made):
+def test_sampler_can_be_created_from_a_service_client_and_awaited(server, service, made):
     async def create() -> tinkex.SamplingClient:
         make = getattr(tinkex.SamplingClient, made)
         sampler: tinkex.SamplingClient = await make(service(), base_model="some/model")
@@ -112,10 +112,10 @@ def test_a_sampler_can_be_made_of_a_service_client_and_awaited(server, service, 
     assert asyncio.run(create())._sampling_session_id == "s-1:sample:0"
 
 
-# -- what is sent --------------------------------------------------------------------------------
+# -- requests -----------------------------------------------------------------------------------
 
 
-def test_a_sample_says_what_to_draw(server, sampler):
+def test_sample_request_has_all_fields(server, sampler):
     answer_samples(server)
     params = types.SamplingParams(max_tokens=5, temperature=0.5, stop=["\n"], seed=1, top_k=3)
     sampler.sample(PROMPT, 2, params).result(10)
@@ -141,13 +141,13 @@ def test_a_sample_says_what_to_draw(server, sampler):
 
 
 @pytest.mark.parametrize(("given", "sent"), [(None, None), (True, True), (False, False)])
-def test_prompt_logprobs_are_asked_for_refused_or_not_mentioned(server, sampler, given, sent):
+def test_include_prompt_logprobs_is_sent_as_given_or_omitted(server, sampler, given, sent):
     answer_samples(server)
     sample(sampler, include_prompt_logprobs=given).result(10)
     assert server.asked(SAMPLE)[0].json.get("prompt_logprobs") is sent
 
 
-def test_everything_else_is_sent_only_when_asked_for(server, service):
+def test_optional_fields_are_sent_only_if_given(server, service):
     table = {"dtype": "float32", "shape": [2, 1], "data": [-1.0, -2.0]}
     drawn = {"tokens": {**table, "dtype": "int64", "data": [1, 2]}, "logprobs": table}
     scored = {"prompt_logprobs": [None, None, -1.0], "target_prompt_logprobs": table}
@@ -188,14 +188,14 @@ def test_everything_else_is_sent_only_when_asked_for(server, service):
         ),
     ],
 )
-def test_a_service_that_ignores_part_of_a_request_is_found_out(server, sampler, asked, named):
+def test_answer_without_requested_fields_is_an_error(server, sampler, asked, named):
     server.on(SAMPLE, sampled(7, prompt_logprobs=[None, -1.0, -2.0]))
     with pytest.raises(APIResponseValidationError, match=named):
         sample(sampler, **asked).result(10)
     assert len(server.asked(SAMPLE)) == 1
 
 
-def test_logprobs_of_the_last_tokens_only(server, sampler):
+def test_logprobs_of_only_the_last_tokens_can_be_requested(server, sampler):
     server.on(SAMPLE, sampled(7, prompt_logprobs=[None, None, -2.0]))
     assert sampler.compute_logprobs(PROMPT, 1).result(10) == [None, None, -2.0]
 
@@ -219,14 +219,14 @@ def test_logprobs_of_the_last_tokens_only(server, sampler):
         {"target_prompt_logprobs": [[1], [2]]},
     ],
 )
-def test_a_sample_that_cannot_be_is_refused_before_anything_is_sent(server, sampler, arguments):
+def test_invalid_sample_arguments_are_refused_before_sending(server, sampler, arguments):
     with pytest.raises(InvalidInputError) as caught:
         sampler.sample(**{"prompt": PROMPT, "sampling_params": ONE_TOKEN, **arguments})
     assert caught.value.field == next(iter(arguments))
     assert server.asked(SAMPLE) == []
 
 
-def test_every_sample_has_a_number_of_its_own(server, sampler):
+def test_every_sample_has_its_own_seq_id(server, sampler):
     answer_samples(server)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         drawing = list(pool.map(lambda _: sample(sampler), range(200)))
@@ -235,10 +235,10 @@ def test_every_sample_has_a_number_of_its_own(server, sampler):
     assert sorted(seq_ids(server.asked(SAMPLE))) == list(range(200))
 
 
-# -- what comes back -----------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
-def test_a_result_may_be_there_at_once_or_be_promised(server, sampler):
+def test_sample_is_answered_with_a_result_or_a_promise(server, sampler):
     server.on(SAMPLE, sampled(7), promise("later", sample_sequence_ids=["q"]))
     server.on_future("later", sampled(8))
     assert sample(sampler).result(10).sequences[0].tokens == [7]
@@ -246,7 +246,7 @@ def test_a_result_may_be_there_at_once_or_be_promised(server, sampler):
     assert (later.tokens, later.sequence_id) == ([8], "q")
 
 
-def test_logprobs_of_every_kind_are_read(server, sampler):
+def test_all_kinds_of_logprobs_are_read(server, sampler):
     sequence = {
         "stop_reason": "length",
         "tokens": [7, 8],
@@ -283,13 +283,13 @@ def test_compute_logprobs_is_a_sample_of_one_token(server, sampler):
     assert asyncio.run(sampler.compute_logprobs_async(PROMPT)) == [None, -1.0, -2.0]
 
 
-def test_prompt_logprobs_that_are_missing_are_an_error(server, sampler):
+def test_missing_prompt_logprobs_are_an_error(server, sampler):
     answer_samples(server)
     with pytest.raises(APIResponseValidationError, match="no prompt logprobs"):
         sampler.compute_logprobs(PROMPT).result(10)
 
 
-def test_compute_logprobs_fails_as_its_sample_does(server, sampler):
+def test_compute_logprobs_raises_the_error_of_its_sample(server, sampler):
     server.on(SAMPLE, Answer({"detail": "too long"}, 400))
     with pytest.raises(BadRequestError, match="too long"):
         sampler.compute_logprobs(PROMPT).result(10)
@@ -301,7 +301,7 @@ def test_compute_logprobs_fails_as_its_sample_does(server, sampler):
 @pytest.mark.parametrize(
     ("tokens", "wait"), [(10, 1.0), (13_107, 1.0), (13_108, 5.0), (15_000, 5.0)]
 )
-def test_429_holds_samples_back_for_1_second_or_5_if_they_are_large(
+def test_429_pauses_samples_for_1_second_or_5_if_they_are_large(
     server, sampler, clock, tokens, wait
 ):
     server.on(SAMPLE, BUSY, sampled(7))
@@ -318,7 +318,7 @@ def test_429_sends_the_same_request_again(server, sampler):
     assert len({request.body for request in requests}) == 1
 
 
-def test_429_is_no_error_however_often(server, service, clock):
+def test_repeated_429_is_not_raised(server, service, clock):
     server.on(SAMPLE, *[BUSY] * 30, sampled(7))
     assert sample(new_sampler(service())).result(10).sequences[0].tokens == [7]
     assert clock.slept == [1.0] * 30
@@ -340,14 +340,14 @@ def test_429_is_raised_after_max_retries(server, service):
     assert len(server.asked(SAMPLE)) == 4
 
 
-def test_a_service_that_switches_retries_off_still_slows_samples_down(server, service, clock):
+def test_429_pauses_samples_even_if_the_service_switches_retries_off(server, service, clock):
     flags(server, sample_no_retries=True)
     server.on(SAMPLE, BUSY, BUSY, sampled(7))
     assert sample(new_sampler(service())).result(10).sequences[0].tokens == [7]
     assert clock.slept == [1.0, 1.0]
 
 
-def test_all_samples_wait_for_the_end_of_one_pause(server, service):
+def test_all_samples_wait_for_the_same_pause(server, service):
     clock = FakeClock(long=0.5)
     server.on(DYNAMIC, Answer({}, 404))
     server.on(SAMPLE, BUSY, sampled(7))
@@ -355,16 +355,16 @@ def test_all_samples_wait_for_the_end_of_one_pause(server, service):
     first = sample(sampler)
     until(lambda: clock.sleeping == 2)  # the sample and the heartbeat
     others = [sample(sampler) for _ in range(20)]
-    until(lambda: clock.sleeping == 11)  # ten at a time after a 429, and the heartbeat
+    until(lambda: clock.sleeping == 11)  # ten samples at a time after a 429, and the heartbeat
     assert len(server.asked(SAMPLE)) == 1
     clock.advance(1)
     for each in (first, *others):
         each.result(10)
-    # The refused number was used again; no other was lost.
+    # The refused seq_id was used again, and none is missing.
     assert sorted(seq_ids(server.asked(SAMPLE))) == [0, *range(21)]
 
 
-def test_a_queue_state_in_a_429_is_told_and_logged_once_a_minute(server, sampler, clock, caplog):
+def test_queue_state_in_a_429_is_reported_and_logged_once_a_minute(server, sampler, clock, caplog):
     heard: list[Any] = []
     sampler.observe_queue_state(lambda state, reason: heard.append((state, reason)))
     busy = Answer({"queue_state": "paused_rate_limit", "queue_state_reason": "too many"}, 429)
@@ -401,7 +401,7 @@ def test_a_queue_state_in_a_429_is_told_and_logged_once_a_minute(server, sampler
         ("sleeping", None, "unknown"),
     ],
 )
-def test_a_pause_while_waiting_is_logged_with_its_reason(
+def test_pause_while_polling_is_logged_with_its_reason(
     server, sampler, caplog, state, reason, text
 ):
     body = {"type": "try_again", "queue_state": state, "queue_state_reason": reason}
@@ -411,14 +411,14 @@ def test_a_pause_while_waiting_is_logged_with_its_reason(
     assert f"Reason: {text}" in caplog.text
 
 
-def test_a_sample_that_is_being_worked_on_is_not_logged(server, sampler, caplog):
+def test_active_sample_is_not_logged(server, sampler, caplog):
     server.on(SAMPLE, promise("s"))
     server.on_future("s", Answer({"type": "try_again", "queue_state": "active"}, 408), sampled(7))
     sample(sampler).result(10)
     assert "paused" not in caplog.text
 
 
-def test_a_subclass_hears_of_queue_states_itself(server, service):
+def test_subclass_can_override_on_queue_state_change(server, service):
     heard: list[Any] = []
 
     class Mine(tinkex.SamplingClient):
@@ -434,10 +434,10 @@ def test_a_subclass_hears_of_queue_states_itself(server, service):
     assert heard == [(QueueState.PAUSED_CAPACITY, None)]
 
 
-# -- trying again --------------------------------------------------------------------------------
+# -- retries -------------------------------------------------------------------------------------
 
 
-def test_a_lost_result_is_drawn_again_under_a_new_number(server, sampler):
+def test_lost_result_is_drawn_again_with_a_new_seq_id(server, sampler):
     server.on(SAMPLE, promise_by_seq)
     server.on_future("r-0", Answer({"detail": "expired"}, 410))
     server.on_future("r-1", sampled(8))
@@ -449,17 +449,17 @@ def test_a_lost_result_is_drawn_again_under_a_new_number(server, sampler):
     "trouble",
     [Answer({}, 408), Answer({}, 409), Answer({}, 500), Answer({}, 503), Raw(b"not HTTP\r\n\r\n")],
 )
-def test_what_may_pass_is_tried_again_with_growing_waits(server, sampler, clock, trouble):
+def test_transient_failures_are_retried_with_growing_waits(server, sampler, clock, trouble):
     server.on(SAMPLE, *[trouble] * 6, sampled(7))
     assert sample(sampler).result(10).sequences[0].tokens == [7]
-    # 0.5 · 2ⁿ up to 10, shortened by the whole jitter of a quarter
+    # 0.5 · 2ⁿ seconds, at most 10, minus the full jitter of a quarter
     assert clock.slept == [0.375, 0.75, 1.5, 3.0, 6.0, 7.5]
-    # The service may have accepted it each time: the number tells it that it is the same sample.
+    # The service may have accepted it each time: by the seq_id it recognises the same sample.
     assert seq_ids(server.asked(SAMPLE)) == [0] * 7
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-def test_a_refusal_is_final(server, sampler, status):
+def test_refused_sample_is_not_retried(server, sampler, status):
     server.on(SAMPLE, Answer({"detail": "no"}, status), sampled(7))
     with pytest.raises(tinkex.APIStatusError) as caught:
         sample(sampler).result(10)
@@ -468,7 +468,7 @@ def test_a_refusal_is_final(server, sampler, status):
 
 
 @pytest.mark.parametrize("category", ["user", "server", "unknown"])
-def test_failed_work_is_final(server, sampler, category):
+def test_failed_sample_is_not_retried(server, sampler, category):
     server.on(SAMPLE, promise("s"))
     server.on_future("s", failed("bad prompt", category))
     with pytest.raises(RequestFailedError, match="bad prompt"):
@@ -476,14 +476,14 @@ def test_failed_work_is_final(server, sampler, category):
     assert len(server.asked(SAMPLE)) == 1
 
 
-def test_without_retries_the_first_error_is_final(server, service):
+def test_first_error_is_raised_if_retries_are_off(server, service):
     server.on(SAMPLE, Answer({}, 500), sampled(7))
     sampler = new_sampler(service(), retry_config=RetryConfig(enable_retry_logic=False))
     with pytest.raises(InternalServerError):
         sample(sampler).result(10)
 
 
-def test_the_service_may_switch_retries_off(server, service):
+def test_service_flag_switches_retries_off(server, service):
     flags(server, sample_no_retries=True)
     server.on(SAMPLE, promise("s"))
     server.on_future("s", Answer({}, 410))
@@ -491,14 +491,14 @@ def test_the_service_may_switch_retries_off(server, service):
         sample(new_sampler(service())).result(10)
 
 
-def test_retries_may_be_limited(server, service):
+def test_max_retries_limits_the_attempts(server, service):
     server.on(SAMPLE, Answer({}, 500))
     with pytest.raises(InternalServerError):
         sample(new_sampler(service(), retry_config=RetryConfig(max_retries=2))).result(10)
     assert len(server.asked(SAMPLE)) == 3
 
 
-def test_a_sample_is_sent_once_per_attempt_whatever_the_retries_of_other_calls(server, service):
+def test_config_max_retries_does_not_multiply_sample_attempts(server, service):
     server.on(SAMPLE, Answer({}, 500))
     config = RetryConfig(enable_retry_logic=False)
     with pytest.raises(InternalServerError):
@@ -506,7 +506,7 @@ def test_a_sample_is_sent_once_per_attempt_whatever_the_retries_of_other_calls(s
     assert len(server.asked(SAMPLE)) == 1
 
 
-def test_samples_that_all_stand_still_are_given_up(server, service, clock):
+def test_samples_without_progress_fail_after_progress_timeout(server, service, clock):
     server.on(SAMPLE, promise_by_seq)
     for number in range(5):
         server.on_future(f"r-{number}", Hang())
@@ -518,10 +518,10 @@ def test_samples_that_all_stand_still_are_given_up(server, service, clock):
         with pytest.raises(APIConnectionError, match="progress"):
             each.result(10)
     answer_samples(server)
-    assert sample(sampler).result(10)  # the next is none of theirs
+    assert sample(sampler).result(10)  # a new sample is not affected
 
 
-def test_a_machine_that_slept_has_not_stood_still(server, service, clock):
+def test_time_while_the_machine_sleeps_does_not_count_as_stuck(server, service, clock):
     held = threading.Event()
     server.on(SAMPLE, promise("s"))
     server.on_future("s", Answer(sampled(7).body, wait_for=held))
@@ -536,7 +536,7 @@ def test_a_machine_that_slept_has_not_stood_still(server, service, clock):
     assert drawing.result(10).sequences[0].tokens == [7]
 
 
-def test_samples_are_left_alone_while_any_of_them_moves(server, service, clock):
+def test_samples_are_not_stuck_while_one_makes_progress(server, service, clock):
     held = threading.Event()
     server.on(SAMPLE, promise("slow"), sampled(7))
     server.on_future("slow", Answer(sampled(9).body, wait_for=held))
@@ -550,7 +550,7 @@ def test_samples_are_left_alone_while_any_of_them_moves(server, service, clock):
     assert slow.result(10).sequences[0].tokens == [9]
 
 
-def test_how_long_ago_the_last_of_them_moved_is_what_counts(server, service, clock):
+def test_progress_timeout_counts_from_the_last_progress(server, service, clock):
     held = threading.Event()
     server.on(SAMPLE, promise("slow"), sampled(7))
     server.on_future("slow", Answer(sampled(9).body, wait_for=held))
@@ -570,7 +570,7 @@ def test_how_long_ago_the_last_of_them_moved_is_what_counts(server, service, clo
 # -- limits --------------------------------------------------------------------------------------
 
 
-def test_max_connections_limits_what_is_under_way(server, service):
+def test_max_connections_limits_samples_in_flight(server, service):
     held = threading.Event()
     server.on(SAMPLE, promise_by_seq)
     for number in range(6):
@@ -584,7 +584,7 @@ def test_max_connections_limits_what_is_under_way(server, service):
         each.result(10)
 
 
-def test_the_service_may_limit_what_is_under_way(server, service):
+def test_service_flag_limits_samples_in_flight(server, service):
     flags(server, sample_max_concurrent_requests=1)
     held = threading.Event()
     server.on(SAMPLE, Answer(sampled(7).body, wait_for=held))
@@ -597,13 +597,15 @@ def test_the_service_may_limit_what_is_under_way(server, service):
     assert seq_ids(server.asked(SAMPLE)) == [0, 1, 2]
 
 
-def test_prompts_wait_while_too_many_bytes_of_others_are_being_sent(server, service):
+def test_prompt_waits_while_too_many_bytes_are_being_sent(server, service):
     flags(server, sample_dispatch_bytes_semaphore_size=25)
     held = threading.Event()
     server.on(SAMPLE, Answer(promise("first").body, wait_for=held), sampled(8))
     server.on_future("first", sampled(7))
     sampler = new_sampler(service())
-    first = sample(sampler)  # 30 bytes: over the limit, and alone it may be
+    first = sample(
+        sampler
+    )  # 30 bytes: over the limit, but allowed while nothing else is being sent
     server.wait_for(SAMPLE)
     second = sample(sampler)
     server.on(GET_SAMPLER, Answer({"sampler_id": "x", "base_model": "m"}))
@@ -613,7 +615,7 @@ def test_prompts_wait_while_too_many_bytes_of_others_are_being_sent(server, serv
     assert [each.result(10).sequences[0].tokens for each in (first, second)] == [[7], [8]]
 
 
-def test_the_limit_on_sending_is_free_again_once_the_service_has_accepted(server, service):
+def test_byte_limit_is_released_once_the_service_accepts(server, service):
     flags(server, sample_dispatch_bytes_semaphore_size=1)
     server.on(SAMPLE, promise("slow"), sampled(8))
     server.on_future("slow", Hang())
@@ -624,10 +626,10 @@ def test_the_limit_on_sending_is_free_again_once_the_service_has_accepted(server
     assert not slow.done()
 
 
-# -- many at once --------------------------------------------------------------------------------
+# -- concurrency ---------------------------------------------------------------------------------
 
 
-def test_a_thousand_samples_some_of_them_cancelled(server, sampler):
+def test_thousand_samples_complete_while_some_are_cancelled(server, sampler):
     held = threading.Event()
     server.on(DYNAMIC, Answer({}))
     server.on(SAMPLE, promise_by_seq)
@@ -647,7 +649,7 @@ def test_a_thousand_samples_some_of_them_cancelled(server, sampler):
     assert sample(sampler).result(10).sequences[0].tokens == [5]
 
 
-def test_threads_and_event_loops_sample_with_one_client(server, sampler):
+def test_threads_and_event_loops_share_one_client(server, sampler):
     server.on(SAMPLE, lambda request: sampled(request.json["prompt"]["chunks"][0]["tokens"][0]))
 
     def prompt(number: int) -> types.ModelInput:
@@ -671,12 +673,12 @@ def test_threads_and_event_loops_sample_with_one_client(server, sampler):
             assert awaiting[number].result(30) == [1000 + 100 * number + each for each in range(25)]
 
 
-# -- giving up -----------------------------------------------------------------------------------
+# -- cancelling ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def waiting_sampler(server, service):
-    """A sampler of a service that promises and does not deliver, and whether it may be told."""
+    """Makes a sampler whose first sample never finishes; `enabled` sets the flag sample_cancel_enabled."""
 
     def make(enabled: bool) -> tinkex.SamplingClient:
         server.on(DYNAMIC, Answer({"sample_cancel_enabled": enabled}))
@@ -692,28 +694,28 @@ def waiting_sampler(server, service):
     return make
 
 
-def test_cancelling_tells_the_service_where_it_wants_to_know(server, waiting_sampler):
+def test_cancelled_sample_is_cancelled_at_the_service_with_the_flag(server, waiting_sampler):
     drawing = sample(waiting_sampler(True))
     server.wait_for(POLL)
     drawing.cancel()
     assert server.wait_for(CANCEL)[0].json == {"request_id": "r-0"}
 
 
-def test_cancelling_compute_logprobs_ends_its_sample(server, waiting_sampler):
+def test_cancelling_compute_logprobs_cancels_its_sample(server, waiting_sampler):
     drawing = waiting_sampler(True).compute_logprobs(PROMPT)
     server.wait_for(POLL)
     drawing.cancel()
     assert server.wait_for(CANCEL)[0].json == {"request_id": "r-0"}
 
 
-def test_a_sample_that_took_too_long_is_cancelled_at_the_service(server, waiting_sampler):
+def test_timed_out_sample_is_cancelled_at_the_service(server, waiting_sampler):
     drawing = sample(waiting_sampler(True), timeout=0.02)
     with pytest.raises(APITimeoutError):
         drawing.result(10)
     assert server.wait_for(CANCEL)[0].json == {"request_id": "r-0"}
 
 
-def test_cancelling_is_our_own_business_elsewhere(server, waiting_sampler):
+def test_cancelled_sample_is_not_cancelled_at_the_service_without_the_flag(server, waiting_sampler):
     sampler = waiting_sampler(False)
     drawing = sample(sampler)
     server.wait_for(POLL)
@@ -722,7 +724,7 @@ def test_cancelling_is_our_own_business_elsewhere(server, waiting_sampler):
     assert server.asked(CANCEL) == []
 
 
-def test_a_service_that_cannot_cancel_harms_nobody(server, waiting_sampler):
+def test_failed_cancel_request_is_ignored(server, waiting_sampler):
     sampler = waiting_sampler(True)
     server.on(CANCEL, Answer({}, 500))
     drawing = sample(sampler)
@@ -732,7 +734,7 @@ def test_a_service_that_cannot_cancel_harms_nobody(server, waiting_sampler):
     assert sample(sampler).result(10).sequences[0].tokens == [8]
 
 
-def test_a_cancelled_sample_makes_room_for_another(server, service):
+def test_cancelled_sample_frees_its_slot(server, service):
     server.on(SAMPLE, promise_by_seq)
     server.on_future("r-0", Hang())
     server.on_future("r-1", sampled(8))
@@ -743,19 +745,17 @@ def test_a_cancelled_sample_makes_room_for_another(server, service):
     assert second.result(10).sequences[0].tokens == [8]
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- argument checks ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", ["zzz", 5, [1]])
-def test_what_are_no_sampling_parameters_is_refused_before_anything_is_sent(
-    server, sampler, params
-):
+def test_invalid_sampling_params_are_refused_before_sending(server, sampler, params):
     with pytest.raises(InvalidInputError, match="sampling_params: expected SamplingParams"):
         sampler.sample(PROMPT, 1, params)
     assert server.asked(SAMPLE) == []
 
 
-def test_sampling_parameters_may_be_a_mapping(server, sampler):
+def test_sampling_params_may_be_a_mapping(server, sampler):
     answer_samples(server)
     sampler.sample(PROMPT, 1, {"max_tokens": 3}).result(10)
     assert server.asked(SAMPLE)[0].json["sampling_params"]["max_tokens"] == 3
@@ -763,7 +763,7 @@ def test_sampling_parameters_may_be_a_mapping(server, sampler):
         sampler.sample(PROMPT, 1, {"max_token": 3})
 
 
-def test_a_retry_config_may_be_a_mapping(server, service):
+def test_retry_config_may_be_a_mapping(server, service):
     server.on(SAMPLE, Answer({}, 500))
     sampler = new_sampler(service(), retry_config={"max_retries": 2})
     with pytest.raises(InternalServerError):
@@ -779,14 +779,14 @@ def test_a_retry_config_may_be_a_mapping(server, service):
         (3, "expected RetryConfig, got int"),
     ],
 )
-def test_a_bad_retry_config_is_refused_before_anything_is_sent(server, service, config, words):
+def test_invalid_retry_config_is_refused_before_sending(server, service, config, words):
     with pytest.raises(InvalidInputError, match=words):
         new_sampler(service(), retry_config=config)
     assert server.requests == []
 
 
 @pytest.mark.parametrize("timeout", [-1, 0, "5", float("nan"), True])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(server, service, timeout):
+def test_invalid_timeout_is_refused(server, service, timeout):
     client = service()
     sampler = new_sampler(client)
     sent = len(server.requests)
@@ -807,7 +807,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(server, service, time
     assert len(server.requests) == sent
 
 
-def test_a_refused_timeout_does_not_hold_up_the_calls_after_it(server, service):
+def test_refused_timeout_does_not_block_later_calls(server, service):
     answer_training(server)
     trainer = new_trainer(service())
     with pytest.raises(InvalidInputError):
@@ -815,7 +815,7 @@ def test_a_refused_timeout_does_not_hold_up_the_calls_after_it(server, service):
     trainer.optim_step().result(10)
 
 
-def test_milliseconds_are_warned_of(server, service):
+def test_timeout_that_looks_like_milliseconds_warns(server, service):
     answer_samples(server)
     sampler = new_sampler(service())
     with pytest.warns(UserWarning, match="timeout=120000 is 33 hours"):
@@ -834,7 +834,7 @@ async def drawn(sampler: tinkex.SamplingClient, **options: Any) -> list[types.Sa
     return [chunk async for chunk in sampler.sample_stream(PROMPT, ONE_TOKEN, **options)]
 
 
-def test_a_stream_yields_its_tokens_and_its_end(server, sampler):
+def test_stream_yields_tokens_and_finish_reason(server, sampler):
     server.on(
         STREAM,
         events(
@@ -863,7 +863,7 @@ def test_a_stream_yields_its_tokens_and_its_end(server, sampler):
 
 
 class SlowStream:
-    """A service whose streams are written piece by piece, as the test says; all else is answered."""
+    """A service whose streams the test writes piece by piece; other requests get default answers."""
 
     def __init__(self) -> None:
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
@@ -903,7 +903,7 @@ class SlowStream:
         writer.close()
 
 
-def test_tokens_arrive_while_the_rest_is_still_being_drawn(service):
+def test_stream_yields_tokens_before_the_sample_is_complete(service):
     async def stream() -> list[int | None]:
         async with SlowStream() as slow:
             client = service(base_url=slow.url)
@@ -925,7 +925,7 @@ def test_tokens_arrive_while_the_rest_is_still_being_drawn(service):
     assert asyncio.run(stream()) == [0, 1, 2]
 
 
-def test_closing_the_client_ends_a_stream_with_its_reason(service):
+def test_closing_the_client_ends_a_stream_with_client_closed_error(service):
     async def stream() -> None:
         async with SlowStream() as slow:
             client = service(base_url=slow.url)
@@ -938,7 +938,7 @@ def test_closing_the_client_ends_a_stream_with_its_reason(service):
         asyncio.run(stream())
 
 
-def test_a_service_without_streams_is_asked_for_a_sample_instead(server, sampler):
+def test_stream_falls_back_to_a_plain_sample(server, sampler):
     server.on(STREAM, Answer({"detail": "no such path"}, 404))
     server.on(SAMPLE, sampled(7, 8))
     chunks = asyncio.run(drawn(sampler))
@@ -955,14 +955,14 @@ def test_a_service_without_streams_is_asked_for_a_sample_instead(server, sampler
     )
 
 
-def test_an_error_in_a_stream_is_raised_after_the_tokens_before_it(server, sampler):
+def test_stream_error_is_raised_after_earlier_tokens(server, sampler):
     told = '{"error": "out of memory", "category": "server"}'
     server.on(STREAM, events('data: {"token_id": 7}', f"event: error\ndata: {told}"))
     seen = []
 
     async def read() -> None:
         async for chunk in sampler.sample_stream(PROMPT, ONE_TOKEN):
-            seen.append(chunk)  # noqa: PERF401 - a comprehension would lose them
+            seen.append(chunk)  # noqa: PERF401 - a comprehension would lose the tokens before the error
 
     with pytest.raises(RequestFailedError, match="out of memory") as failed:
         asyncio.run(read())
@@ -977,9 +977,7 @@ def test_an_error_in_a_stream_is_raised_after_the_tokens_before_it(server, sampl
         (2, ['data: {"token_id": 7}', 'data: {"finish_reason": "stop"}']),
     ],
 )
-def test_a_stream_that_breaks_off_does_not_pass_for_a_whole_sample(
-    server, sampler, num_samples, lines
-):
+def test_stream_that_ends_early_raises(server, sampler, num_samples, lines):
     server.on(STREAM, events(*lines))
     with pytest.raises(APIConnectionError, match="before the sample was finished"):
         asyncio.run(drawn(sampler, num_samples=num_samples))
@@ -995,14 +993,14 @@ def test_a_stream_that_breaks_off_does_not_pass_for_a_whole_sample(
         (events('data: {"token_id": 1}'), APIConnectionError),
     ],
 )
-def test_a_stream_that_fails_raises_and_is_not_tried_again(server, sampler, reply, error):
+def test_failed_stream_is_not_retried(server, sampler, reply, error):
     server.on(STREAM, reply)
     with pytest.raises(error):
         asyncio.run(drawn(sampler))
     assert len(server.asked(STREAM)) == 1
 
 
-def test_a_stream_nobody_reads_to_its_end_is_given_up(server, sampler):
+def test_stream_is_cancelled_if_its_reader_stops(server, sampler):
     server.on(STREAM, events(*('data: {"token_id": 1}' for _ in range(100))))
 
     async def first() -> Any:
@@ -1017,16 +1015,16 @@ def test_a_stream_nobody_reads_to_its_end_is_given_up(server, sampler):
     assert sample(sampler).result(10)
 
 
-# -- who it is -----------------------------------------------------------------------------------
+# -- identity -----------------------------------------------------------------------------------
 
 
-def test_the_base_model_is_the_services_to_say(server, sampler):
+def test_get_base_model_asks_the_service(server, sampler):
     server.on(GET_SAMPLER, Answer({"sampler_id": "x", "base_model": "org/model"}))
     assert sampler.get_base_model() == "org/model"
     assert asyncio.run(sampler.get_base_model_async()) == "org/model"
 
 
-def test_the_tokenizer_follows_from_the_base_model(server, sampler):
+def test_tokenizer_is_derived_from_the_base_model(server, sampler):
     server.on(GET_SAMPLER, Answer({"sampler_id": "x", "base_model": "org/model/variant:7"}))
     set_tokenizer_loader(lambda name, revision: (name, revision))
     try:
@@ -1035,11 +1033,11 @@ def test_the_tokenizer_follows_from_the_base_model(server, sampler):
         set_tokenizer_loader(None)
 
 
-def test_the_repr_says_which_sampler_it_is(sampler):
+def test_repr_has_the_sampling_session_id(sampler):
     assert repr(sampler) == "SamplingClient(sampling_session_id='s-1:sample:0')"
 
 
-def test_a_promise_that_is_not_understood_is_an_error(server, sampler):
+def test_malformed_promise_is_an_error(server, sampler):
     replies: list[Reply] = [Answer(b"<html>"), Answer({"request_id": 7}), Answer([1])]
     for reply in replies:
         server.on(SAMPLE, reply)
@@ -1047,7 +1045,7 @@ def test_a_promise_that_is_not_understood_is_an_error(server, sampler):
             sample(sampler).result(10)
 
 
-def test_failures_keep_what_the_service_said(server, sampler):
+def test_failure_keeps_message_and_body_of_the_service(server, sampler):
     def refuse(request: Request) -> Answer:
         return Answer({"detail": f"no {request.json['seq_id']}", "category": "user"}, 400)
 
@@ -1057,7 +1055,7 @@ def test_failures_keep_what_the_service_said(server, sampler):
     assert caught.value.body == {"detail": "no 0", "category": "user"}
 
 
-def test_a_sampler_nobody_has_any_more_is_gone(server, service):
+def test_unused_sampler_is_garbage_collected(server, service):
     answer_samples(server)
     client = service()
     sampler = new_sampler(client)
@@ -1067,10 +1065,10 @@ def test_a_sampler_nobody_has_any_more_is_gone(server, service):
     until(lambda: gc.collect() is not None and gone() is None)
 
 
-# -- pauses and switches of the service ----------------------------------------------------------
+# -- billing and service flags -------------------------------------------------------------------
 
 
-def test_a_sample_waits_while_the_account_cannot_pay(server, service, clock):
+def test_sample_is_retried_while_billing_is_blocked(server, service, clock):
     server.on(SAMPLE, Answer({"detail": "pay"}, 402), Answer({"detail": "pay"}, 402), sampled(7))
     sampler = new_sampler(service(), retry_config=RetryConfig(max_retries=0))
     assert sample(sampler).result(10).sequences[0].tokens == [7]
@@ -1078,7 +1076,7 @@ def test_a_sample_waits_while_the_account_cannot_pay(server, service, clock):
     assert seq_ids(server.asked(SAMPLE)) == [0, 0, 0]
 
 
-def test_a_service_may_forbid_retries_whatever_the_client_is_set_to(server, service):
+def test_service_flag_overrides_the_retry_config(server, service):
     flags(server, sample_no_retries=True)
     server.on(SAMPLE, Answer({}, 500), sampled(7))
     sampler = new_sampler(service(), retry_config=RetryConfig(progress_timeout=60))

@@ -1,4 +1,4 @@
-"""Tokenizers of services on other machines: downloaded once, checked, and never more than tokenizer files."""
+"""Tokenizers of remote services: downloaded once, verified, and restricted to tokenizer files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loader(monkeypatch, tmp_path):
 
 
 def offer(server: ScriptedServer, content: dict[str, bytes], stated: str | None = None) -> str:
-    """Let the service state a path of its own and offer files; their checksum."""
+    """Let the service state a path on its machine and offer files; returns their checksum."""
     files = [
         {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in content.items()
@@ -56,7 +56,7 @@ def offer(server: ScriptedServer, content: dict[str, bytes], stated: str | None 
     return digest
 
 
-def test_the_files_are_downloaded_once_and_kept_by_their_checksum(server, service, loader):
+def test_files_are_downloaded_once_and_cached_by_checksum(server, service, loader):
     digest = offer(server, CONTENT)
     trainer = new_trainer(service())
     assert trainer.get_tokenizer() == CONTENT
@@ -66,7 +66,7 @@ def test_the_files_are_downloaded_once_and_kept_by_their_checksum(server, servic
     assert [path.name for path in tokenizer_cache().iterdir()] == [digest]
 
 
-def test_the_service_is_asked_once_however_often_a_text_is_encoded(server, service):
+def test_repeated_encode_asks_the_service_once(server, service):
     class Words:
         def encode(self, text: str) -> list[int]:
             return [len(word) for word in text.split()]
@@ -79,7 +79,7 @@ def test_the_service_is_asked_once_however_often_a_text_is_encoded(server, servi
     assert len(server.asked(INFO)) == 1
 
 
-def test_a_file_that_does_not_have_its_checksum_is_refused_and_not_kept(server, service):
+def test_file_with_a_wrong_checksum_is_refused_and_not_cached(server, service):
     offer(server, CONTENT)
     server.on(f"{LIST}/files/tokenizer.json", Answer(b"other", content_type="text/plain"))
     with pytest.raises(APIResponseValidationError, match=r"checksum of tokenizer\.json is wrong"):
@@ -88,14 +88,14 @@ def test_a_file_that_does_not_have_its_checksum_is_refused_and_not_kept(server, 
 
 
 @pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil", "code.py", "model.safetensors"])
-def test_nothing_but_tokenizer_files_is_taken(server, service, name):
+def test_files_that_are_not_tokenizer_files_are_refused(server, service, name):
     offer(server, {**CONTENT, name: b"x"})
     with pytest.raises(APIResponseValidationError, match="is not a tokenizer file"):
         new_trainer(service()).get_tokenizer()
     assert not server.asked(f"{LIST}/files/tokenizer.json")
 
 
-def test_a_list_with_another_checksum_is_refused(server, service):
+def test_file_list_with_a_different_checksum_is_refused(server, service):
     offer(server, CONTENT, stated="0" * 64)
     with pytest.raises(
         APIResponseValidationError, match="differs from the one that the service states"
@@ -103,14 +103,14 @@ def test_a_list_with_another_checksum_is_refused(server, service):
         new_trainer(service()).get_tokenizer()
 
 
-def test_a_path_of_another_machine_without_a_download_is_said(server, service):
+def test_path_on_the_service_without_a_download_is_an_error(server, service):
     data = {"model_name": "org/model", "tokenizer_id": "/on/the/service/model"}
     server.on(INFO, Answer({"model_id": "m", "model_data": data}))
     with pytest.raises(InvalidInputError, match="a path on its own machine"):
         new_trainer(service()).get_tokenizer()
 
 
-def test_a_directory_of_this_machine_is_used_as_it_is(server, service, loader, tmp_path):
+def test_directory_on_this_machine_is_used_without_a_download(server, service, loader, tmp_path):
     (tmp_path / "here").mkdir()
     data = {"model_name": "org/model", "tokenizer_id": str(tmp_path / "here")}
     data["tokenizer_sha256"] = "0" * 64
@@ -120,8 +120,8 @@ def test_a_directory_of_this_machine_is_used_as_it_is(server, service, loader, t
     assert server.asked(LIST) == []
 
 
-def test_a_real_service_that_is_reached_by_another_address_gives_its_tokenizer(loader):
-    """0.0.0.0 is this machine too, but the client takes only loopback addresses for that."""
+def test_tokenizer_is_downloaded_from_a_real_service_at_a_non_loopback_address(loader):
+    """0.0.0.0 is this machine too, but the client treats only loopback addresses as local."""
     with started("fake", allowed_hosts=("0.0.0.0",)) as running:
         url = running.url.replace("127.0.0.1", "0.0.0.0")
         with tinkex.ServiceClient(base_url=url, api_key="tml-x", telemetry_enabled=False) as client:

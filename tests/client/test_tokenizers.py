@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a model, and that it is loaded once for all."""
+"""Which tokenizer belongs to a model, and how it is loaded and cached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
 class Loader:
-    """Loads a dictionary that says what was asked for, as slowly as the test wants."""
+    """Loads a dictionary with the requested name and revision; the test decides when a load finishes."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, str | None]] = []
@@ -48,7 +48,7 @@ def loader() -> Iterator[Loader]:
     set_tokenizer_loader(None)
 
 
-# -- which one -----------------------------------------------------------------------------------
+# -- ids -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def loader() -> Iterator[Loader]:
         ("org/model", "", "org/model"),
     ],
 )
-def test_the_service_names_the_tokenizer_or_the_models_name_implies_it(model, stated, found):
+def test_tokenizer_id_is_stated_or_derived_from_the_model_name(model, stated, found):
     assert tokenizer_id(model, stated) == found
 
 
 @pytest.mark.parametrize(
     "path", ["/models/foo", "/a/b", "./a/b", "../a/b", "~/models/foo", "/models/a:b", "C:\\m\\x"]
 )
-def test_a_local_path_is_left_as_it_is(path):
+def test_local_path_is_not_changed(path):
     assert tokenizer_id(path) == path
     assert tokenizer_id("org/model", path) == path
 
@@ -87,13 +87,13 @@ def test_a_local_path_is_left_as_it_is(path):
 # -- loading -------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_is_loaded_once(loader):
+def test_tokenizer_is_loaded_once(loader):
     first = load_tokenizer("org/model")
     assert load_tokenizer("org/model") is first
     assert loader.loaded == [("org/model", None)]
 
 
-def test_threads_that_come_together_share_one_load(loader):
+def test_concurrent_threads_share_one_load(loader):
     loader.may_finish.clear()
     with ThreadPoolExecutor(8) as pool:
         loading = [pool.submit(load_tokenizer, "org/model") for _ in range(8)]
@@ -103,7 +103,7 @@ def test_threads_that_come_together_share_one_load(loader):
     assert len(loader.loaded) == 1
 
 
-def test_one_slow_load_does_not_hold_up_another(loader):
+def test_slow_load_does_not_block_another_tokenizer(loader):
     slow_began, slow_may_end = threading.Event(), threading.Event()
 
     def load(name: str, _: str | None) -> str:
@@ -121,7 +121,7 @@ def test_one_slow_load_does_not_hold_up_another(loader):
         assert slow.result(10) == "slow"
 
 
-def test_a_load_that_failed_is_tried_again(loader):
+def test_failed_load_is_not_cached(loader):
     def fail(name: str, revision: str | None) -> Any:
         raise OSError("no network")
 
@@ -132,13 +132,13 @@ def test_a_load_that_failed_is_tried_again(loader):
     assert load_tokenizer("org/model")["name"] == "org/model"
 
 
-def test_a_new_loader_loads_anew(loader):
+def test_setting_a_loader_clears_the_cache(loader):
     load_tokenizer("org/model")
     set_tokenizer_loader(lambda name, _: name.upper())
     assert load_tokenizer("org/model") == "ORG/MODEL"
 
 
-def test_a_tokenizer_that_runs_code_is_pinned(loader):
+def test_tokenizer_that_runs_code_has_a_pinned_revision(loader):
     assert load_tokenizer(KIMI)["revision"] == KIMI_REVISION
     for newer in ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K3"):
         assert len(load_tokenizer(newer)["revision"]) == len(KIMI_REVISION)
@@ -153,7 +153,7 @@ class AutoTokenizer:
 
 @pytest.fixture
 def transformers(monkeypatch):
-    """A stand-in for the library, which tests do without."""
+    """A fake module transformers: the tests run without the library."""
     module = types.ModuleType("transformers")
     module.AutoTokenizer = AutoTokenizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", module)
@@ -163,7 +163,7 @@ def transformers(monkeypatch):
 
 
 @pytest.mark.usefixtures("transformers")
-def test_transformers_is_trusted_with_code_only_at_a_pinned_revision():
+def test_remote_code_is_trusted_only_at_a_pinned_revision():
     assert load_tokenizer("org/model") == ("org/model", {"trust_remote_code": False})
     assert load_tokenizer(KIMI) == (
         KIMI,
@@ -171,7 +171,7 @@ def test_transformers_is_trusted_with_code_only_at_a_pinned_revision():
     )
 
 
-def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+def test_error_without_transformers_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     set_tokenizer_loader(None)
     with pytest.raises(InvalidInputError, match=r"pip install 'tinkex\[hf\]'"):
@@ -180,7 +180,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.usefixtures("transformers")
 @pytest.mark.parametrize("name", ["TML/x", "thinkingmachines/x"])
-def test_models_whose_makers_have_a_package_for_it(monkeypatch, name):
+def test_tokenizers_of_tml_models_come_from_tml_tokenizers(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "tml_tokenizers", None)
     with pytest.raises(InvalidInputError, match="tml_tokenizers"):
         load_tokenizer(name)
@@ -193,7 +193,7 @@ def test_models_whose_makers_have_a_package_for_it(monkeypatch, name):
     assert load_tokenizer(f"{name}-unknown") == (f"{name}-unknown", {"trust_remote_code": False})
 
 
-# -- using ---------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------
 
 
 class Letters:
@@ -204,7 +204,7 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def test_text_becomes_ids_and_ids_become_text():
+def test_encode_and_decode_use_the_tokenizer():
     assert encode("ab", Letters()) == [97, 98]
     assert encode("", Letters()) == []
     assert decode([97, 98], Letters()) == "ab"
@@ -213,12 +213,12 @@ def test_text_becomes_ids_and_ids_become_text():
 
 
 @pytest.mark.parametrize("text", [None, 7, b"ab", ["a"]])
-def test_what_is_not_text_is_refused(text):
+def test_encode_refuses_values_that_are_not_text(text):
     with pytest.raises(InvalidInputError, match="text"):
         encode(text, Letters())
 
 
 @pytest.mark.parametrize("ids", [None, 7, "ab", ["a"], [1, 1.5], [True], [None]])
-def test_what_are_not_ids_is_refused(ids):
+def test_decode_refuses_values_that_are_not_token_ids(ids):
     with pytest.raises(InvalidInputError, match="token_ids"):
         decode(ids, Letters())

@@ -1,4 +1,4 @@
-"""Training: order, numbers, chunks, checks, weights, and losses of one's own."""
+"""Training: order, seq_ids, chunks, argument checks, weights and custom losses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def trainer(server, service):
 
 
 def operations(server: ScriptedServer) -> list[Request]:
-    """Every numbered operation in the order it arrived."""
+    """The seq_ids of all operations, in the order of arrival."""
     routes = {STEP, SAVE, SAVE_SAMPLER, LOAD, EXTERNAL, PASS}
     return [each for each in server.requests if f"{each.method} {each.path}" in routes]
 
@@ -76,10 +76,10 @@ def numbers(server: ScriptedServer) -> list[int]:
     return [seq_of(request) for request in operations(server)]
 
 
-# -- making a model ------------------------------------------------------------------------------
+# -- creating models -----------------------------------------------------------------------------
 
 
-def test_a_model_is_created_with_what_was_asked_for(server, service):
+def test_create_model_sends_the_given_options(server, service):
     trainer = service().create_lora_training_client(
         "some/model", 8, 7, False, True, False, {"note": "x"}, types.DimuonOptimizerConfig()
     )
@@ -101,7 +101,7 @@ def test_a_model_is_created_with_what_was_asked_for(server, service):
     }
 
 
-def test_options_go_before_the_config_of_an_adapter(server, service):
+def test_given_options_override_lora_config(server, service):
     client, config = service(), types.LoraConfig(rank=16, seed=7, train_attn=False)
     client.create_lora_training_client("m", lora_config=config)
     client.create_lora_training_client("m", 8, train_mlp=False, lora_config=config)
@@ -114,12 +114,12 @@ def test_options_go_before_the_config_of_an_adapter(server, service):
     parts = {"seed": 7, "train_attn": False, "train_unembed": True}
     assert kept == plain == {"rank": 16, "train_mlp": True, **parts}
     assert changed == {"rank": 8, "train_mlp": False, **parts}
-    # An option that is given counts, even if it says what would be the default.
+    # A given option overrides the config even if it equals the default.
     assert defaults == {"rank": 32, "train_mlp": True, **parts, "train_attn": True}
     assert later == {"rank": 32, "train_mlp": True, **parts}
 
 
-def test_a_model_without_metadata_gets_the_configs(server, service):
+def test_model_without_metadata_gets_the_configured_metadata(server, service):
     new_trainer(
         service(
             config=tinkex.Config(base_url=server.url, api_key="tml-x", user_metadata={"a": "b"})
@@ -128,7 +128,7 @@ def test_a_model_without_metadata_gets_the_configs(server, service):
     assert server.asked(CREATE_MODEL)[0].json["user_metadata"] == {"a": "b"}
 
 
-def test_a_model_may_be_there_at_once(server, service):
+def test_create_model_may_be_answered_without_a_promise(server, service):
     server.on(CREATE_MODEL, Answer({"model_id": "m"}))
     assert new_trainer(service()).model_id == "m"
     assert server.asked(POLL) == []
@@ -146,22 +146,22 @@ def test_a_model_may_be_there_at_once(server, service):
         {"train_mlp": False, "train_attn": False, "train_unembed": False},
     ],
 )
-def test_a_model_that_cannot_be_is_refused_before_anything_is_sent(server, service, arguments):
+def test_invalid_model_options_are_refused_before_sending(server, service, arguments):
     with pytest.raises(InvalidInputError):
         service().create_lora_training_client(**{"base_model": "m", **arguments})
     assert server.requests == []
 
 
-def test_a_model_the_service_refuses_is_an_error(server, service):
+def test_error_of_the_service_on_create_model_is_raised(server, service):
     server.on_future("model", failed("unknown model"))
     with pytest.raises(RequestFailedError, match="unknown model"):
         new_trainer(service())
 
 
-# -- numbers and order ---------------------------------------------------------------------------
+# -- seq_ids and order ---------------------------------------------------------------------------
 
 
-def test_operations_are_numbered_from_1_without_gaps(server, trainer):
+def test_seq_ids_start_at_1_without_gaps(server, trainer):
     data = [datum(1, 2)]
     waiting: list[Any] = [
         trainer.forward_backward(data, "cross_entropy"),
@@ -171,7 +171,7 @@ def test_operations_are_numbered_from_1_without_gaps(server, trainer):
         trainer.save_weights_for_sampler("a"),
         trainer.save_weights_external("a"),
         trainer.load_state(PATH),
-        trainer.create_sampling_client(PATH),  # takes no number
+        trainer.create_sampling_client(PATH),  # takes no seq_id
         trainer.forward_backward(data, "cross_entropy"),
     ]
     for each in waiting:
@@ -180,7 +180,7 @@ def test_operations_are_numbered_from_1_without_gaps(server, trainer):
     assert numbers(server) == list(range(1, 9))
 
 
-def test_two_models_count_separately(server, service):
+def test_each_model_has_its_own_seq_ids(server, service):
     answer_training(server)
     client = service()
     first, second = new_trainer(client), new_trainer(client)
@@ -189,7 +189,7 @@ def test_two_models_count_separately(server, service):
     assert numbers(server) == [1, 1, 2]
 
 
-def test_nobody_overtakes_a_send_that_is_delayed(server, trainer):
+def test_later_operations_wait_for_a_delayed_send(server, trainer):
     held = threading.Event()
     server.on(SAVE, Answer(promise("save").body, wait_for=held), Answer({"path": PATH}))
     server.on_future("save", Answer({"path": PATH}))
@@ -222,7 +222,7 @@ def test_nobody_overtakes_a_send_that_is_delayed(server, trainer):
     assert numbers(server) == list(range(1, 42))
 
 
-def test_an_operation_is_sent_while_the_one_before_is_still_worked_on(server, trainer):
+def test_operation_is_sent_while_the_service_still_runs_the_one_before(server, trainer):
     held = threading.Event()
     server.on(PASS, promise("pass"))
     server.on_future("pass", Answer(output(), wait_for=held))
@@ -233,8 +233,8 @@ def test_an_operation_is_sent_while_the_one_before_is_still_worked_on(server, tr
     forward.result(10)
 
 
-def test_a_large_pass_is_not_overtaken_while_it_is_encoded(server, trainer):
-    many = [datum(*range(1, 20_001)) for _ in range(5)]  # encoded beside the loop
+def test_later_operations_wait_while_a_large_pass_is_encoded(server, trainer):
+    many = [datum(*range(1, 20_001)) for _ in range(5)]  # large enough to be encoded on a thread
     waiting = [trainer.forward_backward(many, "cross_entropy"), trainer.optim_step()]
     for each in waiting:
         each.result(10)
@@ -244,7 +244,7 @@ def test_a_large_pass_is_not_overtaken_while_it_is_encoded(server, trainer):
     ]
 
 
-def test_an_operation_that_fails_does_not_block_later_ones(server, trainer):
+def test_failed_operation_does_not_block_later_ones(server, trainer):
     server.on(STEP, Answer({"detail": "no"}, 400), promise("step"), Answer({}, 410), Answer({}))
     server.on_future("step", failed("diverged", "server"))
     with pytest.raises(BadRequestError):
@@ -254,10 +254,10 @@ def test_an_operation_that_fails_does_not_block_later_ones(server, trainer):
     with pytest.raises(GoneError):
         trainer.optim_step().result(10)
     trainer.optim_step().result(10)
-    assert numbers(server) == [1, 2, 3, 4]  # a number that was refused is used up
+    assert numbers(server) == [1, 2, 3, 4]  # a refused seq_id is not used again
 
 
-def test_a_cancelled_operation_still_takes_its_turn(server, trainer):
+def test_cancelled_operation_is_still_sent_in_order(server, trainer):
     held = threading.Event()
     server.on(SAVE, Answer({"path": PATH}, wait_for=held), Answer({"path": PATH}))
     first, dropped, last = (trainer.save_state(name) for name in ("a", "b", "c"))
@@ -269,7 +269,7 @@ def test_a_cancelled_operation_still_takes_its_turn(server, trainer):
     assert [request.json["path"] for request in server.asked(SAVE)] == ["a", "b", "c"]
 
 
-def test_a_timeout_frees_the_caller_while_a_predecessor_is_stuck(server, trainer, clock):
+def test_timeout_is_raised_while_an_earlier_operation_is_stuck(server, trainer, clock):
     held = threading.Event()
     server.on(STEP, Answer({}, wait_for=held), Answer({}))
     stuck = trainer.optim_step()
@@ -281,12 +281,12 @@ def test_a_timeout_frees_the_caller_while_a_predecessor_is_stuck(server, trainer
     held.set()
     stuck.result(10)
     last.result(10)
-    # What was too late was never sent, and left no gap for the service to wait at.
+    # The expired operation was not sent and took no seq_id, so the service waits for nothing.
     assert server.asked(SAVE) == []
     assert numbers(server) == [1, 2]
 
 
-def test_a_send_that_gets_no_answer_is_repeated_with_its_number(server, trainer):
+def test_send_without_answer_is_retried_with_the_same_seq_id(server, trainer):
     server.on(STEP, Answer({}, 503), Answer({}, 409), Answer({}))
     trainer.optim_step().result(10)
     assert numbers(server) == [1, 1, 1]
@@ -298,25 +298,25 @@ def test_a_send_that_gets_no_answer_is_repeated_with_its_number(server, trainer)
 
 
 def sizes(server: ScriptedServer) -> list[int]:
-    """Datums per request, in the order of their numbers."""
+    """Datums per request, in the order of their seq_ids."""
     return [len(input_of(request).data) for request in sorted(server.asked(PASS), key=seq_of)]
 
 
 @pytest.mark.parametrize(("count", "chunks"), [(1, [1]), (1024, [1024]), (1025, [1024, 1])])
-def test_a_request_holds_at_most_1024_datums(server, trainer, count, chunks):
+def test_request_has_at_most_1024_datums(server, trainer, count, chunks):
     result = trainer.forward_backward([datum(1)] * count, "cross_entropy").result(10)
     assert sizes(server) == chunks
     assert len(result.loss_fn_outputs) == count
     assert result.metrics == {"loss:sum": float(count)}
 
 
-def test_a_request_holds_at_most_5_million_bytes(server, trainer):
+def test_request_has_at_most_5_million_bytes(server, trainer):
     hundred_kilobytes = datum(*range(6250))  # 4 bytes of input, 8 of target, 4 of weight each
     trainer.forward_backward([hundred_kilobytes] * 51, "cross_entropy").result(20)
     assert sizes(server) == [50, 1]
 
 
-def test_the_service_sets_the_limits(server, service):
+def test_service_flags_set_the_chunk_limits(server, service):
     answer_training(server)
     flags(server, fwdbwd_max_chunk_len=2, fwdbwd_max_chunk_bytes_count=100)
     trainer = new_trainer(service())
@@ -326,7 +326,7 @@ def test_the_service_sets_the_limits(server, service):
     assert sizes(server)[3:] == [1, 1]
 
 
-def test_the_first_chunk_is_sent_last_so_that_none_begins_alone(server, service):
+def test_first_chunk_is_sent_last(server, service):
     answer_training(server)
     flags(server, fwdbwd_max_chunk_len=1)
     trainer = new_trainer(service())
@@ -338,7 +338,7 @@ def test_the_first_chunk_is_sent_last_so_that_none_begins_alone(server, service)
     assert arrived[3:] == [1, 5]
 
 
-def test_chunks_are_sent_one_after_another_where_the_service_wants_it(server, service):
+def test_chunks_are_sent_one_after_another_without_the_parallel_flag(server, service):
     answer_training(server)
     flags(server, fwdbwd_max_chunk_len=1, parallel_fwdbwd_chunks=False)
     data = [datum(number) for number in range(1, 5)]
@@ -348,7 +348,7 @@ def test_chunks_are_sent_one_after_another_where_the_service_wants_it(server, se
     assert tokens == [[1], [2], [3], [4]]
 
 
-def test_results_of_chunks_are_combined_in_order(server, service):
+def test_chunk_results_are_combined_in_order(server, service):
     flags(server, fwdbwd_max_chunk_len=2)
     server.on(PASS, lambda request: promise(f"p-{seq_of(request)}"))
     rows = [logprobs_of(1, -float(number)) for number in range(5)]
@@ -363,7 +363,7 @@ def test_results_of_chunks_are_combined_in_order(server, service):
     assert result.metrics == {"loss:sum": 7.0, "norm:mean": 13 / 5, "peak:max": 9.0}
 
 
-def test_a_chunk_whose_work_failed_fails_the_call(server, service):
+def test_failed_chunk_fails_the_call(server, service):
     flags(server, fwdbwd_max_chunk_len=1)
     answer_training(server)
     server.on(PASS, lambda request: promise(f"p-{seq_of(request)}"))
@@ -377,7 +377,7 @@ def test_a_chunk_whose_work_failed_fails_the_call(server, service):
     assert numbers(server)[-1] == 4
 
 
-def test_a_chunk_that_is_refused_fails_the_call(server, service):
+def test_refused_chunk_fails_the_call(server, service):
     flags(server, fwdbwd_max_chunk_len=1)
     answer_training(server)
 
@@ -388,13 +388,13 @@ def test_a_chunk_that_is_refused_fails_the_call(server, service):
     trainer = new_trainer(service())
     with pytest.raises(BadRequestError):
         trainer.forward_backward([datum(1)] * 3, "cross_entropy").result(10)
-    # The first chunk went out all the same: the service waits for a number that is missing.
+    # The first chunk was sent nevertheless: the service would wait for its seq_id.
     assert sorted(seq_of(request) for request in server.asked(PASS)) == [1, 2, 3]
     assert trainer.optim_step().result(10).success
 
 
 def tagged(request_id: str) -> Answer:
-    """A promise of a service that keeps the gradients of all chunks or of none."""
+    """The promise of a service that counts the gradients of all chunks or of none."""
     return Answer({"request_id": request_id}, headers={"x-tinkex-pass": "all-or-nothing"})
 
 
@@ -402,7 +402,7 @@ def by_seq(answers: dict[int, Answer]) -> Callable[[Request], Answer]:
     return lambda request: answers[seq_of(request)]
 
 
-def test_chunks_of_one_call_carry_one_tag_and_their_numbers(server, service):
+def test_chunks_of_one_call_share_a_tag_with_their_index(server, service):
     flags(server, fwdbwd_max_chunk_len=2)
     server.on(PASS, promise("p"))
     server.on_future("p", Answer(output()))
@@ -416,11 +416,11 @@ def test_chunks_of_one_call_carry_one_tag_and_their_numbers(server, service):
     assert len(first) == len(second) == 1
     assert first != second
     assert sorted(tag.partition(" ")[2] for tag in tags[:3] if tag) == ["1/3", "2/3", "3/3"]
-    assert tags[6:] == [None] * 3  # a forward pass and a pass of one request need none
+    assert tags[6:] == [None] * 3  # forward passes and passes of one request have no tag
 
 
 @pytest.mark.parametrize("text", ["data.1.target_tokens: is required", "data[1]: is bad"])
-def test_an_error_names_the_datum_by_its_index_in_the_callers_list(server, service, text):
+def test_error_names_the_datum_by_its_index_in_the_callers_list(server, service, text):
     flags(server, fwdbwd_max_chunk_len=2)
     server.on(PASS, by_seq({1: tagged("first"), 2: tagged("p"), 3: tagged("p")}))
     server.on_future("first", Answer(output()))
@@ -433,7 +433,7 @@ def test_an_error_names_the_datum_by_its_index_in_the_callers_list(server, servi
     assert "none was accumulated" in str(caught.value)
 
 
-def test_the_failure_of_the_first_chunk_is_raised_and_not_its_consequences(server, service):
+def test_error_of_the_first_failed_chunk_is_raised(server, service):
     flags(server, fwdbwd_max_chunk_len=1)
     server.on(PASS, by_seq({2: tagged("b"), 3: tagged("c"), 1: tagged("a")}))
     polled = threading.Event()
@@ -447,7 +447,7 @@ def test_the_failure_of_the_first_chunk_is_raised_and_not_its_consequences(serve
         call.result(10)
 
 
-def test_a_service_that_keeps_half_a_pass_is_named_with_the_way_out(server, service):
+def test_error_explains_how_to_clear_gradients_of_a_half_accepted_pass(server, service):
     flags(server, fwdbwd_max_chunk_len=1)
     server.on(PASS, by_seq({1: promise("a"), 2: promise("b")}))
     server.on_future("a", Answer(output()))
@@ -460,7 +460,7 @@ def test_a_service_that_keeps_half_a_pass_is_named_with_the_way_out(server, serv
     assert "learning_rate=0" in str(caught.value)
 
 
-def test_a_call_in_one_request_fails_in_the_words_of_the_service(server, trainer):
+def test_error_of_a_single_request_call_is_not_changed(server, trainer):
     server.on(PASS, promise("p"))
     server.on_future("p", failed("data.0.target_tokens: is required"))
     with pytest.raises(RequestFailedError) as caught:
@@ -468,7 +468,7 @@ def test_a_call_in_one_request_fails_in_the_words_of_the_service(server, trainer
     assert str(caught.value) == "data.0.target_tokens: is required"
 
 
-# -- services that read no protobuf ---------------------------------------------------------------
+# -- services without protobuf --------------------------------------------------------------------
 
 
 def json_only(refusal: Answer) -> Callable[[Request], Answer]:
@@ -487,7 +487,7 @@ def json_only(refusal: Answer) -> Callable[[Request], Answer]:
         Answer({"detail": [{"msg": "Input should be a valid dictionary or object"}]}, 422),
     ],
 )
-def test_a_service_that_reads_no_protobuf_gets_json_from_then_on(server, trainer, refusal):
+def test_passes_are_sent_as_json_after_protobuf_was_refused(server, trainer, refusal):
     server.on(PASS, json_only(refusal))
     server.on(FORWARD, promise("p"))
     server.on_future("p", Answer(output()))
@@ -503,7 +503,7 @@ def test_a_service_that_reads_no_protobuf_gets_json_from_then_on(server, trainer
     assert (forward.json["seq_id"], "forward_input" in forward.json) == (3, True)
 
 
-def test_a_forward_pass_may_be_the_first_to_learn_it(server, trainer):
+def test_forward_pass_falls_back_to_json_too(server, trainer):
     server.on(PASS, Answer({"detail": "no"}, 415))
     server.on(FORWARD, promise("p"))
     server.on_future("p", Answer(output()))
@@ -511,7 +511,7 @@ def test_a_forward_pass_may_be_the_first_to_learn_it(server, trainer):
     assert len(server.asked(PASS)) == len(server.asked(FORWARD)) == 1
 
 
-def test_a_service_that_has_read_protobuf_is_believed_when_it_refuses_a_pass(server, trainer):
+def test_refusal_is_raised_if_protobuf_was_accepted_before(server, trainer):
     server.on(PASS, promise("p"), Answer({"detail": "protobuf: bad field"}, 400))
     server.on_future("p", Answer(output()))
     trainer.forward_backward([datum(1)], "cross_entropy").result(10)
@@ -520,7 +520,7 @@ def test_a_service_that_has_read_protobuf_is_believed_when_it_refuses_a_pass(ser
     assert len(server.asked(PASS)) == 2
 
 
-def test_a_refusal_that_json_does_not_change_is_raised_as_it_was(server, trainer):
+def test_first_refusal_is_raised_if_json_is_refused_too(server, trainer):
     refused = Answer({"detail": "data.0: content type of the image"}, 422)
     server.on(PASS, refused, Answer({"detail": "request 1 was refused before"}, 400))
     with pytest.raises(tinkex.UnprocessableEntityError, match="content type of the image"):
@@ -529,7 +529,7 @@ def test_a_refusal_that_json_does_not_change_is_raised_as_it_was(server, trainer
     assert kinds == ["application/x-protobuf", "application/json"]
 
 
-def test_other_refusals_are_not_taken_for_a_lack_of_protobuf(server, trainer):
+def test_other_refusals_do_not_cause_the_json_fallback(server, trainer):
     server.on(PASS, Answer({"detail": "data.0: too long"}, 422))
     with pytest.raises(tinkex.UnprocessableEntityError):
         trainer.forward_backward([datum(1)], "cross_entropy").result(10)
@@ -537,7 +537,7 @@ def test_other_refusals_are_not_taken_for_a_lack_of_protobuf(server, trainer):
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-def test_a_pass_is_compressed_where_the_service_wants_it(server, service, zstd):
+def test_pass_is_compressed_if_the_service_flag_says_so(server, service, zstd):
     answer_training(server)
     flags(server, proto_compress_fwdbwd=zstd)
     new_trainer(service()).forward_backward([datum(*[1] * 1000)], "cross_entropy").result(10)
@@ -548,11 +548,11 @@ def test_a_pass_is_compressed_where_the_service_wants_it(server, service, zstd):
     assert input_of(request).data[0].model_input.length == 1000
 
 
-# -- what a pass says ----------------------------------------------------------------------------
+# -- content of a pass ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_backward"])
-def test_a_pass_says_what_to_compute(server, trainer, name):
+def test_pass_request_has_data_loss_and_settings(server, trainer, name):
     getattr(trainer, name)([datum(1, 2)], "ppo", {"clip_low_threshold": 0.5}).result(10)
     sent = pass_of(server.asked(PASS)[0])
     assert isinstance(sent, types.ForwardRequest) is (name == "forward")
@@ -571,7 +571,7 @@ def test_a_pass_says_what_to_compute(server, trainer, name):
         ("1e2", 100.0),
     ],
 )
-def test_loss_settings_are_numbers(server, trainer, given, sent):
+def test_loss_settings_are_sent_as_numbers(server, trainer, given, sent):
     trainer.forward_backward([datum(1)], "ppo", {"setting": given}).result(10)
     assert input_of(server.asked(PASS)[0]).loss_fn_config == {"setting": sent}
 
@@ -582,7 +582,7 @@ def test_settings_of_some_losses_may_be_text(server, trainer, loss):
     assert input_of(server.asked(PASS)[0]).loss_fn_config == {"mode": "exact"}
 
 
-def test_the_id_of_a_loss_stays_text_even_if_it_is_digits(server, trainer):
+def test_loss_id_of_digits_stays_text(server, trainer):
     trainer.forward_backward([datum(1)], "custom", {"loss_id": "123"}).result(10)
     assert input_of(server.asked(PASS)[0]).loss_fn_config == {"loss_id": "123"}
 
@@ -590,7 +590,7 @@ def test_the_id_of_a_loss_stays_text_even_if_it_is_digits(server, trainer):
 IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"abc", format="png")])
 
 
-def test_an_input_whose_positions_only_the_service_knows_is_not_measured(server, trainer):
+def test_row_count_is_not_checked_for_inputs_with_images(server, trainer):
     seen = types.Datum(IMAGE, {"target_tokens": [1, 2], "weights": [1.0, 1.0]})
     trainer.forward_backward([seen], "cross_entropy").result(10)
     assert input_of(server.asked(PASS)[0]).data == [seen]
@@ -620,9 +620,7 @@ def test_an_input_whose_positions_only_the_service_knows_is_not_measured(server,
     ],
 )
 @pytest.mark.parametrize("name", ["forward", "forward_backward"])
-def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_sent(
-    server, trainer, name, data, field
-):
+def test_invalid_data_is_refused_before_sending(server, trainer, name, data, field):
     with pytest.raises(InvalidInputError) as caught:
         getattr(trainer, name)(data, "cross_entropy")
     assert caught.value.field == field
@@ -648,9 +646,7 @@ def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_sent(
         ("cross_entropy", {"a": ""}, "loss_fn_config.a"),
     ],
 )
-def test_a_loss_that_cannot_be_is_refused_before_anything_is_sent(
-    server, trainer, loss, config, named
-):
+def test_invalid_loss_is_refused_before_sending(server, trainer, loss, config, named):
     with pytest.raises(InvalidInputError, match=named):
         trainer.forward_backward([datum(1)], loss, config)
     assert server.asked(PASS) == []
@@ -659,7 +655,7 @@ def test_a_loss_that_cannot_be_is_refused_before_anything_is_sent(
 # -- steps ---------------------------------------------------------------------------------------
 
 
-def test_a_step_sends_its_parameters(server, trainer):
+def test_optim_step_sends_its_parameters(server, trainer):
     response = trainer.optim_step(types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)).result(
         10
     )
@@ -672,14 +668,14 @@ def test_a_step_sends_its_parameters(server, trainer):
     assert server.asked(STEP)[1].json["adam_params"]["learning_rate"] == 0.25
 
 
-def test_another_optimizer_goes_under_its_own_name(server, trainer):
+def test_optim_step_sends_the_type_of_another_optimizer(server, trainer):
     trainer.optim_step(types.DimuonParams(learning_rate=0.5)).result(10)
     sent = server.asked(STEP)[0].json
     assert "adam_params" not in sent
     assert sent["optimizer_params"]["type"] == "dimuon"
 
 
-def test_parameters_are_given_once(server, trainer):
+def test_optim_params_and_adam_params_together_are_refused(server, trainer):
     with pytest.raises(InvalidInputError, match="not both"):
         trainer.optim_step(types.AdamParams(), adam_params=types.AdamParams())
     assert server.asked(STEP) == []
@@ -688,7 +684,7 @@ def test_parameters_are_given_once(server, trainer):
 # -- weights -------------------------------------------------------------------------------------
 
 
-def test_saving_says_name_lifetime_and_metadata(server, trainer):
+def test_save_state_sends_name_ttl_and_metadata(server, trainer):
     saved = trainer.save_state("a", 3600, overwrite=True, user_metadata={"k": "v"}).result(10)
     assert saved.path == PATH
     assert server.asked(SAVE)[0].json == {
@@ -702,7 +698,7 @@ def test_saving_says_name_lifetime_and_metadata(server, trainer):
     }
 
 
-def test_saving_for_sampling_says_name_and_lifetime(server, trainer):
+def test_save_weights_for_sampler_sends_name_and_ttl(server, trainer):
     saved = trainer.save_weights_for_sampler("a", 3600, {"k": "v"}).result(10)
     assert saved == types.SaveWeightsForSamplerResponse(
         path="tinker://s-1:train:0/sampler_weights/a"
@@ -717,7 +713,7 @@ def test_saving_for_sampling_says_name_and_lifetime(server, trainer):
     }
 
 
-def test_saving_for_use_elsewhere_says_for_whom(server, trainer):
+def test_save_weights_external_sends_the_recipients(server, trainer):
     saved = trainer.save_weights_external("a", 3600, ["age1abc"]).result(10)
     assert saved.path == "tinker://r/external/a"
     sent = server.asked(EXTERNAL)[0].json
@@ -731,7 +727,7 @@ def test_saving_for_use_elsewhere_says_for_whom(server, trainer):
 @pytest.mark.parametrize(
     ("method", "optimizer"), [("load_state", False), ("load_state_with_optimizer", True)]
 )
-def test_loading_says_whether_the_optimizer_comes_along(server, trainer, method, optimizer):
+def test_load_sends_whether_to_load_the_optimizer(server, trainer, method, optimizer):
     getattr(trainer, method)(PATH, "token").result(10)
     assert server.asked(LOAD)[0].json == {
         "model_id": "s-1:train:0",
@@ -747,7 +743,7 @@ def test_loading_says_whether_the_optimizer_comes_along(server, trainer, method,
 @pytest.mark.parametrize(
     "method", ["save_state", "save_weights_for_sampler", "save_weights_external"]
 )
-def test_a_name_that_is_none_is_refused_before_anything_is_sent(server, trainer, method, name):
+def test_invalid_name_is_refused_before_sending(server, trainer, method, name):
     with pytest.raises(InvalidInputError, match="name"):
         getattr(trainer, method)(name)
     trainer.optim_step().result(10)
@@ -758,7 +754,7 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent(server, trainer,
 @pytest.mark.parametrize(
     "method", ["save_state", "save_weights_for_sampler", "save_weights_external"]
 )
-def test_a_lifetime_that_is_none_is_refused_before_anything_is_sent(server, trainer, method, ttl):
+def test_invalid_ttl_is_refused_before_sending(server, trainer, method, ttl):
     with pytest.raises(InvalidInputError) as caught:
         getattr(trainer, method)("a", ttl)
     assert caught.value.field == "ttl_seconds"
@@ -767,14 +763,14 @@ def test_a_lifetime_that_is_none_is_refused_before_anything_is_sent(server, trai
 
 
 @pytest.mark.parametrize("path", ["a", "tinker://x", "tinker://a/b/c", None])
-def test_a_path_that_is_none_is_refused_before_anything_is_sent(server, trainer, path):
+def test_invalid_load_path_is_refused_before_sending(server, trainer, path):
     with pytest.raises(InvalidPathError):
         trainer.load_state(path)
     assert operations(server) == []
 
 
 @pytest.mark.parametrize("method", ["save_weights_for_sampler", "save_weights_external"])
-def test_weights_saved_nobody_knows_where_are_an_error(server, trainer, method):
+def test_save_answered_without_a_path_is_an_error(server, trainer, method):
     server.on(SAVE_SAMPLER, Answer({}))
     server.on(EXTERNAL, Answer({}))
     with pytest.raises(APIResponseValidationError, match="returned no path"):
@@ -784,23 +780,26 @@ def test_weights_saved_nobody_knows_where_are_an_error(server, trainer, method):
 # -- samplers of the current weights -------------------------------------------------------------
 
 
-def test_a_sampler_without_a_name_lives_with_the_session(server, service):
+def test_sampler_without_a_name_uses_a_sampling_session(server, service):
     client = service()
     new_sampler(client)
     trainer = new_trainer(client)
     server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "s-1:sample:1"}))
     sampler = trainer.save_weights_and_get_sampling_client()
     assert sampler._sampling_session_id == "s-1:sample:1"
-    assert server.asked(SAVE_SAMPLER)[0].json == {
-        "model_id": "s-1:train:0",
-        "seq_id": 1,
-        "sampling_session_seq_id": 1,  # 0 is the sampler made before: one counter for all
-        "type": "save_weights_for_sampler",
-    }
+    assert (
+        server.asked(SAVE_SAMPLER)[0].json
+        == {
+            "model_id": "s-1:train:0",
+            "seq_id": 1,
+            "sampling_session_seq_id": 1,  # 0 belongs to the sampler created before: all share one counter
+            "type": "save_weights_for_sampler",
+        }
+    )
     assert len(server.asked(CREATE_SAMPLER)) == 1
 
 
-def test_a_name_may_be_used_again_and_the_new_sampler_is_not_listed(server, service, caplog):
+def test_reused_sampler_name_warns_and_is_not_sent(server, service, caplog):
     server.on(
         SAVE_SAMPLER,
         Answer({"path": "tinker://s-1:train:0/sampler_weights/eval"}),
@@ -816,7 +815,7 @@ def test_a_name_may_be_used_again_and_the_new_sampler_is_not_listed(server, serv
     assert any("already has a sampler checkpoint 'eval'" in message for message in caplog.messages)
 
 
-def test_a_name_whose_saving_failed_for_a_while_can_be_used(server, service):
+def test_name_can_be_reused_after_a_server_error(server, service):
     path = "tinker://s-1:train:0/sampler_weights/eval"
     server.on(SAVE_SAMPLER, promise("first"), Answer({"path": path}))
     server.on_future("first", failed("engine died", "server"))
@@ -827,7 +826,7 @@ def test_a_name_whose_saving_failed_for_a_while_can_be_used(server, service):
     assert [each.json["path"] for each in server.asked(SAVE_SAMPLER)] == ["eval", "eval"]
 
 
-def test_a_sampler_with_a_name_is_saved_under_it(server, trainer):
+def test_sampler_with_a_name_is_saved_under_it(server, trainer):
     sampler = trainer.save_weights_and_get_sampling_client("best")
     assert sampler._sampling_session_id == "s-1:sample:0"
     sent = server.asked(SAVE_SAMPLER)[0].json
@@ -838,7 +837,7 @@ def test_a_sampler_with_a_name_is_saved_under_it(server, trainer):
     )
 
 
-def test_a_sampler_may_have_a_time_to_live(server, trainer):
+def test_sampler_sends_its_ttl(server, trainer):
     trainer.save_weights_and_get_sampling_client("best", ttl_seconds=60)
     assert server.asked(SAVE_SAMPLER)[0].json["ttl_seconds"] == 60
     with pytest.raises(InvalidInputError) as refused:
@@ -846,7 +845,7 @@ def test_a_sampler_may_have_a_time_to_live(server, trainer):
     assert refused.value.field == "ttl_seconds"
 
 
-def test_operations_have_the_names_of_the_protocol_too(server, trainer):
+def test_training_client_has_the_protocol_names_as_aliases(server, trainer):
     trainer.save_weights("a").result(10)
     trainer.load_weights("tinker://s-1:train:0/weights/a").result(10)
     trainer.load_weights_with_optimizer("tinker://s-1:train:0/weights/a").result(10)
@@ -856,25 +855,25 @@ def test_operations_have_the_names_of_the_protocol_too(server, trainer):
     assert [sent.json["optimizer"] for sent in server.asked(LOAD)] == [False, True]
 
 
-def test_a_sampler_of_nothing_is_an_error(server, trainer):
+def test_sampler_without_session_and_path_is_an_error(server, trainer):
     server.on(SAVE_SAMPLER, Answer({}))
     with pytest.raises(APIResponseValidationError):
         trainer.save_weights_and_get_sampling_client()
 
 
-def test_the_async_twin_hands_over_the_sampler(server, trainer):
+def test_save_weights_and_get_sampling_client_async_returns_the_sampler(server, trainer):
     server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "x"}))
     sampler = asyncio.run(trainer.save_weights_and_get_sampling_client_async())
     assert sampler._sampling_session_id == "x"
 
 
-def test_the_older_name_hands_over_a_future_of_the_sampler(server, trainer):
+def test_save_weights_and_get_sampling_client_submit_returns_a_future(server, trainer):
     server.on(SAVE_SAMPLER, Answer({"sampling_session_id": "x"}))
     sampler = trainer.save_weights_and_get_sampling_client_submit().result(10)
     assert sampler._sampling_session_id == "x"
 
 
-def test_a_sampler_of_a_checkpoint_takes_no_number(server, trainer):
+def test_create_sampling_client_takes_no_seq_id(server, trainer):
     trainer.create_sampling_client("tinker://r/sampler_weights/a")
     assert server.asked(CREATE_SAMPLER)[0].json == {
         "session_id": "s-1",
@@ -886,7 +885,7 @@ def test_a_sampler_of_a_checkpoint_takes_no_number(server, trainer):
     assert numbers(server) == [1]
 
 
-# -- from a checkpoint ---------------------------------------------------------------------------
+# -- restoring -----------------------------------------------------------------------------------
 
 Restore = Callable[..., tinkex.TrainingClient]
 
@@ -902,7 +901,7 @@ def restore(client: tinkex.ServiceClient, optimizer: bool) -> Restore:
     return client.create_training_client_from_state
 
 
-def test_a_checkpoint_becomes_a_model_in_three_calls(server, service, optimizer):
+def test_restore_uses_three_calls_without_the_flag(server, service, optimizer):
     answer_training(server)
     info = {"base_model": "b", "is_lora": True, "lora_rank": 8, "train_mlp": False}
     server.on(WEIGHTS_INFO, Answer(info))
@@ -911,7 +910,7 @@ def test_a_checkpoint_becomes_a_model_in_three_calls(server, service, optimizer)
     )
     asked = server.asked(WEIGHTS_INFO)[0]
     assert asked.json == {"tinker_path": PATH}
-    assert asked.headers["x-api-key"] == "t"  # who may load the weights may ask about them
+    assert asked.headers["x-api-key"] == "t"  # the weights token is the key for weights_info
     created = server.asked(CREATE_MODEL)[0].json
     assert (created["base_model"], created["user_metadata"]) == ("b", {"a": "b"})
     assert created["lora_config"] == {
@@ -927,7 +926,7 @@ def test_a_checkpoint_becomes_a_model_in_three_calls(server, service, optimizer)
     assert numbers(server) == [1, 2]
 
 
-def test_a_checkpoint_becomes_a_model_in_one_call_where_the_service_can(server, service, optimizer):
+def test_restore_uses_one_call_with_the_flag(server, service, optimizer):
     answer_training(server)
     flags(server, create_model_via_load_weights=True)
     trainer = restore(service(), optimizer)(PATH, "b", {"a": "b"}, "t")
@@ -947,7 +946,7 @@ def test_a_checkpoint_becomes_a_model_in_one_call_where_the_service_can(server, 
     assert server.asked(STEP)[0].json["seq_id"] == 1
 
 
-def test_the_optimizer_comes_along_where_it_is_asked_for(server, service):
+def test_restore_loads_the_optimizer_with_load_optimizer(server, service):
     answer_training(server)
     server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
     service().create_training_client_from_state(PATH, load_optimizer=True)
@@ -955,7 +954,7 @@ def test_the_optimizer_comes_along_where_it_is_asked_for(server, service):
     assert server.asked(LOAD)[0].json["optimizer"] is True
 
 
-def test_the_service_may_name_the_model_it_made(server, service):
+def test_restored_model_uses_the_id_of_the_service(server, service):
     flags(server, create_model_via_load_weights=True)
     server.on(LOAD, promise("load"))
     server.on_future("load", Answer({"model_id": "named", "path": PATH}))
@@ -963,7 +962,7 @@ def test_the_service_may_name_the_model_it_made(server, service):
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_the_second_argument_may_be_the_metadata_as_it_once_was(server, service, flag):
+def test_restore_accepts_metadata_as_second_argument(server, service, flag):
     answer_training(server)
     flags(server, create_model_via_load_weights=flag)
     server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
@@ -974,7 +973,7 @@ def test_the_second_argument_may_be_the_metadata_as_it_once_was(server, service,
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_a_restored_model_without_metadata_gets_the_configs(server, service, flag):
+def test_restored_model_without_metadata_gets_the_configured_metadata(server, service, flag):
     answer_training(server)
     flags(server, create_model_via_load_weights=flag)
     server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True}))
@@ -983,7 +982,7 @@ def test_a_restored_model_without_metadata_gets_the_configs(server, service, fla
     assert server.asked(LOAD if flag else CREATE_MODEL)[0].json["user_metadata"] == {"a": "b"}
 
 
-def test_a_restored_model_keeps_its_kind_of_optimizer_unless_told(server, service):
+def test_restored_model_keeps_its_optimizer_type_by_default(server, service):
     answer_training(server)
     info = {"base_model": "b", "is_lora": True, "optimizer_config": {"type": "dimuon"}}
     server.on(WEIGHTS_INFO, Answer(info))
@@ -1007,14 +1006,14 @@ def test_a_restored_model_keeps_its_kind_of_optimizer_unless_told(server, servic
         },
     ],
 )
-def test_a_checkpoint_that_is_no_adapter_is_refused(server, service, info):
+def test_checkpoint_without_a_lora_adapter_is_refused(server, service, info):
     server.on(WEIGHTS_INFO, Answer(info))
     with pytest.raises(InvalidInputError, match=r"LoRA|at least one"):
         service().create_training_client_from_state(PATH)
     assert server.asked(CREATE_MODEL) == []
 
 
-def test_a_model_into_which_nothing_could_be_loaded_is_not_left_behind(server, service, optimizer):
+def test_model_is_unloaded_if_restoring_its_weights_fails(server, service, optimizer):
     server.on(WEIGHTS_INFO, Answer({"base_model": "b", "is_lora": True, "lora_rank": 4}))
     server.on(LOAD, promise("loading"))
     server.on_future("loading", failed("torn"))
@@ -1025,7 +1024,7 @@ def test_a_model_into_which_nothing_could_be_loaded_is_not_left_behind(server, s
     assert sent.json["model_id"] == "s-1:train:0"
 
 
-def test_an_observer_of_steps_that_fails_costs_no_step(server, trainer, caplog):
+def test_failing_step_observer_does_not_fail_the_step(server, trainer, caplog):
     answer_training(server)
     seen = []
     trainer.observe_steps(lambda: 1 / 0)
@@ -1035,20 +1034,20 @@ def test_an_observer_of_steps_that_fails_costs_no_step(server, trainer, caplog):
     assert "Step observer failed" in caplog.text
 
 
-def test_a_path_to_no_checkpoint_is_refused_before_anything_is_sent(server, service, optimizer):
+def test_invalid_checkpoint_path_is_refused_before_sending(server, service, optimizer):
     with pytest.raises(InvalidPathError):
         restore(service(), optimizer)("checkpoint")
     assert server.requests == []
 
 
-# -- the model itself ----------------------------------------------------------------------------
+# -- model information ---------------------------------------------------------------------------
 
 
 def info(**data: Any) -> Answer:
     return Answer({"model_id": "m", "model_data": data, "is_lora": True, "lora_rank": 4})
 
 
-def test_info_is_answered_at_once(server, trainer):
+def test_get_info_needs_no_polling(server, trainer):
     server.on(INFO, info(model_name="some/model"))
     assert trainer.get_info().model_data.model_name == "some/model"
     assert asyncio.run(trainer.get_info_async()).lora_rank == 4
@@ -1056,7 +1055,7 @@ def test_info_is_answered_at_once(server, trainer):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_unloading_waits_for_its_turn_and_for_the_result(server, trainer, at_once):
+def test_unload_is_sent_in_order_and_waits_for_its_result(server, trainer, at_once):
     held = threading.Event()
     server.on(STEP, Answer({}, wait_for=held), Answer({}))
     server.on(UNLOAD, Answer({"model_id": "m"}) if at_once else promise("unload"))
@@ -1071,7 +1070,7 @@ def test_unloading_waits_for_its_turn_and_for_the_result(server, trainer, at_onc
     assert numbers(server) == [1, 2]
 
 
-def test_the_console_page_needs_no_call(server, service):
+def test_console_url_needs_no_request(server, service):
     client = service()
     assert client.get_console_url().endswith("/sessions")
     assert server.requests == []
@@ -1083,7 +1082,7 @@ def test_the_console_page_needs_no_call(server, service):
 
 
 class Letters:
-    """A tokenizer for which a letter is a token."""
+    """A tokenizer with one token per letter."""
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self.revision = name, revision
@@ -1103,7 +1102,7 @@ def letters() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("letters")
-def test_the_tokenizer_is_the_one_the_service_names(server, trainer):
+def test_tokenizer_is_the_one_stated_by_the_service(server, trainer):
     server.on(INFO, info(model_name="some/model", tokenizer_id="its/tokenizer:v2"))
     assert trainer.get_tokenizer().name == "its/tokenizer"
     assert trainer.encode("ab") == trainer.encode_text("ab") == [97, 98]
@@ -1111,18 +1110,18 @@ def test_the_tokenizer_is_the_one_the_service_names(server, trainer):
 
 
 @pytest.mark.usefixtures("letters")
-def test_the_tokenizer_follows_from_the_models_name_otherwise(server, trainer):
+def test_tokenizer_is_derived_from_the_model_name(server, trainer):
     server.on(INFO, info(model_name="org/model/variant"))
     assert trainer.get_tokenizer().name == "org/model"
 
 
-def test_a_model_without_name_has_no_tokenizer(server, trainer):
+def test_model_without_a_name_has_no_tokenizer(server, trainer):
     server.on(INFO, info())
     with pytest.raises(InvalidInputError, match="neither"):
         trainer.get_tokenizer()
 
 
-def test_errors_of_the_service_pass_through_the_tokenizer_helpers(server, trainer):
+def test_encode_raises_errors_of_the_service(server, trainer):
     server.on(INFO, Answer({"detail": "gone"}, 410))
     with pytest.raises(GoneError):
         trainer.encode("a")
@@ -1131,7 +1130,7 @@ def test_errors_of_the_service_pass_through_the_tokenizer_helpers(server, traine
 # -- queue states --------------------------------------------------------------------------------
 
 
-def test_a_paused_model_is_logged_and_observers_are_told(server, trainer, caplog):
+def test_paused_model_is_logged_and_observers_are_called(server, trainer, caplog):
     paused = {"type": "try_again", "queue_state": "paused_rate_limit"}
     server.on(STEP, promise("step"))
     server.on_future("step", Answer(paused, 408), Answer({}))
@@ -1145,7 +1144,7 @@ def test_a_paused_model_is_logged_and_observers_are_told(server, trainer, caplog
     )
 
 
-# -- losses of one's own -------------------------------------------------------------------------
+# -- custom losses -------------------------------------------------------------------------------
 
 
 def total(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -1157,7 +1156,7 @@ def weights_of(request: Request) -> list[Any]:
     return [each.loss_fn_inputs["weights"].tolist() for each in input_of(request).data]
 
 
-def test_a_loss_of_ones_own_trains_on_its_gradient(server, trainer):
+def test_custom_loss_sends_its_gradient_as_weights(server, trainer):
     result = trainer.forward_backward_custom([datum(5, 6)], total).result(10)
     first, second = server.asked(PASS)
     assert isinstance(pass_of(first), types.ForwardRequest)
@@ -1175,7 +1174,7 @@ def test_a_loss_of_ones_own_trains_on_its_gradient(server, trainer):
     assert result.loss_fn_outputs[0]["logprobs"].tolist() == [-1.0, -1.0]
 
 
-def test_only_what_the_passes_read_is_sent(server, trainer):
+def test_custom_loss_sends_only_targets_and_weights(server, trainer):
     extra = types.Datum(
         types.ModelInput.from_ints([1]),
         {"target_tokens": [1], "advantages": [2.0], "logprobs": [-1.0]},
@@ -1193,7 +1192,7 @@ def test_only_what_the_passes_read_is_sent(server, trainer):
     assert weights_of(server.asked(PASS)[1]) == [[-3.0]]
 
 
-def test_metrics_of_the_loss_win_over_the_services(server, trainer):
+def test_metrics_of_the_custom_loss_override_those_of_the_service(server, trainer):
     def loss(_: Any, logprobs: Any) -> Any:
         return logprobs[0].sum(), {"loss:sum": 9, 1: np.float32(2.5)}
 
@@ -1201,7 +1200,7 @@ def test_metrics_of_the_loss_win_over_the_services(server, trainer):
     assert result.metrics == {"loss:sum": 9.0, "surrogate_loss:sum": 1.0, "1": 2.5}
 
 
-def test_metrics_of_the_loss_may_be_anything(server, trainer):
+def test_metrics_of_the_custom_loss_may_have_any_type(server, trainer):
     own = {"kind": "mine", "each": [1, 2], "none": None}
 
     def loss(_: Any, logprobs: Any) -> Any:
@@ -1212,7 +1211,7 @@ def test_metrics_of_the_loss_may_be_anything(server, trainer):
     assert result.metrics["rows"] == [-1.0, -1.0]
 
 
-def test_both_passes_of_a_custom_loss_keep_their_turn(server, trainer):
+def test_later_operations_wait_for_both_passes_of_a_custom_loss(server, trainer):
     computing, go_on = threading.Event(), threading.Event()
 
     def slow(data: Any, logprobs: Any) -> Any:
@@ -1230,7 +1229,7 @@ def test_both_passes_of_a_custom_loss_keep_their_turn(server, trainer):
     assert numbers(server) == [1, 2, 3]
 
 
-def test_a_custom_loss_that_calls_its_own_client_is_told_instead_of_hanging(server, trainer):
+def test_custom_loss_that_calls_its_own_client_is_refused(server, trainer):
     def impatient(data: Any, logprobs: Any) -> Any:
         trainer.optim_step().result(10)
         return total(data, logprobs)
@@ -1240,7 +1239,7 @@ def test_a_custom_loss_that_calls_its_own_client_is_told_instead_of_hanging(serv
     assert trainer.optim_step().result(10).success
 
 
-def test_a_custom_loss_over_many_chunks_sees_all_logprobs_in_order(server, service):
+def test_custom_loss_over_many_chunks_gets_all_logprobs_in_order(server, service):
     answer_training(server)
     flags(server, fwdbwd_max_chunk_len=2)
 
@@ -1255,7 +1254,7 @@ def test_a_custom_loss_over_many_chunks_sees_all_logprobs_in_order(server, servi
     assert sent == [[-float(length)] * length for length in range(1, 6)]
 
 
-def test_soft_targets_keep_their_shape(server, trainer):
+def test_logprobs_of_soft_targets_keep_their_shape(server, trainer):
     soft = types.Datum(
         types.ModelInput.from_ints([1, 2]),
         {"target_tokens": np.array([[1, 2, 3], [4, 5, 6]]), "weights": np.ones((2, 3), np.float32)},
@@ -1286,14 +1285,14 @@ def broken(loss: Callable[[list[torch.Tensor]], Any]) -> Callable[..., Any]:
         (broken(lambda logprobs: logprobs[0].sum()), "datum 1"),
     ],
 )
-def test_a_loss_that_cannot_train_is_refused_and_the_client_goes_on(server, trainer, loss, named):
+def test_invalid_custom_loss_fails_and_later_calls_work(server, trainer, loss, named):
     with pytest.raises(InvalidInputError, match=named):
         trainer.forward_backward_custom([datum(1, 2), datum(3, 4)], loss).result(10)
     trainer.optim_step().result(10)
     assert numbers(server) == [1, 2]
 
 
-def test_an_exception_in_the_loss_reaches_the_caller_as_its_cause(server, trainer):
+def test_exception_in_a_custom_loss_is_the_cause_of_the_error(server, trainer):
     def loss(_: Any, __: Any) -> Any:
         raise ZeroDivisionError("mine")
 
@@ -1305,13 +1304,13 @@ def test_an_exception_in_the_loss_reaches_the_caller_as_its_cause(server, traine
     assert numbers(server) == [1, 2]
 
 
-def test_data_that_is_not_to_be_trained_on_gets_no_gradient(server, trainer):
+def test_datum_without_influence_on_the_loss_gets_zero_weights(server, trainer):
     loss = broken(lambda logprobs: logprobs[0].sum() + 0 * logprobs[1].sum())
     trainer.forward_backward_custom([datum(1), datum(2, 3)], loss).result(10)
     assert weights_of(server.asked(PASS)[1]) == [[-1.0], [0.0, 0.0]]
 
 
-def test_regularizers_are_added_and_told_apart(server, trainer):
+def test_regularizers_are_added_and_reported_separately(server, trainer):
     def squares(_: Any, logprobs: Any) -> Any:
         return sum(each.square().sum() for each in logprobs), {"size": 3}
 
@@ -1324,7 +1323,7 @@ def test_regularizers_are_added_and_told_apart(server, trainer):
         ],
         track_grad_norms=True,
     ).result(10)
-    # Logprobs of -1: the total has the gradient 1 + 0.5 · 2 · -1 at both.
+    # At logprobs of -1 the gradient of the total is 1 + 0.5 · 2 · -1 for both tokens.
     assert weights_of(server.asked(PASS)[1]) == [[0.0, 0.0]]
     assert result.metrics == {
         "loss:sum": -1.0,
@@ -1358,9 +1357,7 @@ def regularizer(fn: Callable[..., Any], name: str = "mine", **more: Any) -> dict
         (regularizer(total), "a list"),
     ],
 )
-def test_regularizers_that_cannot_be_are_refused_before_anything_is_sent(
-    server, trainer, regularizers, named
-):
+def test_invalid_regularizers_are_refused_before_sending(server, trainer, regularizers, named):
     with pytest.raises(InvalidInputError, match=named):
         trainer.forward_backward_custom([datum(1)], total, regularizers=regularizers)
     assert server.asked(PASS) == []
@@ -1378,7 +1375,7 @@ def test_regularizers_that_cannot_be_are_refused_before_anything_is_sent(
         broken(lambda logprobs: sys.exit(3)),
     ],
 )
-def test_a_regularizer_that_cannot_train_is_named_and_nothing_is_sent(server, trainer, fn):
+def test_failing_regularizer_is_named_and_no_gradient_is_sent(server, trainer, fn):
     good = regularizer(total, "good")
     with pytest.raises(CustomLossError) as caught:
         trainer.forward_backward_custom(
@@ -1391,13 +1388,13 @@ def test_a_regularizer_that_cannot_train_is_named_and_nothing_is_sent(server, tr
 
 @pytest.fixture
 def never() -> Iterator[Callable[..., Any]]:
-    """A loss that returns only when the test is over."""
+    """A loss that returns only when the test has ended."""
     over = threading.Event()
     yield lambda data, logprobs: (over.wait(), total(data, logprobs))[1]
     over.set()
 
 
-def test_a_loss_that_never_returns_is_left_behind(server, trainer, never):
+def test_custom_loss_is_abandoned_after_loss_timeout(server, trainer, never):
     stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=0.05)
     step = trainer.optim_step()
     with pytest.raises(CustomLossTimeoutError, match=r"loss_fn: did not return within 0\.05 s"):
@@ -1412,7 +1409,7 @@ def test_a_loss_that_never_returns_is_left_behind(server, trainer, never):
     assert numbers(server) == [1, 2, 3, 4, 5]
 
 
-def test_the_time_of_the_operation_is_also_that_of_its_loss(server, trainer, never):
+def test_timeout_of_the_operation_limits_its_custom_loss(server, trainer, never):
     stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=None, timeout=0.05)
     step = trainer.optim_step()
     with pytest.raises(APITimeoutError):
@@ -1429,7 +1426,7 @@ def test_the_time_of_the_operation_is_also_that_of_its_loss(server, trainer, nev
         ([logprobs_of(1)], "1 logprobs for the 2 targets"),
     ],
 )
-def test_logprobs_that_do_not_fit_the_data_are_the_services_fault(server, trainer, rows, named):
+def test_logprobs_that_do_not_match_the_data_are_a_response_error(server, trainer, rows, named):
     server.on(PASS, Answer(output(*rows)))
     with pytest.raises(APIResponseValidationError, match=named):
         trainer.forward_backward_custom([datum(1, 2)], total).result(10)
@@ -1445,9 +1442,7 @@ def test_logprobs_that_do_not_fit_the_data_are_the_services_fault(server, traine
         ([datum(1)], lambda logprobs: (logprobs[0].sum(), {})),
     ],
 )
-def test_a_custom_call_that_cannot_be_is_refused_before_anything_is_sent(
-    server, trainer, arguments
-):
+def test_invalid_custom_call_is_refused_before_sending(server, trainer, arguments):
     with pytest.raises(InvalidInputError):
         trainer.forward_backward_custom(*arguments)
     with pytest.raises(InvalidInputError, match="loss_type_input"):
