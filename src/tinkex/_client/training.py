@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from tinkex._wire.operations import Operation, Pool, operation
+from tinkex._wire.operations import Operation, operation
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -582,7 +582,7 @@ class TrainingClient(TrainingClientMethods):
     ) -> Any:
         async with turn:
             await self._session.opened()
-            self._check_may_start(deadline)
+            self._check_may_start(row, deadline)
             seq_id = turn.next_seq() if numbered else 0
             numbered_request = request(seq_id)
             if wants(Event):
@@ -664,7 +664,7 @@ class TrainingClient(TrainingClientMethods):
     ) -> tuple[Parts, list[tuple[Any, float]]]:
         """Post all chunks of one pass. In parallel, the first is sent last: the service starts none before it has all."""
         await self._session.opened()
-        self._check_may_start(deadline)
+        self._check_may_start(operation(name), deadline)
         flags = self._session.flags
         chunks = list(
             chunking.split(
@@ -714,13 +714,13 @@ class TrainingClient(TrainingClientMethods):
             raise error
         return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
-    def _check_may_start(self, deadline: float | None) -> None:
+    def _check_may_start(self, row: Operation[Any], deadline: float | None) -> None:
         """Raise before a seq_id is assigned: the service would wait for an assigned seq_id that never arrives."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
             raise APITimeoutError(
                 message="The operation's timeout expired while it waited for earlier operations."
             )
-        self._session.transport.admit(Pool.TRAINING)
+        self._session.transport.admit(row.pool)
 
     async def _post_part(
         self,
