@@ -1,4 +1,4 @@
-"""Faults on purpose. Short by default; `make chaos` runs the long form of the same tests."""
+"""Fault injection. The tests are short by default; `make chaos` runs their long form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests nobody would send: made from the OpenAPI document, or by damaging good bodies. All from a seed."""
+"""Invalid requests, generated from the OpenAPI document or by damaging valid bodies; reproducible by a seed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ask:
 
 
 class FromDocument:
-    """Requests that look like those of a document, more or less."""
+    """Generates requests that mostly follow an OpenAPI document."""
 
     def __init__(self, document: Mapping[str, Any], seed: int) -> None:
         self._schemas = document["components"]["schemas"]
@@ -69,7 +69,7 @@ class FromDocument:
             for method, operation in methods.items()
         ]
         self.chance = random.Random(seed)
-        #: Ids and paths that exist, by what they are; the more of them fit, the deeper a request gets.
+        #: Existing ids and paths by kind: with a valid id, a request gets past the first checks.
         self.known: dict[str, list[str]] = {}
         self._plausible: dict[str, Callable[[], Any]] = {
             **dict.fromkeys(
@@ -123,7 +123,7 @@ class FromDocument:
     # -- values --------------------------------------------------------------------------------
 
     def value(self, schema: Schema, name: str = "", depth: int = 0) -> Any:
-        """Something that fits a schema; now and then something that does not."""
+        """A value that fits a schema; sometimes one that does not."""
         if not self._mostly(0.96):
             return self.chance.choice(
                 (None, True, [], {}, "", 0, -1, 1.5, self._text(), [[]], {"": None})
@@ -219,7 +219,7 @@ def _json(value: Any) -> bytes:
 def _disguised(
     body: bytes, headers: dict[str, str], chance: random.Random
 ) -> tuple[bytes, dict[str, str]]:
-    """Packed, or said to be what it is not."""
+    """Compress the body, or declare a wrong encoding or content type."""
     name, pack = chance.choice(
         (
             ("zstd", zstandard.ZstdCompressor().compress),
@@ -243,7 +243,7 @@ def _disguised(
 
 
 def damaged(body: bytes, chance: random.Random) -> bytes:
-    """The same body after an accident or two."""
+    """Apply one or more random changes to a body."""
     made = bytearray(body)
     for _ in range(chance.choice((1, 1, 2, 5))):
         at = chance.randrange(len(made) + 1)
@@ -270,7 +270,7 @@ def damaged(body: bytes, chance: random.Random) -> bytes:
 def bodies_of_passes(
     model_id: str, seq_id: int, chance: random.Random
 ) -> tuple[bytes, dict[str, str]]:
-    """A protobuf request of training: a good one, or one that is odd inside; damaged or not, packed or not."""
+    """A protobuf training request: valid or with random fields, maybe damaged, maybe compressed."""
     if chance.random() < 0.5:
         body = training_request(model_id, seq_id)
     else:
@@ -294,7 +294,7 @@ def bodies_of_passes(
 
 
 def _fill(message: Any, chance: random.Random, depth: int) -> None:
-    """Give fields values that their types allow."""
+    """Fill fields with random values of their types."""
     for described in message.DESCRIPTOR.fields:
         if described.name in {"model_id", "seq_id"} or chance.random() < (
             0.25 if depth < 2 else 0.5

@@ -1,4 +1,4 @@
-"""A group of processes to which the kernel gives only so much memory."""
+"""A control group that limits the memory of its processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """A control group of version 1 or 2, within the one that this process is in."""
+    """A control group (version 1 or 2) inside this process's own group."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -30,19 +30,19 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int:
-        """How many processes of the group the kernel has killed for want of memory."""
+        """Number of processes in the group that the OOM killer has killed."""
         name = "memory.oom_control" if self._first_version else "memory.events"
         lines = (self.directory / name).read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.split()[0] == "oom_kill"))
 
     def entering(self, command: list[str]) -> list[str]:
-        """A command that runs in the group, with all that it starts."""
+        """Wrap a command so that it and its child processes run in the group."""
         return ["sh", "-c", f'echo $$ > {self.directory}/cgroup.procs && exec "$@"', "sh", *command]
 
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
-    """A new group; the test is skipped where the kernel or the user's rights do not allow for one."""
+    """Create a group; skips the test if the kernel or missing permissions prevent it."""
     parent = _own_group()
     if parent is None:
         pytest.skip("this process is in no control group that can limit memory")

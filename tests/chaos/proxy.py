@@ -1,7 +1,7 @@
-"""A proxy that breaks what it passes on: between client and service, by chance, from a seed.
+"""A proxy between client and service that injects random faults, reproducible by a seed.
 
-Faults come in the order in which requests arrive, so the same seed gives the same faults to the same traffic. The worst
-of them happen after the service was asked: what was asked is done, and its answer is lost.
+Faults are drawn in the order in which requests arrive, so the same seed and traffic give the same faults. The worst
+faults happen after the service has handled the request: the work is done, but the response is lost.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Fault", "FaultPlan", "FaultyProxy"]
 
 
 class Fault(StrEnum):
-    RESET_BEFORE = "reset before the service was asked"
-    RESET_AFTER = "reset after the service was asked"
-    SILENT = "connection half open, no answer"
-    CUT = "answer cut off"
-    SLOW = "slow answer"
+    RESET_BEFORE = "reset before the request was forwarded"
+    RESET_AFTER = "reset after the request was forwarded"
+    SILENT = "connection half open, no response"
+    CUT = "response cut off"
+    SLOW = "slow response"
     TIMEOUT = "408"
     CONFLICT = "409"
     GONE = "410"
@@ -34,7 +34,7 @@ class Fault(StrEnum):
     BROKEN = "5xx"
 
 
-#: Said in place of the service; half of the times it was asked all the same.
+#: Sent by the proxy instead of the service's response; half of these requests are forwarded anyway.
 _STATUSES = {
     Fault.TIMEOUT: (408,),
     Fault.CONFLICT: (409,),
@@ -42,18 +42,18 @@ _STATUSES = {
     Fault.BUSY: (429,),
     Fault.BROKEN: (500, 502, 503, 504, 529),
 }
-#: A 410 means something only where a promised result is asked for, or a session kept alive.
+#: Only these endpoints can return 410.
 _MAY_BE_GONE = ("/retrieve_future", "/session_heartbeat")
 
 
 @dataclass
 class FaultPlan:
-    """Which request meets which fault."""
+    """Chooses the fault of each request."""
 
     seed: int = 0
-    share: float = 0.05  # of each kind
+    share: float = 0.05  # of requests, for each kind of fault
     kinds: Sequence[Fault] = tuple(Fault)
-    #: Every so many requests nobody listens for `outage` seconds, as when a service restarts; 0 for never.
+    #: After this many requests the port is closed for `outage` seconds, like a service restart; 0 means never.
     outage_every: int = 0
     outage: float = 0.2
     slow: float = 0.1
@@ -90,7 +90,7 @@ class _Message:
 
 
 class FaultyProxy(ServerInThread):
-    """Stands before a service and does to its answers what the plan says."""
+    """Forwards requests to a service and injects the plan's faults."""
 
     def __init__(self, service_url: str, plan: FaultPlan) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class FaultyProxy(ServerInThread):
 
     async def _hang_up(self) -> None:
         assert self._listening is not None
-        # A connection is handed over some turns after it was accepted; closed before that, nobody would own it.
+        # asyncio calls `_accept` some loop iterations after accepting a connection; until then nothing would close it.
         self._loop.remove_reader(self._listening.sockets[0])
         await _turns()
         self._listening.close()
@@ -127,7 +127,7 @@ class FaultyProxy(ServerInThread):
             _reset(writer)
 
     async def _be_away(self) -> None:
-        """Nobody listens for a while, and who was connected is cut off."""
+        """Reset all connections and close the port for a while."""
         self.plan.counts["outages"] += 1
         await self._hang_up()
         await asyncio.sleep(self.plan.outage)
@@ -147,7 +147,7 @@ class FaultyProxy(ServerInThread):
                 if not await self._answer(request, upstream, reader, writer):
                     break
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the client has gone, or the service has, or the proxy goes
+            pass  # the client or the service has closed the connection, or the proxy stops
         finally:
             self._serving.discard(task)
             self._writers.discard(writer)
@@ -161,7 +161,7 @@ class FaultyProxy(ServerInThread):
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """Pass one request on, or not; whether the connection goes on."""
+        """Handle one request, with its fault; return whether the connection stays open."""
         plan = self.plan
         fault = plan.choose(request.path)
         if plan.outage_due and self._outage is None:
@@ -171,12 +171,12 @@ class FaultyProxy(ServerInThread):
         )
         answer = None if before else await upstream.ask(request)
         if answer is not None:
-            plan.counts["asked of the service"] += 1
+            plan.counts["forwarded to the service"] += 1
         if fault in {Fault.RESET_BEFORE, Fault.RESET_AFTER}:
             _reset(writer)
             return False
         if fault is Fault.SILENT:
-            await reader.read()  # until the client has had enough
+            await reader.read()  # returns when the client closes the connection
             return False
         if fault in _STATUSES:
             answer = _status(plan.chance.choice(_STATUSES[fault]))
@@ -198,7 +198,7 @@ class FaultyProxy(ServerInThread):
 
 @dataclass
 class _Upstream:
-    """The connection to the service that belongs to one of a client."""
+    """The connection to the service for one client connection."""
 
     host: str
     port: int
@@ -221,7 +221,7 @@ class _Upstream:
 
 
 async def _read(reader: asyncio.StreamReader) -> _Message | None:
-    """A whole message; None at the end of the connection."""
+    """Read a whole message; None at the end of the connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as end:
@@ -244,19 +244,19 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
 
 
 def _status(status: int) -> _Message:
-    body = b'{"detail": "said by the proxy"}'
+    body = b'{"detail": "sent by the proxy"}'
     head = f"HTTP/1.1 {status} Fault\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return _Message(head.encode(), body)
 
 
 async def _turns() -> None:
-    """Let the loop do what is due."""
+    """Let the event loop run its pending callbacks."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection with a RST, as a host does that has forgotten it."""
+    """End a connection with a RST, like a host that has restarted."""
     raw = writer.get_extra_info("socket")
     if raw is not None and not writer.transport.is_closing():
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

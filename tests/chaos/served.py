@@ -1,4 +1,4 @@
-"""A service in its own processes that can be killed and started again on the same port."""
+"""A service in its own processes; a test can kill it and restart it on the same port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Served:
         self.process: subprocess.Popen[str]
 
     def run_by(self, wrap: Callable[[list[str]], list[str]]) -> None:
-        """Have another command start the service."""
+        """Start the service through another command."""
         self._command = wrap(self._command)
 
     def start(self) -> None:
@@ -39,7 +39,7 @@ class Served:
         self.start()
 
     def kill_engine(self) -> None:
-        """The service starts it again by itself."""
+        """Kill the engine; the service restarts it."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for child in children:

@@ -1,4 +1,4 @@
-"""A client behind a network that breaks in every way: each result arrives once, and right."""
+"""A client behind a faulty network: every request runs exactly once, and every result is correct."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tinkex._retry import Clock
 from .proxy import FaultPlan, FaultyProxy
 from .served import Served
 
-#: Waits and time limits of the clients are so many times shorter than in real life.
+#: The clients' waits and timeouts are divided by this factor.
 HURRY = 50
-DIFFERENT = 1000  # samples, as far as prompt and seed go
+DIFFERENT = 1000  # number of distinct prompts and seeds
 
 
 def hurried() -> Clock:
@@ -52,7 +52,7 @@ def client(url: str, clock: Clock | None = None) -> Iterator[tinkex.ServiceClien
 
 
 def done(service: Served) -> Counter[str]:
-    """How often the service has done what, by its own count."""
+    """Number of executed operations by name, from the service's metrics."""
     with urlopen(f"{service.url}/metrics", timeout=60) as page:
         text = page.read().decode()
     found = re.findall(r'^tinkex_work_seconds_count\{operation="(\w+)"\} (\S+)', text, re.MULTILINE)
@@ -92,7 +92,7 @@ async def draw_all(sampler: tinkex.SamplingClient, count: int) -> list[Any]:
     return results
 
 
-def test_every_sample_arrives_once_and_right(tmp_path: Path, long: bool) -> None:
+def test_every_sample_is_drawn_once_and_is_correct(tmp_path: Path, long: bool) -> None:
     count = 100_000 if long else 300
     plan = FaultPlan(seed=1, outage_every=5000 if long else 300, slow=0.05)
     with served(tmp_path, "--engine=fake") as service:
@@ -124,28 +124,28 @@ def example(number: int) -> tinkex.Datum:
 
 
 async def train(client: tinkex.ServiceClient, steps: int) -> dict[str, Any]:
-    """All that a run tells; a few steps are under way at a time."""
+    """Train with several steps in flight; return all results."""
     training = await client.create_lora_training_client_async("tinkex/tiny", rank=4, seed=5)
     adam = tinkex.AdamParams(learning_rate=1e-3)
-    told: list[Any] = []
-    under_way: list[Any] = []
+    metrics: list[Any] = []
+    in_flight: list[Any] = []
     for step in range(steps):
         data = [example(4 * step + place) for place in range(4)]
-        under_way.append(await training.forward_backward_async(data, "cross_entropy"))
-        under_way.append(await training.optim_step_async(adam))
-        if len(under_way) >= 16 or step == steps - 1:
-            told += [(await each).metrics for each in under_way]
-            under_way.clear()
+        in_flight.append(await training.forward_backward_async(data, "cross_entropy"))
+        in_flight.append(await training.optim_step_async(adam))
+        if len(in_flight) >= 16 or step == steps - 1:
+            metrics += [(await each).metrics for each in in_flight]
+            in_flight.clear()
     saved = await training.save_state_async("end", overwrite=True)
     final = await (await training.forward_async([example(0)], "cross_entropy"))
     return {
-        "told": told,
+        "metrics": metrics,
         "saved": (await saved).path.rpartition("/")[2],
         "logprobs": list(final.loss_fn_outputs[0]["logprobs"].data),
     }
 
 
-def test_every_step_is_taken_once(tmp_path: Path, long: bool) -> None:
+def test_every_training_step_runs_once(tmp_path: Path, long: bool) -> None:
     steps = 1000 if long else 15
     plan = FaultPlan(seed=2, outage_every=500 if long else 50, slow=0.05)
     with served(tmp_path) as service:
@@ -159,4 +159,4 @@ def test_every_step_is_taken_once(tmp_path: Path, long: bool) -> None:
         again = done(service) - before
     report(plan, 2 * steps, seconds, "training requests")
     assert outcome == expected
-    assert again == before  # as often as the undisturbed run, which was the only one until then
+    assert again == before  # `before` counts the operations of the undisturbed run

@@ -1,4 +1,4 @@
-"""Requests that make no sense: the service refuses them by name, goes on, and shows nobody what is another's."""
+"""Invalid requests: the service refuses them, keeps working, and never shows one user's data to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MINE, YOURS = "tml-mine-0123456789", "tml-yours-0123456789"
 
 
 class Target:
-    """A service with two users: one whose things are secret, and one who asks for everything."""
+    """A service with two users: "mine" owns secret data, and "yours" sends the invalid requests."""
 
     def __init__(self, url: str) -> None:
         self.mine, self.yours = Api(url, MINE), Api(url, YOURS)
@@ -33,7 +33,7 @@ class Target:
         self.model = self.mine.model(session, user_metadata={"b": SECRET})
         self.model.step()
         self.model.save(SECRET)
-        # These the curious user has heard of; what is in them is as secret as the rest.
+        # The other user knows these paths, but must not read what they hold.
         self.paths = [
             self.model.save("known", user_metadata={"c": SECRET}),
             self.model.save("known", "save_weights_for_sampler", user_metadata={"c": SECRET}),
@@ -49,7 +49,7 @@ class Target:
         self.before = self.model.logprobs()
 
     def send(self, ask: Ask, key: str = YOURS) -> httpx.Response:
-        """One request of the curious user; what must never happen is noted down."""
+        """Send one request; record a server error or leaked data as a finding."""
         api = self.yours if key == YOURS else self.mine
         try:
             answer = api.http.request(
@@ -61,15 +61,15 @@ class Target:
         if answer.status_code >= 500:
             self._note(f"{answer.status_code} {answer.text[:300]}", ask)
         if SECRET in answer.text:
-            self._note("shows what is another's", ask)
+            self._note("shows another user's data", ask)
         return answer
 
     def look_at(self, promise: Any, ask: Ask) -> None:
-        """Work that was accepted may fail, but by the fault of who asked for it."""
+        """Check an accepted request: it may fail with a user error, but not with a server error."""
         answer = self.yours.poll(promise)
         if answer.status_code != 408:
-            told = answer.json() if answer.status_code == 200 else {}
-            if answer.status_code >= 500 or told.get("category") in {"server", "unknown"}:
+            result = answer.json() if answer.status_code == 200 else {}
+            if answer.status_code >= 500 or result.get("category") in {"server", "unknown"}:
                 self._note(f"work failed: {answer.text[:300]}", ask)
 
     def _note(self, what: str, ask: Ask) -> None:
@@ -78,7 +78,7 @@ class Target:
         )
 
     def check(self) -> None:
-        """All is as it was, for both."""
+        """Check that nothing was found, secret state is unchanged, and both users can still train."""
         kinds = {found.splitlines()[0][:100]: found for found in self.found}
         for found in list(kinds.values())[:20]:
             print(found)
@@ -108,22 +108,22 @@ _IDS = {"session_id", "model_id", "sampling_session_id", "sampler_id", "request_
 _PATHS = {"path", "tinker_path", "model_path"}
 
 
-def learn(generator: FromDocument, told: Any, name: str = "") -> None:
-    """Remember ids that an answer holds, so that later requests can use them."""
-    if isinstance(told, dict):
-        for key, value in told.items():
+def learn(generator: FromDocument, answer: Any, name: str = "") -> None:
+    """Remember the ids in a response, so that later requests can use them."""
+    if isinstance(answer, dict):
+        for key, value in answer.items():
             learn(generator, value, key)
-    elif isinstance(told, list):
-        for value in told[:20]:
+    elif isinstance(answer, list):
+        for value in answer[:20]:
             learn(generator, value, name)
-    elif isinstance(told, str):
+    elif isinstance(answer, str):
         if name.removeprefix("training_") in _IDS or name in {"sessions", "sampler_ids"}:
-            generator.remember("id", told)
+            generator.remember("id", answer)
         elif name in _PATHS:
-            generator.remember("path", told)
+            generator.remember("path", answer)
 
 
-def test_requests_of_the_document(target: Target, long: bool) -> None:
+def test_random_requests_from_the_openapi_document_do_no_harm(target: Target, long: bool) -> None:
     count = 20_000 if long else 400
     document = target.yours.http.get("/openapi.json").json()
     generator = FromDocument(document, seed=1)
@@ -137,27 +137,27 @@ def test_requests_of_the_document(target: Target, long: bool) -> None:
     yours.save("mine")
     generator.remember("id", yours.model_id)
     for number in range(count):
-        if number % 500 == 0:  # what it asked for may have ended its own session
+        if number % 500 == 0:  # an earlier request may have ended the session
             generator.remember("id", target.yours.model().model_id)
         ask = generator.ask()
         answer = target.send(ask)
         if answer.headers.get("content-type") == "application/json" and answer.status_code == 200:
-            told = answer.json()
-            learn(generator, told)
-            if isinstance(told, dict) and "request_id" in told:
-                target.look_at(told, ask)
+            content = answer.json()
+            learn(generator, content)
+            if isinstance(content, dict) and "request_id" in content:
+                target.look_at(content, ask)
     print(f"\n{count} requests of the document: {dict(target.statuses.most_common())}")
     target.check()
 
 
-def test_damaged_bodies(target: Target, long: bool) -> None:
+def test_damaged_protobuf_bodies_do_no_harm(target: Target, long: bool) -> None:
     count = 20_000 if long else 400
     chance = random.Random(2)
     target.statuses.clear()
     target.found.clear()
     model: Model | None = None
     for number in range(count):
-        if model is None or number % 100 == 0:  # numbers that were made up hold up those after them
+        if model is None or number % 100 == 0:  # a damaged seq_id can block all later requests
             model = target.yours.model()
         body, headers = bodies_of_passes(model.model_id, model.next_seq, chance)
         ask = Ask("POST", "/api/v1/forward_backward", body, headers)

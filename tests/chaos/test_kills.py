@@ -1,4 +1,4 @@
-"""Kill the service and its engine in the middle of everything: a run goes on as if nothing had happened."""
+"""Kill the service and its engine during training: the run continues with bit-identical results."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def clients(long: bool) -> list[tuple[str, str]]:
     return [*mine, (str(environment("0.36.0")), "tinker")] if long else mine
 
 
-def test_kills_change_nothing(tmp_path: Path, long: bool) -> None:
+def test_killing_service_and_engine_does_not_change_the_run(tmp_path: Path, long: bool) -> None:
     steps, kills = (40, 50) if long else (12, 4)
     served = Served(tmp_path, "--snapshot-every=0.2")
     served.start()
     try:
         undisturbed = finish(begin(sys.executable, "tinkex", served, steps))
         lives = [begin(python, module, served, steps) for python, module in clients(long)]
-        # One outcome a thread, because nobody else reads the pipes.
+        # One thread per client, so that every output pipe is read.
         outcomes: list[dict[str, Any]] = []
         threads = [
             threading.Thread(target=lambda life=life: outcomes.append(finish(life)))
@@ -73,7 +73,7 @@ def test_kills_change_nothing(tmp_path: Path, long: bool) -> None:
 
 
 @pytest.mark.parametrize("damage", ["adapter_model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_snapshot_is_named_and_never_loaded(tmp_path: Path, damage: str) -> None:
+def test_damaged_snapshot_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     import tinkex
 
     served = Served(tmp_path, "--snapshot-every=0")
@@ -82,7 +82,7 @@ def test_a_damaged_snapshot_is_named_and_never_loaded(tmp_path: Path, damage: st
         service = tinkex.ServiceClient(base_url=served.url, api_key="tml-local")
         training = service.create_lora_training_client("tinkex/tiny", rank=4)
         snapshots = tmp_path / "snapshots"
-        for _ in range(1000):  # they are written beside the work, so work until there is one
+        for _ in range(1000):  # snapshots are written in the background: work until there is one
             training.optim_step(tinkex.AdamParams()).result()
             if list(snapshots.glob("*/current.json")):
                 break
@@ -97,7 +97,7 @@ def test_a_damaged_snapshot_is_named_and_never_loaded(tmp_path: Path, damage: st
         served.start()
         with pytest.raises(tinkex.RequestFailedError, match=damage):
             training.optim_step(tinkex.AdamParams()).result(timeout=60)
-        # Others are not disturbed.
+        # Other models still work.
         other = service.create_lora_training_client("tinkex/tiny", rank=4)
         assert other.optim_step(tinkex.AdamParams()).result().metrics
         service.close("success").result()

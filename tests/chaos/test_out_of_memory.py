@@ -14,12 +14,12 @@ from .memory_group import memory_group
 from .served import Served
 
 LENGTH = 2000
-#: What is left for work once the service and its engine have started.
+#: Bytes of memory for work, beyond what the service and its engine need after starting.
 ROOM = 250 << 20
 
 
 def hungry(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Some fifty squares of 16 MB that the gradient needs all at once: within the limit of a loss, not of the group."""
+    """Needs fifty 16 MB matrices at once for the gradient: within the limit of a loss, above that of the group."""
     square = logprobs.unsqueeze(0) - logprobs.unsqueeze(1)
     for _ in range(50):
         square = torch.tanh(square)
@@ -31,9 +31,7 @@ def datum(length: int) -> tinkex.Datum:
     return tinkex.Datum(tinkex.ModelInput.from_ints(tokens), {"target_tokens": tokens})
 
 
-def test_request_for_which_the_kernel_kills_the_engine_fails_alone(
-    tmp_path: Path, long: bool
-) -> None:
+def test_only_the_request_that_exhausts_memory_fails(tmp_path: Path, long: bool) -> None:
     if not long:
         pytest.skip("starts five engines one after another; make chaos runs it")
     with memory_group() as group:
@@ -46,7 +44,7 @@ def test_request_for_which_the_kernel_kills_the_engine_fails_alone(
             killer, trainer = (
                 service.create_lora_training_client("tinkex/tiny", rank=4) for _ in range(2)
             )
-            # Once, so that whatever is loaded with the first use is in memory.
+            # Warm up, so that everything that is loaded on first use is in memory.
             killer.forward_backward_custom([datum(8)], loss).result()
             sampler = service.create_sampling_client(base_model="tinkex/tiny")
             group.limit(group.used + ROOM)
@@ -65,8 +63,8 @@ def test_request_for_which_the_kernel_kills_the_engine_fails_alone(
             with pytest.raises(tinkex.RequestFailedError, match="Out of memory"):
                 deadly.result(timeout=300)
             assert group.kills > 0
-            assert served.process.poll() is None  # the engine was chosen, not the service
-            # The run that asked for too much goes on too.
+            assert served.process.poll() is None  # the kernel killed the engine, not the service
+            # The run whose request failed can continue too.
             assert killer.forward_backward([datum(50)], "cross_entropy").result(timeout=300).loss
             print(f"{group.kills} engines killed by the kernel")
         finally:

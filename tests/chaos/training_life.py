@@ -1,7 +1,7 @@
-"""A training run that tells everything about its outcome: `training_life.py MODULE URL STEPS`.
+"""A training run that prints all of its results: `training_life.py MODULE URL STEPS`.
 
-Run by the interpreter whose environment has the client MODULE; prints one JSON line at the end, and one per step on
-stderr so that whoever kills things can see how far it is.
+Runs in the environment of the client MODULE. Prints one JSON line with the results at the end, and each step's number
+on stderr to show its progress.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     training = service.create_lora_training_client("tinkex/tiny", rank=8, seed=7)
     adam = tinker.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0, weight_decay=0.01)
     chance = random.Random(0)
-    told: list[float] = []
+    metrics: list[float] = []
     data = []
     for step in range(steps):
         rows = [[chance.randrange(256) for _ in range(21)] for _ in range(4)]
@@ -34,7 +34,7 @@ if __name__ == "__main__":
         ]
         passed = training.forward_backward(data, "cross_entropy")
         stepped = training.optim_step(adam)
-        told += [passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]]
+        metrics += [passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]]
         print(step, file=sys.stderr, flush=True)
     sampler = training.save_weights_and_get_sampling_client()
     prompt = tinker.ModelInput.from_ints([1, 2, 3])
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     sampled = sampler.sample(prompt=prompt, num_samples=2, sampling_params=params).result()
     final = training.forward(data, "cross_entropy").result()
     outcome = {
-        "told": told,
+        "metrics": metrics,
         "tokens": [list(sequence.tokens) for sequence in sampled.sequences],
         "logprobs": [list(output["logprobs"].data) for output in final.loss_fn_outputs],
     }

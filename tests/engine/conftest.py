@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """Small models are faster on one thread, and much faster where others use the processor too."""
+    """Use one thread: small models are faster on it, especially on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -30,7 +30,7 @@ def refuses(match: str):
 
 
 def in_fresh_process(code: str, *arguments: object, **environment: str) -> str:
-    """What a program prints that shares nothing with this one."""
+    """Run a program in a new interpreter and return its output."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
         env={**os.environ, **environment},
@@ -49,20 +49,20 @@ def is_tied(model: Any) -> bool:
 
 
 def edit(path: Path, **changes: object) -> None:
-    """Change or, with None, remove entries of a JSON file."""
+    """Change entries of a JSON file; None removes an entry."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
 
 
 @pytest.fixture
 def complaints(caplog):
-    """Everything transformers logs, which it keeps from pytest by default."""
+    """The log of transformers, which pytest does not see by default."""
     transformers.logging.enable_propagation()
     yield caplog
     transformers.logging.disable_propagation()
 
 
-# What the official client does with a `tokenizer_id`.
+# The official client loads a `tokenizer_id` this way.
 LOAD_TOKENIZER = """
 import sys
 from transformers.models.auto.tokenization_auto import AutoTokenizer
@@ -83,7 +83,7 @@ print(len(tokenizer), tokenizer.eos_token_id, tokenizer.decode(tokenizer.encode(
         ("Qwen/Qwen3-8B:peft:131072=/models/a b=c", "Qwen/Qwen3-8B:peft:131072", "/models/a b=c"),
     ],
 )
-def test_a_spec_is_a_name_and_a_source(text, name, source):
+def test_spec_is_parsed_into_name_and_source(text, name, source):
     assert parse_spec(text) == ModelSpec(name, source)
 
 
@@ -107,7 +107,7 @@ def tiny_tokenizer(tiny):
     return transformers.AutoTokenizer.from_pretrained(tiny.directory)
 
 
-def test_tiny_is_what_it_says(tiny):
+def test_tiny_has_the_documented_properties(tiny):
     assert tiny == BaseModel(
         name=TINY,
         directory=tiny.directory,
@@ -122,13 +122,13 @@ def test_tiny_is_what_it_says(tiny):
 
 
 def test_tiny_has_the_same_weights_everywhere(tiny):
-    # Another digest is another model: raise _TINY_VERSION with it.
+    # If the digest changes, raise _TINY_VERSION too.
     digest = hashlib.sha256((tiny.directory / "model.safetensors").read_bytes()).hexdigest()
     assert (base_models._TINY_VERSION, digest[:16]) == ("1", "0dff39bbe7d3e789")
 
 
 def test_tiny_is_made_without_importing_torch(tmp_path):
-    # Importing torch takes longer than the second that tiny may take.
+    # Importing torch alone takes longer than tiny's time limit of one second.
     code = """
 import sys
 from pathlib import Path
@@ -139,7 +139,7 @@ print(sorted({"torch", "transformers", "huggingface_hub"} & set(sys.modules)))
     assert in_fresh_process(code, tmp_path).strip() == "[]"
 
 
-def test_tiny_is_loaded_frozen_and_ready(tiny):
+def test_tiny_is_loaded_frozen_in_eval_mode(tiny):
     model = loaded(tiny)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -157,8 +157,8 @@ def test_loading_leaves_the_random_state_alone(tiny):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_contradictory_generation_defaults_go_unnoticed(tiny, tmp_path, complaints):
-    # Defaults as many models publish them.
+def test_contradictory_generation_defaults_cause_no_warning(tiny, tmp_path, complaints):
+    # Many models publish such defaults.
     shutil.copytree(tiny.directory, tmp_path, dirs_exist_ok=True)
     edit(tmp_path / "generation_config.json", do_sample=False, temperature=0.6)
     model = loaded(base_models.read("mine", tmp_path), dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ def test_tiny_tokens_are_bytes(tiny_tokenizer, text):
     assert tiny_tokenizer.decode(ids) == text
 
 
-def test_tiny_speaks_chatml(tiny_tokenizer):
+def test_tiny_uses_the_chatml_template(tiny_tokenizer):
     assert len(tiny_tokenizer) == tiny_tokenizer.vocab_size == 264
     text = tiny_tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert text == (
@@ -191,12 +191,12 @@ def test_tiny_speaks_chatml(tiny_tokenizer):
     ]
 
 
-def test_a_client_loads_the_tokenizer_offline(tiny):
+def test_client_loads_the_tokenizer_offline(tiny):
     printed = in_fresh_process(LOAD_TOKENIZER, tiny.directory, HF_HUB_OFFLINE="1")
     assert printed.split() == ["264", "257", "True"]
 
 
-def test_another_name_for_the_same_model(tiny):
+def test_alias_shares_the_model_directory(tiny):
     alias = prepare(parse_spec("Qwen/Qwen3-8B=tinkex/tiny"), tiny.directory.parent)
     assert (alias.name, alias.directory) == ("Qwen/Qwen3-8B", tiny.directory)
 
@@ -204,7 +204,7 @@ def test_another_name_for_the_same_model(tiny):
 # -- the cache -----------------------------------------------------------------------------------
 
 
-def test_the_first_to_finish_wins(tmp_path):
+def test_concurrent_creation_keeps_the_directory_of_the_first_to_finish(tmp_path):
     def slow(target: Path) -> None:
         (target / "by").write_text("slow")
         base_models._made(tmp_path, "model", fast)
@@ -217,7 +217,7 @@ def test_the_first_to_finish_wins(tmp_path):
     assert list(tmp_path.iterdir()) == [made]
 
 
-def test_what_failed_half_way_is_never_used(tmp_path):
+def test_failed_creation_leaves_no_directory(tmp_path):
     def torn(target: Path) -> None:
         (target / "config.json").write_text("{")
         raise OSError("disk full")
@@ -227,7 +227,7 @@ def test_what_failed_half_way_is_never_used(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_processes_at_once(tmp_path):
+def test_concurrent_processes_create_the_model_once(tmp_path):
     code = """
 import sys
 from pathlib import Path
@@ -240,7 +240,7 @@ print(prepare(parse_spec("tinkex/tiny"), Path(sys.argv[1])).vocab_size)
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     for process in processes:
         assert process.stdin is not None
-        process.stdin.close()  # all are waiting for this
+        process.stdin.close()  # lets all processes start at the same time
         process.stdin = None
     assert [process.communicate()[0].strip() for process in processes] == ["264"] * 4
     assert len(list(tmp_path.iterdir())) == 1
@@ -277,7 +277,7 @@ def save(tiny, tmp_path):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_local_directory_is_used_as_it_is(save, tmp_path, arch, tied):
+def test_local_directory_is_used_unchanged(save, tmp_path, arch, tied):
     original = save(arch, tie_word_embeddings=tied)
     model = prepare(parse_spec(f"mine={tmp_path}"), Path("/nonexistent"))
     assert model == BaseModel("mine", tmp_path.resolve(), 512, 300, arch, tied, (257,))
@@ -291,7 +291,7 @@ def test_a_local_directory_is_used_as_it_is(save, tmp_path, arch, tied):
 
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_where_the_config_is_silent_the_weights_tell(save, tmp_path, tied, shards):
+def test_tied_embeddings_are_read_from_weights_if_config_does_not_say(save, tmp_path, tied, shards):
     save("llama", tie_word_embeddings=tied, shards=shards)
     edit(tmp_path / "config.json", tie_word_embeddings=None)
     assert prepare(parse_spec(f"mine={tmp_path}"), tmp_path).tied_embeddings is tied
@@ -311,14 +311,14 @@ def test_architectures_without_sdpa_load_too(save, tmp_path):
         ({"text_config": {"max_position_embeddings": 99, "model_type": "llama_text"}}, 99),
     ],
 )
-def test_context_length_goes_by_many_names(save, tmp_path, config, expected):
+def test_context_length_is_found_under_any_config_key(save, tmp_path, config, expected):
     save("llama")
     edit(tmp_path / "config.json", **config)
     model = base_models.read("mine", tmp_path)
     assert (model.arch, model.context_length) == ("llama", expected)
 
 
-def test_a_tie_that_the_weights_contradict_is_refused(save, tmp_path):
+def test_tied_config_with_separate_unembedding_weights_is_refused(save, tmp_path):
     save("llama", tie_word_embeddings=False)
     edit(tmp_path / "config.json", tie_word_embeddings=True)
     model = base_models.read("mine", tmp_path)
@@ -366,7 +366,7 @@ def test_unreadable_configs_are_refused(save, tmp_path):
         base_models.read("mine", tmp_path)
 
 
-def test_weights_that_do_not_fit_are_refused_not_invented(save, tmp_path):
+def test_missing_weights_are_refused_not_randomly_initialized(save, tmp_path):
     save("llama")
     edit(tmp_path / "config.json", num_hidden_layers=3)
     model = base_models.read("mine", tmp_path)
@@ -374,7 +374,7 @@ def test_weights_that_do_not_fit_are_refused_not_invented(save, tmp_path):
         loaded(model)
 
 
-def test_a_colon_in_the_path_is_refused(save, tmp_path):
+def test_colon_in_path_is_refused(save, tmp_path):
     save("llama")
     odd = shutil.copytree(tmp_path, tmp_path / "a:b")
     with refuses("colon"):
@@ -386,7 +386,7 @@ def test_a_colon_in_the_path_is_refused(save, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that answers with whatever the test puts into `answer`."""
+    """A hub that returns or raises `answer`, which the test sets."""
     import huggingface_hub
 
     hub = SimpleNamespace(answer=None, asked=[])
@@ -401,7 +401,7 @@ def hub(monkeypatch, tmp_path):
     return hub
 
 
-def test_a_hub_id_is_downloaded(hub, tiny, tmp_path):
+def test_hub_id_is_downloaded(hub, tiny, tmp_path):
     hub.answer = tiny.directory
     messages: list[str] = []
     model = prepare(parse_spec("Qwen/Qwen3-0.6B"), tmp_path, progress=messages.append)
@@ -410,7 +410,7 @@ def test_a_hub_id_is_downloaded(hub, tiny, tmp_path):
     assert len(messages) == 1
 
 
-def test_a_model_the_hub_does_not_have(hub, tmp_path):
+def test_model_missing_on_the_hub_is_refused_with_advice(hub, tmp_path):
     from huggingface_hub.errors import RepositoryNotFoundError
 
     response: Any = SimpleNamespace(headers={}, request=None)
@@ -419,13 +419,13 @@ def test_a_model_the_hub_does_not_have(hub, tmp_path):
         prepare(parse_spec("no/such"), tmp_path)
 
 
-def test_other_trouble_with_the_hub_is_quoted(hub, tmp_path):
+def test_hub_error_message_is_quoted(hub, tmp_path):
     hub.answer = OSError("no space left")
     with refuses("no space left"):
         prepare(parse_spec("some/model"), tmp_path)
 
 
-def test_offline_says_what_to_do(monkeypatch, tmp_path):
+def test_offline_error_says_how_to_get_the_model(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -438,7 +438,7 @@ def test_offline_says_what_to_do(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["/no/such/directory", "./missing", "~/missing", "a/b/c", ".x"])
-def test_a_missing_directory_is_not_looked_up_on_the_hub(hub, tmp_path, source):
+def test_missing_directory_is_not_looked_up_on_the_hub(hub, tmp_path, source):
     with refuses("no directory"):
         prepare(parse_spec(f"mine={source}"), tmp_path)
     assert hub.asked == []
@@ -451,7 +451,7 @@ def test_a_missing_directory_is_not_looked_up_on_the_hub(hub, tmp_path, source):
 def smol():
     if smollm2.find() is None:
         pytest.skip(f"{smollm2.PACKAGE} is not installed")
-    # Outside tmp_path: made once for all runs.
+    # Not in tmp_path, so that it is converted only once for all test runs.
     return prepare(parse_spec(smollm2.NAME), REPOSITORY / ".scratch" / "models")
 
 
@@ -460,7 +460,7 @@ def smol_tokenizer(smol):
     return transformers.AutoTokenizer.from_pretrained(smol.directory)
 
 
-# Ids of the published tokenizer for this prompt and the model's answer to it.
+# Token ids of the published tokenizer for this prompt, and of the model's answer.
 FRANCE_IDS = [
     *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407),
     *(19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198),
@@ -469,21 +469,21 @@ FRANCE_IDS = [
 PARIS_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
 
-def test_smollm2_is_what_it_says(smol):
+def test_smollm2_has_the_documented_properties(smol):
     assert smol == BaseModel(smollm2.NAME, smol.directory, 8192, 49152, "llama", True, (2,))
     config = json.loads((smol.directory / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["rope_parameters"]["rope_theta"] == 100_000
 
 
-def test_smollm2_is_found_at_once_when_made(smol):
+def test_cached_smollm2_is_not_converted_again(smol):
     def unexpected(message: str) -> None:
         raise AssertionError(message)
 
     prepare(parse_spec(smollm2.NAME), smol.directory.parent, progress=unexpected)
 
 
-def test_smollm2_speaks(smol, complaints):
+def test_smollm2_answers_a_question(smol, complaints):
     model = loaded(smol)
     assert is_tied(model)
     answer = model.generate(torch.tensor([FRANCE_IDS]), max_new_tokens=12, do_sample=False)
@@ -525,22 +525,22 @@ def test_smollm2_splits_digits(smol_tokenizer):
     assert smol_tokenizer.encode("Hello, world!") == [19556, 28, 905, 17]
 
 
-# Bytes the published vocabulary has no token for; text that holds them loses them.
+# Bytes without a token in the published vocabulary; the tokenizer drops them.
 UNKNOWN_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 
 
 @given(text=st.text().filter(lambda text: not UNKNOWN_BYTES & set(text.encode())))
-def test_smollm2_text_comes_back(smol_tokenizer, text):
+def test_smollm2_tokenizer_round_trips_text(smol_tokenizer, text):
     assert smol_tokenizer.decode(smol_tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(
     "text", ["  two  spaces , and\n\n\ttabs ", "don't", "naïve 日本語 🙂", "1½٣"]
 )
-def test_smollm2_keeps_text_as_it_is(smol_tokenizer, text):
+def test_smollm2_tokenizer_preserves_whitespace_and_unicode(smol_tokenizer, text):
     assert smol_tokenizer.decode(smol_tokenizer.encode(text)) == text
 
 
-def test_a_client_loads_the_smollm2_tokenizer_offline(smol):
+def test_client_loads_the_smollm2_tokenizer_offline(smol):
     printed = in_fresh_process(LOAD_TOKENIZER, smol.directory, HF_HUB_OFFLINE="1")
     assert printed.split() == ["49152", "2", "True"]

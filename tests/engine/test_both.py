@@ -1,4 +1,4 @@
-"""What holds for the real engine and the fake one alike, with numbers and not only shapes."""
+"""Tests that both the real and the fake engine must pass; they compare numbers, not only shapes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CONTEXT, V = 16, 264
 
 @pytest.fixture(scope="module", params=[FakeEngine, TorchEngine])
 def engine(request, tmp_path_factory):
-    """An engine for a model with a context that is soon full."""
+    """An engine whose model has a short context."""
     spec = base_models.parse_spec(TINY)
     tiny = base_models.prepare(spec, tmp_path_factory.mktemp("models"))
     small = dataclasses.replace(tiny, context_length=CONTEXT)
     return request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)))
 
 
-# -- requests of many kinds of examples ---------------------------------------------------------------
+# -- requests with different kinds of examples --------------------------------------------------------
 
 
 def example(length, width=None, *, weights=True, seed=0):
@@ -68,7 +68,7 @@ BOTH = [*WIDTHS, *WEIGHTS, example(4, 5, weights=False, seed=10)]
 
 
 def state(engine, model_id, directory: Path):
-    """Everything a model is: after one step from nothing, the first moment is a tenth of the gradient."""
+    """Weights and optimizer state of a model. After the first step, the first moment is a tenth of the gradient."""
     engine.save_state(model_id, directory, optimizer=True)
     files = ("adapter_model.safetensors", "optimizer.safetensors")
     return {
@@ -85,10 +85,10 @@ def state(engine, model_id, directory: Path):
         ("cross_entropy", BOTH),
     ],
 )
-def test_a_mixed_request_is_its_examples_one_by_one(engine, tmp_path, loss_fn, examples):
+def test_mixed_request_equals_its_examples_one_by_one(engine, tmp_path, loss_fn, examples):
     for model_id in ("together", "apart"):
         engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
-    for step in range(2):  # the second one also has gradients for A, whose partner B was zero
+    for step in range(2):  # in the first step A has no gradient, because B is zero
         whole = finish(engine.run_pass("together", TrainingPass(examples, loss_fn)))
         parts = [finish(engine.run_pass("apart", TrainingPass([one], loss_fn))) for one in examples]
         for ours, part, one in zip(whole.logprobs, parts, examples, strict=True):
@@ -97,7 +97,7 @@ def test_a_mixed_request_is_its_examples_one_by_one(engine, tmp_path, loss_fn, e
         for name, total in whole.metrics.items():
             assert total == pytest.approx(sum(part.metrics[name] for part in parts), rel=1e-4)
         norms = [
-            # An epsilon of one makes the step follow the size of the gradient, not only its sign.
+            # With an epsilon of one, the step depends on the gradient's size and not only on its sign.
             engine.optim_step(model_id, AdamStep(learning_rate=0.1, eps=1.0))["grad_norm"]
             for model_id in ("together", "apart")
         ]
@@ -129,7 +129,7 @@ def test_without_weights_each_position_counts_once(engine, examples):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_inputs_that_the_loss_does_not_read_may_be_anything(engine):
+def test_unused_inputs_may_have_any_value(engine):
     engine.create_model("m", TINY, LoraSpec(2))
     odd = [
         Example(one.tokens_T, {**one.inputs, "logprobs": np.zeros(shape), "extra": np.zeros(shape)})
@@ -151,9 +151,7 @@ def test_inputs_that_the_loss_does_not_read_may_be_anything(engine):
         ("cross_entropy", "weights", [[1, 2]] * 3 + [[3, np.nan]], r"has nan at position \[3, 1\]"),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused_where_they_are_read(
-    engine, loss_fn, name, values, message
-):
+def test_non_finite_inputs_are_refused_with_their_position(engine, loss_fn, name, values, message):
     engine.create_model("m", TINY, LoraSpec(2))
     given_ = np.array(values, np.float32)
     bad = example(4, *given_.shape[1:])
@@ -161,12 +159,12 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_read(
     with pytest.raises(InvalidInputError, match=message) as caught:
         finish(engine.run_pass("m", TrainingPass([example(4), bad], loss_fn)))
     assert caught.value.field == f"data.1.{name}"
-    if loss_fn != "cross_entropy":  # which does not read it
+    if loss_fn != "cross_entropy":  # cross_entropy does not read it
         finish(engine.run_pass("m", TrainingPass([bad], "cross_entropy")))
 
 
 @pytest.mark.parametrize("trained", ["train_attn", "train_mlp", "train_unembed"])
-def test_any_part_of_a_model_can_be_trained_alone(engine, trained):
+def test_each_part_of_a_model_can_be_trained_alone(engine, trained):
     parts = {"train_attn": False, "train_mlp": False, "train_unembed": False, trained: True}
     engine.create_model("m", TINY, LoraSpec(2, **parts))
     losses = []
@@ -177,11 +175,11 @@ def test_any_part_of_a_model_can_be_trained_alone(engine, trained):
     assert losses[-1] < losses[0]
 
 
-# -- going on from what was kept ----------------------------------------------------------------------
+# -- snapshots and restoring --------------------------------------------------------------------------
 
 
 def steps(engine, model_id, count, first=0):
-    """All that training says of each step, to the last bit."""
+    """Train and return all results of each step, bit for bit."""
     said = []
     for number in range(first, first + count):
         loss_fn = "ppo" if number % 3 == 2 else "cross_entropy"
@@ -194,14 +192,14 @@ def steps(engine, model_id, count, first=0):
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_snapshot_is_the_model_as_it_was_at_the_call(engine, tmp_path, seed):
+def test_snapshot_holds_the_state_at_the_time_of_the_call(engine, tmp_path, seed):
     engine.create_model("m", TINY, LoraSpec(8, seed=seed))
     steps(engine, "m", 4)
     write = engine.snapshot("m", tmp_path / "snapshot")
     engine.save_state("m", tmp_path / "state", optimizer=True)
     assert not (tmp_path / "snapshot").exists()
     undisturbed = steps(engine, "m", 5, first=4)
-    with ThreadPoolExecutor(1) as pool:  # written beside the training that goes on
+    with ThreadPoolExecutor(1) as pool:  # writes while training continues
         writing = pool.submit(write)
         steps(engine, "m", 1)
     size = writing.result()
@@ -214,7 +212,7 @@ def test_a_snapshot_is_the_model_as_it_was_at_the_call(engine, tmp_path, seed):
 
 
 @pytest.mark.parametrize("trained", [{}, {"train_mlp": False, "train_unembed": False}])
-def test_a_snapshot_holds_the_gradients_that_have_accumulated(engine, tmp_path, trained):
+def test_snapshot_holds_accumulated_gradients(engine, tmp_path, trained):
     engine.create_model("m", TINY, LoraSpec(8, seed=3, **trained))
     steps(engine, "m", 2)
     for _ in range(3):
@@ -231,7 +229,7 @@ def test_a_snapshot_holds_the_gradients_that_have_accumulated(engine, tmp_path, 
     assert undisturbed[0] != undisturbed[2]
 
 
-def test_damaged_gradients_are_named_and_never_loaded(engine, tmp_path):
+def test_damaged_gradients_file_is_refused_by_name(engine, tmp_path):
     engine.create_model("m", TINY, LoraSpec(8))
     finish(engine.run_pass("m", TrainingPass(BOTH, "cross_entropy")))
     engine.snapshot("m", tmp_path / "a")()
@@ -242,12 +240,12 @@ def test_damaged_gradients_are_named_and_never_loaded(engine, tmp_path):
         engine.restore_snapshot("n", TINY, tmp_path / "a")
 
 
-def test_a_snapshot_of_nothing_is_refused_at_the_call(engine, tmp_path):
+def test_snapshot_of_an_unknown_model_is_refused_at_the_call(engine, tmp_path):
     with pytest.raises(NotFoundError, match="no model"):
         engine.snapshot("nobody", tmp_path / "a")
 
 
-def test_a_snapshot_can_be_written_after_its_model_is_gone(engine, tmp_path):
+def test_snapshot_can_be_written_after_its_model_is_unloaded(engine, tmp_path):
     engine.create_model("m", TINY, LoraSpec(8))
     write = engine.snapshot("m", tmp_path / "a")
     expected = steps(engine, "m", 2)
@@ -258,7 +256,7 @@ def test_a_snapshot_can_be_written_after_its_model_is_gone(engine, tmp_path):
 
 
 def test_norms_after_a_restore_are_equal_to_the_last_bit(engine, tmp_path):
-    """A norm is a sum over all tensors, and files may hold them in another order."""
+    """A norm is a sum over all tensors, and a file may store the tensors in another order."""
     engine.create_model("m", TINY, LoraSpec(8, seed=3))
     steps(engine, "m", 2)
     engine.save_state("m", tmp_path / "a", optimizer=True)
@@ -271,7 +269,7 @@ def test_norms_after_a_restore_are_equal_to_the_last_bit(engine, tmp_path):
 
 
 @pytest.mark.parametrize(("seed", "same"), [(2**64 + 5, 5), (-1, 2**64 - 1), (-(2**70), 0)])
-def test_seeds_are_taken_around(engine, tmp_path, seed, same):
+def test_seeds_outside_64_bits_wrap_around(engine, tmp_path, seed, same):
     states = []
     for number, chosen in enumerate((seed, same)):
         engine.create_model("m", TINY, LoraSpec(2, seed=chosen))
@@ -282,7 +280,7 @@ def test_seeds_are_taken_around(engine, tmp_path, seed, same):
         np.testing.assert_array_equal(value, states[1][key])
 
 
-# -- whatever is accepted is sampled ------------------------------------------------------------------
+# -- accepted jobs always finish ----------------------------------------------------------------------
 
 CHANCES = st.one_of(
     st.floats(0, 1), st.sampled_from([0.0, 5e-324, 1e-40, 1e-7, 1 - 1e-16, 0.999999, 1.0])
@@ -298,7 +296,7 @@ SEEDS = st.one_of(
 
 @pytest.fixture(scope="module")
 def samplers(engine):
-    """The engine with a sampler of the base model and one of a model."""
+    """The engine with a sampler of the base model and one of a trained model."""
     engine.create_model("m", TINY, LoraSpec(2))
     engine.open_sampler("base", TINY)
     engine.open_sampler("trained", TINY, model_id="m")
@@ -307,7 +305,7 @@ def samplers(engine):
 
 @st.composite
 def jobs(draw):
-    """What the protocol lets through, and some that no engine can do."""
+    """Jobs that the protocol allows, including some that the engine must refuse."""
     length = draw(st.sampled_from([0, 1, 2, 5, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1]))
     tokens = st.integers(0, V - 1) if draw(st.booleans()) else st.just(7)
     prompt = draw(st.lists(tokens, min_size=length, max_size=length))
@@ -340,7 +338,7 @@ def jobs(draw):
 
 @settings(max_examples=150)
 @given(wanted=st.lists(jobs(), min_size=1, max_size=4), trained=st.tuples(*[st.booleans()] * 4))
-def test_a_job_that_was_accepted_is_sampled_to_its_end(samplers, wanted, trained):
+def test_accepted_job_always_finishes(samplers, wanted, trained):
     accepted, results = {}, {}
     streamed: dict[str, int] = {}
     refused: list[str | None] = []
@@ -368,7 +366,7 @@ def test_a_job_that_was_accepted_is_sampled_to_its_end(samplers, wanted, trained
 
 
 def check_result(job, result):
-    """That a result is what its job asked for, as far as that can be said without the model."""
+    """Check the parts of a result that do not depend on the model's weights."""
     length = len(job.prompt_T)
     room = CONTEXT - length
     limit = room if job.max_tokens is None else min(room, job.max_tokens)
@@ -398,7 +396,7 @@ def check_result(job, result):
 
 
 @pytest.mark.parametrize("last_n", [0, 1, 2, 99])
-def test_targets_are_scored_everywhere_however_little_of_the_prompt_is(samplers, last_n):
+def test_targets_are_scored_at_all_positions_for_any_last_n(samplers, last_n):
     def scored(**options):
         job = SampleJob("base", np.array([1, 2, 3, 4], np.int32), max_tokens=1, **options)
         samplers.add_sample("scored", job)
@@ -414,13 +412,13 @@ def test_targets_are_scored_everywhere_however_little_of_the_prompt_is(samplers,
     np.testing.assert_allclose(
         both.target_prompt_logprobs[:, 0], whole.prompt_logprobs_T[1:], rtol=1e-6
     )
-    # How many rows are multiplied at once shows in the last bit.
+    # The last bit depends on the number of rows in one matrix product.
     np.testing.assert_allclose(both.prompt_logprobs_T, part.prompt_logprobs_T, rtol=1e-6)
     for with_targets, without in zip(both.topk_prompt, part.topk_prompt, strict=True):
         np.testing.assert_allclose(with_targets, without, rtol=1e-6)
 
 
-# -- a pass in several requests -----------------------------------------------------------------------
+# -- a pass split into several requests ---------------------------------------------------------------
 
 BAD = Example(np.array([V + 1], np.int32), {"target_tokens": np.array([1])})
 
@@ -439,7 +437,7 @@ def parts(count, pass_id="p"):
 
 
 @pytest.mark.parametrize("before", [[], [WEIGHTS[0]]])
-def test_the_parts_of_a_pass_count_like_passes_of_their_own(engine, tmp_path, before):
+def test_split_pass_equals_separate_passes(engine, tmp_path, before):
     for model_id in ("parts", "apart"):
         engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
         for one in before:
@@ -454,7 +452,7 @@ def test_the_parts_of_a_pass_count_like_passes_of_their_own(engine, tmp_path, be
         np.testing.assert_allclose(value, theirs[key], rtol=0, atol=1e-4)
 
 
-def test_a_part_that_fails_takes_the_others_with_it(engine):
+def test_failed_part_drops_the_gradients_of_the_other_parts(engine):
     engine.create_model("m", TINY, LoraSpec(2, seed=1))
     first, second, third = parts(3)
     passed(engine, "m", WIDTHS, first)
@@ -465,7 +463,7 @@ def test_a_part_that_fails_takes_the_others_with_it(engine):
     assert grad_norm(engine, "m") == 0.0
 
 
-def test_what_had_accumulated_before_a_failed_pass_stays(engine):
+def test_failed_split_pass_keeps_previously_accumulated_gradients(engine):
     for model_id in ("m", "plain"):
         engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
         passed(engine, model_id, WEIGHTS)
@@ -477,7 +475,7 @@ def test_what_had_accumulated_before_a_failed_pass_stays(engine):
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_pass_that_lacks_a_part_does_not_count(engine, missing):
+def test_pass_with_a_missing_part_adds_no_gradient(engine, missing):
     engine.create_model("m", TINY, LoraSpec(2, seed=1))
     for index, part in enumerate(parts(3)):
         if index != missing:
@@ -487,7 +485,7 @@ def test_a_pass_that_lacks_a_part_does_not_count(engine, missing):
 
 
 @pytest.mark.parametrize("other", [None, PassPart("q", 0, 2), PassPart("p", 0, 2)])
-def test_another_pass_ends_one_that_is_not_complete(engine, other):
+def test_new_backward_pass_drops_an_incomplete_one(engine, other):
     engine.create_model("m", TINY, LoraSpec(2, seed=1))
     engine.create_model("plain", TINY, LoraSpec(2, seed=1))
     passed(engine, "m", WIDTHS, parts(2)[0])
@@ -499,7 +497,7 @@ def test_another_pass_ends_one_that_is_not_complete(engine, other):
     assert grad_norm(engine, "m") == pytest.approx(grad_norm(engine, "plain"), rel=1e-5)
 
 
-def test_a_forward_pass_leaves_a_pass_that_is_not_complete_alone(engine):
+def test_forward_pass_does_not_drop_an_incomplete_pass(engine):
     engine.create_model("m", TINY, LoraSpec(2, seed=1))
     first, second = parts(2)
     passed(engine, "m", WIDTHS, first)

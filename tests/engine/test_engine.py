@@ -1,4 +1,4 @@
-"""Models, samplers and checkpoints of the engine, on the tiny model."""
+"""Models, samplers and checkpoints of the real engine, with the tiny model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine(tiny):
     return TorchEngine([tiny])
 
 
-def test_models_share_the_memory_for_samples(tiny):
+def test_base_models_share_the_sampling_cache_budget(tiny):
     engine = TorchEngine([tiny], cache_bytes=1000)
     twin = dataclasses.replace(tiny, name="twin", directory=tiny.directory.parent / "twin")
     shutil.copytree(tiny.directory, twin.directory)
@@ -43,7 +43,7 @@ def test_models_share_the_memory_for_samples(tiny):
     assert [loaded.sampler.cache_bytes for loaded in engine._loaded.values()] == [500, 500]
 
 
-def test_memory_is_what_a_container_leaves_of_the_machine(tmp_path):
+def test_memory_size_respects_the_container_limit(tmp_path):
     cpu, limit = torch.device("cpu"), tmp_path / "memory.max"
     whole = memory_of(cpu, [limit])
     assert whole > 1 << 20
@@ -57,7 +57,7 @@ def data():
 
 
 def train(engine, model_id, steps):
-    """Losses before each step."""
+    """Train and return the loss before each step."""
     losses = []
     for _ in range(steps):
         losses.append(
@@ -79,7 +79,7 @@ def greedy(engine, sampler_id, count=8):
     return results[0].tokens[0].tolist()
 
 
-def test_training_learns_and_samplers_stay_as_they_were_opened(engine):
+def test_training_learns_and_does_not_change_open_samplers(engine):
     engine.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
     engine.open_sampler("before", base_models.TINY, model_id="m")
     before = greedy(engine, "before")
@@ -90,7 +90,7 @@ def test_training_learns_and_samplers_stay_as_they_were_opened(engine):
     assert greedy(engine, "after") == TOKENS[10:18].tolist()
 
 
-def test_going_on_from_a_checkpoint_is_exactly_never_having_stopped(engine, tmp_path):
+def test_training_resumed_from_a_checkpoint_is_bit_identical(engine, tmp_path):
     engine.create_model("m", base_models.TINY, LoraSpec(4, seed=2))
     train(engine, "m", 5)
     engine.save_state("m", tmp_path / "state", optimizer=True)
@@ -101,7 +101,7 @@ def test_going_on_from_a_checkpoint_is_exactly_never_having_stopped(engine, tmp_
     assert train(engine, "fresh", 5) != undisturbed
 
 
-def test_a_saved_adapter_loads_in_peft_as_it_is(engine, tiny, tmp_path):
+def test_saved_adapter_loads_in_peft_unchanged(engine, tiny, tmp_path):
     from peft import PeftModel
 
     engine.create_model("m", base_models.TINY, LoraSpec(4, seed=3))
@@ -121,7 +121,7 @@ def test_a_saved_adapter_loads_in_peft_as_it_is(engine, tiny, tmp_path):
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
 
 
-def test_a_sampler_of_a_checkpoint_equals_one_of_the_model(engine, tmp_path):
+def test_sampler_of_a_checkpoint_equals_sampler_of_the_model(engine, tmp_path):
     engine.create_model("m", base_models.TINY, LoraSpec(4, seed=4))
     train(engine, "m", 10)
     engine.save_state("m", tmp_path / "a", optimizer=False)
@@ -138,9 +138,9 @@ def narrow(tiny):
     return TorchEngine([tiny], dtype=torch.bfloat16)
 
 
-def test_a_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):
+def test_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):
     narrow.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
-    train(narrow, "m", 1)  # the first step moves B alone
+    train(narrow, "m", 1)  # the first step changes only B
     saved = []
     for number in range(2):
         narrow.save_state("m", tmp_path / str(number), optimizer=True)
@@ -153,9 +153,7 @@ def test_a_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):
     assert {tensor.dtype for tensor in (*saved[1].values(), *files.values())} == {torch.float32}
 
 
-def test_training_and_sampling_in_bfloat16_are_those_in_float32_but_for_rounding(
-    engine, narrow, tmp_path
-):
+def test_bfloat16_training_and_sampling_are_close_to_float32(engine, narrow, tmp_path):
     losses = []
     for each in (engine, narrow):
         each.create_model("m", base_models.TINY, LoraSpec(8, seed=1))
@@ -196,7 +194,7 @@ def test_adapters_and_the_base_model_share_a_batch_in_bfloat16(narrow):
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
 )
-def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
+def test_damaged_file_is_refused_by_name(engine, tmp_path, name):
     engine.create_model("m", base_models.TINY, LoraSpec(2))
     engine.save_state("m", tmp_path / "a", optimizer=True)
     file = tmp_path / "a" / name
@@ -208,14 +206,14 @@ def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
 
 
 def peft_adapter(engine, directory):
-    """What PEFT or any other program may have written: no manifest of ours."""
+    """An adapter without tinkex.json, as PEFT or another program writes it."""
     engine.create_model("m", base_models.TINY, LoraSpec(2, seed=5))
     train(engine, "m", 2)
     engine.save_state("m", directory, optimizer=True)
     (directory / "tinkex.json").unlink()
 
 
-def test_an_adapter_without_a_manifest_is_read_by_its_configuration(engine, tmp_path):
+def test_adapter_without_manifest_is_read_from_its_peft_config(engine, tmp_path):
     peft_adapter(engine, tmp_path / "a")
     engine.open_sampler("live", base_models.TINY, model_id="m")
     engine.open_sampler("saved", base_models.TINY, directory=tmp_path / "a")
@@ -223,13 +221,13 @@ def test_an_adapter_without_a_manifest_is_read_by_its_configuration(engine, tmp_
 
 
 def reconfigured(engine, directory, **settings):
-    """A PEFT adapter whose configuration says more than ours."""
+    """A PEFT adapter with additional settings in its configuration."""
     peft_adapter(engine, directory)
     file = directory / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
-def test_all_that_peft_writes_of_a_plain_adapter_is_read(engine, tiny, tmp_path):
+def test_every_plain_peft_adapter_is_read(engine, tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     base: Any = base_models.load(tiny, device="cpu", dtype=torch.float32)
@@ -254,7 +252,7 @@ def test_all_that_peft_writes_of_a_plain_adapter_is_read(engine, tiny, tmp_path)
         targets = torch.tensor(TOKENS[1:].astype(np.int64))[:, None]
         expected = logits.log_softmax(-1).gather(-1, targets)[:, 0]
         np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
-        # What is saved of it again means the same.
+        # Saving and loading it again keeps its meaning.
         engine.save_state("m", tmp_path / "again", optimizer=False)
         (tmp_path / "again" / "tinkex.json").unlink()
         engine.restore_model("n", base_models.TINY, tmp_path / "again", optimizer=False)
@@ -280,7 +278,7 @@ def test_all_that_peft_writes_of_a_plain_adapter_is_read(engine, tiny, tmp_path)
         ("peft_type", "ADALORA"),
     ],
 )
-def test_adapters_that_are_more_than_two_factors_are_refused_by_name(engine, tmp_path, name, value):
+def test_unsupported_peft_settings_are_refused_by_name(engine, tmp_path, name, value):
     reconfigured(engine, tmp_path / "a", **{name: value})
     for load in (
         lambda: engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=False),
@@ -291,13 +289,13 @@ def test_adapters_that_are_more_than_two_factors_are_refused_by_name(engine, tmp
         assert caught.value.field == "path"
 
 
-def test_a_file_that_changes_after_it_was_read_changes_nothing(engine, tmp_path):
+def test_changing_a_file_after_load_does_not_change_the_model(engine, tmp_path):
     engine.create_model("m", base_models.TINY, LoraSpec(4, seed=2))
     train(engine, "m", 2)
     engine.save_state("m", tmp_path / "a", optimizer=True)
     engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
     for file in (tmp_path / "a").iterdir():
-        with file.open("r+b") as content:  # the same file, not another of its name
+        with file.open("r+b") as content:  # changes the file in place
             content.write(bytes(file.stat().st_size))
     assert train(engine, "n", 2) == train(engine, "m", 2)
 
@@ -306,7 +304,7 @@ def test_a_file_that_changes_after_it_was_read_changes_nothing(engine, tmp_path)
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
 )
-def test_what_cannot_be_read_without_a_manifest_is_named(engine, tmp_path, name, content):
+def test_unreadable_file_of_a_peft_adapter_is_named(engine, tmp_path, name, content):
     peft_adapter(engine, tmp_path / "a")
     file = tmp_path / "a" / name
     if content == "half":
@@ -341,7 +339,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_tensors_that_are_not_an_adapter_of_this_model_are_refused(engine, tmp_path, name):
+def test_tensors_that_do_not_fit_the_model_are_refused(engine, tmp_path, name):
     peft_adapter(engine, tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -353,7 +351,7 @@ def test_tensors_that_are_not_an_adapter_of_this_model_are_refused(engine, tmp_p
 
 
 @pytest.mark.parametrize("change", ["missing", "shape"])
-def test_an_optimizer_of_another_adapter_is_refused(engine, tmp_path, change):
+def test_optimizer_of_another_adapter_is_refused(engine, tmp_path, change):
     peft_adapter(engine, tmp_path / "a")
     file = tmp_path / "a" / "optimizer.safetensors"
     moments = load_file(file)
@@ -368,9 +366,7 @@ def test_an_optimizer_of_another_adapter_is_refused(engine, tmp_path, change):
     engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=False)
 
 
-def test_saving_again_replaces_and_a_failed_save_leaves_what_was_there(
-    engine, tmp_path, monkeypatch
-):
+def test_save_replaces_and_failed_save_keeps_the_old_checkpoint(engine, tmp_path, monkeypatch):
     engine.create_model("m", base_models.TINY, LoraSpec(2))
     engine.save_state("m", tmp_path / "a", optimizer=True)
     train(engine, "m", 1)
@@ -388,7 +384,7 @@ def test_saving_again_replaces_and_a_failed_save_leaves_what_was_there(
     engine.restore_model("n", base_models.TINY, tmp_path / "a", optimizer=True)
 
 
-def test_a_model_is_sampled_on_its_own_base_model_only(tiny):
+def test_sampling_a_model_on_another_base_model_is_refused(tiny):
     engine = TorchEngine([tiny, dataclasses.replace(tiny, name="twin")])
     engine.create_model("m", base_models.TINY, LoraSpec(2))
     with pytest.raises(InvalidInputError, match="'twin', the model was trained on") as caught:
@@ -396,7 +392,7 @@ def test_a_model_is_sampled_on_its_own_base_model_only(tiny):
     assert caught.value.field == "base_model"
 
 
-def test_stop_strings_without_a_tokenizer_are_refused_before_anything_is_sampled(engine):
+def test_stop_strings_without_a_tokenizer_are_refused_before_sampling(engine):
     engine.open_sampler("s", base_models.TINY)
     with pytest.raises(InvalidInputError, match="need a tokenizer") as caught:
         engine.add_sample("job", SampleJob("s", TOKENS, stop_texts=("x",)))
@@ -404,7 +400,7 @@ def test_stop_strings_without_a_tokenizer_are_refused_before_anything_is_sampled
     assert not engine.sampling
 
 
-def test_a_sampler_opened_again_leaves_nothing_of_the_one_before(engine):
+def test_reopened_sampler_frees_the_previous_one(engine):
     engine.create_model("m", base_models.TINY, LoraSpec(2))
     for _ in range(3):
         engine.open_sampler("s", base_models.TINY, model_id="m")
@@ -413,7 +409,7 @@ def test_a_sampler_opened_again_leaves_nothing_of_the_one_before(engine):
     assert {len(layer.qkv._frozen) for layer in layers} == {1}
 
 
-def test_a_base_model_that_cannot_be_loaded_is_not_there(engine, tiny, tmp_path):
+def test_base_model_that_fails_to_load_stays_unknown(engine, tiny, tmp_path):
     broken = dataclasses.replace(tiny, name="broken", directory=tmp_path / "nothing")
     with pytest.raises(OSError, match="nothing"):
         engine.load(broken)
@@ -421,12 +417,12 @@ def test_a_base_model_that_cannot_be_loaded_is_not_there(engine, tiny, tmp_path)
         engine.create_model("m", "broken", LoraSpec(2))
     with pytest.raises(OSError, match="nothing"):
         engine.load(dataclasses.replace(broken, name=base_models.TINY))
-    engine.create_model("m", base_models.TINY, LoraSpec(2))  # the one that was there stays
+    engine.create_model("m", base_models.TINY, LoraSpec(2))  # the other base model still works
     engine.load(dataclasses.replace(tiny, name="broken"))
     engine.create_model("m", "broken", LoraSpec(2))
 
 
-def test_what_is_not_there_is_said_by_name(engine, tmp_path):
+def test_unknown_names_are_refused_by_name(engine, tmp_path):
     with pytest.raises(InvalidInputError, match="does not have 'other/model'"):
         engine.create_model("m", "other/model", LoraSpec(2))
     with pytest.raises(NotFoundError, match="no model"):

@@ -1,4 +1,4 @@
-"""The fake engine: that it learns, samples and remembers, and that it answers as the real one does."""
+"""The fake engine: it learns, samples and saves, and its results and errors match those of the real engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(engine, data, loss_fn="cross_entropy", config=None, *, model="m", backwa
 
 
 def train(engine, steps, model="m", **options):
-    """Losses before each step."""
+    """Train and return the loss before each step."""
     losses = []
     for _ in range(steps):
         losses.append(run(engine, text(), model=model).metrics["loss:sum"])
@@ -84,7 +84,7 @@ def train(engine, steps, model="m", **options):
 
 
 def sample(engine, **options):
-    """The result of one job on an open sampler, and the tokens streamed on the way."""
+    """Run one job on an open sampler; return its result and the streamed tokens."""
     job = {"sampler_id": "s", "prompt_T": PROMPT, "max_tokens": 8, "stop_tokens": (), **options}
     engine.add_sample("job", SampleJob(**job))
     result, streamed = None, []
@@ -97,10 +97,10 @@ def sample(engine, **options):
     return result, streamed
 
 
-# -- what it is --------------------------------------------------------------------------------------
+# -- cost --------------------------------------------------------------------------------------------
 
 
-def test_it_needs_no_model_library():
+def test_fake_engine_imports_no_model_library():
     program = """if True:
         import pathlib, sys, tempfile
         from tinkex.engine.base_models import BaseModel
@@ -119,7 +119,7 @@ def test_it_needs_no_model_library():
     assert ran.stdout.strip() == "[]"
 
 
-def test_a_large_vocabulary_costs_only_the_rows_that_are_trained(engine):
+def test_large_vocabulary_stores_only_trained_rows(engine):
     engine.create_model("large", LARGE.name, LoraSpec(4))
     data = [Example(PROMPT[:-1], {"target_tokens": PROMPT[1:].astype(np.int64)})]
     assert run(engine, data, model="large").logprobs[0] == pytest.approx([-10.9] * 4, abs=2)
@@ -158,7 +158,7 @@ def test_gradients_equal_finite_differences(engine, name, config):
 
 
 def held_constant(name, config, example, engine):
-    """The loss whose value moves as the gradient of `name` says, where `name` holds a part of itself constant."""
+    """An equivalent loss for finite differences: parts that `name` excludes from its gradient are constants."""
     inputs = dict(example.inputs)
     if name not in {"cispo", "gspo"}:
         return name, config, example
@@ -205,7 +205,7 @@ def test_losses_and_gradients_equal_those_of_the_real_engine(engine, name, confi
     np.testing.assert_allclose(ours, deltas.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_adam_equals_torchs(engine):
+def test_adam_equals_torch_adamw(engine):
     import torch
 
     train(engine, 2)
@@ -231,7 +231,7 @@ def test_adam_equals_torchs(engine):
         np.testing.assert_allclose(row, parameter[token].detach().numpy(), atol=1e-6)
 
 
-def test_a_loop_learns(engine):
+def test_training_loop_reduces_the_loss(engine):
     losses = train(engine, 60)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.05 * losses[0]
@@ -257,7 +257,7 @@ def test_soft_targets_sum_over_their_alternatives(engine):
         np.testing.assert_allclose(row, gradients[token], atol=1e-5)
 
 
-def test_a_zero_weight_hides_an_infinite_ratio(engine):
+def test_zero_weight_masks_an_infinite_ratio(engine):
     example = examples((4,))[0]
     inputs = {
         **example.inputs,
@@ -269,7 +269,7 @@ def test_a_zero_weight_hides_an_infinite_ratio(engine):
     assert np.isfinite(engine.optim_step("m", AdamStep())["grad_norm"])
 
 
-def test_passes_accumulate_until_the_step_and_forward_leaves_gradients_alone(engine):
+def test_passes_accumulate_until_the_step_and_forward_adds_no_gradient(engine):
     engine.create_model("apart", SMALL.name, LoraSpec(4))
     data = examples()
     run(engine, data)
@@ -280,7 +280,7 @@ def test_passes_accumulate_until_the_step_and_forward_leaves_gradients_alone(eng
     assert run(engine, data, model="apart").metrics == run(engine, data).metrics
 
 
-def test_a_pass_that_is_given_up_contributes_nothing(engine):
+def test_abandoned_pass_adds_no_gradient(engine):
     work = engine.run_pass("m", TrainingPass(examples(), "cross_entropy"))
     next(work)
     work.close()
@@ -290,7 +290,7 @@ def test_a_pass_that_is_given_up_contributes_nothing(engine):
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
-def test_going_on_from_a_checkpoint_is_exactly_never_having_stopped(engine, tmp_path):
+def test_training_resumed_from_a_checkpoint_is_bit_identical(engine, tmp_path):
     train(engine, 5)
     size = engine.save_state("m", tmp_path / "state", optimizer=True)
     assert size == sum(file.stat().st_size for file in (tmp_path / "state").iterdir())
@@ -301,13 +301,13 @@ def test_going_on_from_a_checkpoint_is_exactly_never_having_stopped(engine, tmp_
     assert train(engine, 5, "fresh") != undisturbed
 
 
-def test_an_untrained_model_can_be_saved_and_goes_on_as_one(engine, tmp_path):
+def test_untrained_model_can_be_saved_and_restored(engine, tmp_path):
     engine.save_state("m", tmp_path / "a", optimizer=True)
     engine.restore_model("n", SMALL.name, tmp_path / "a", optimizer=True)
     assert train(engine, 2, "n") == train(engine, 2)
 
 
-def test_a_failed_save_leaves_what_was_there(engine, tmp_path, monkeypatch):
+def test_failed_save_keeps_the_old_checkpoint(engine, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -322,7 +322,7 @@ def test_a_failed_save_leaves_what_was_there(engine, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
 )
-def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
+def test_damaged_file_is_refused_by_name(engine, tmp_path, name):
     train(engine, 1)
     engine.save_state("m", tmp_path / "a", optimizer=True)
     content = bytearray((tmp_path / "a" / name).read_bytes())
@@ -332,7 +332,7 @@ def test_a_damaged_file_is_named_and_never_loaded(engine, tmp_path, name):
         engine.open_sampler("s", SMALL.name, directory=tmp_path / "a")
 
 
-def test_a_checkpoint_of_something_else_is_refused(engine, tmp_path):
+def test_checkpoint_that_does_not_fit_is_refused(engine, tmp_path):
     train(engine, 1)
     engine.save_state("m", tmp_path / "a", optimizer=False)
     with pytest.raises(InvalidInputError, match="does not fit"):
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_something_else_is_refused(engine, tmp_path):
 # -- sampling ----------------------------------------------------------------------------------------
 
 
-def test_samplers_stay_as_they_were_opened(engine, tmp_path):
+def test_training_does_not_change_an_open_sampler(engine, tmp_path):
     train(engine, 3)
     engine.save_state("m", tmp_path / "a", optimizer=False)
     engine.open_sampler("s", SMALL.name, model_id="m")
@@ -365,7 +365,7 @@ def test_samplers_stay_as_they_were_opened(engine, tmp_path):
     assert not np.array_equal(trained.prompt_logprobs_T, before.prompt_logprobs_T)
 
 
-def test_sampled_and_prompt_logprobs_are_the_trainers(engine):
+def test_sampled_and_prompt_logprobs_equal_those_of_training(engine):
     train(engine, 5)
     engine.open_sampler("s", SMALL.name, model_id="m")
     result, _ = sample(engine, seed=3, prompt_logprobs=True)
@@ -378,7 +378,7 @@ def test_sampled_and_prompt_logprobs_are_the_trainers(engine):
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 + 1])
-def test_a_seed_repeats_and_its_samples_differ(engine, seed):
+def test_seed_repeats_the_samples_and_samples_of_one_job_differ(engine, seed):
     engine.open_sampler("s", SMALL.name)
     first, again, next_seed = (
         [tuple(tokens) for tokens in sample(engine, seed=chosen, num_samples=3)[0].tokens]
@@ -389,7 +389,7 @@ def test_a_seed_repeats_and_its_samples_differ(engine, seed):
     assert len(set(first)) == 3
 
 
-def test_without_a_seed_jobs_differ_and_the_run_repeats():
+def test_jobs_without_seed_differ_but_repeat_in_a_new_engine():
     runs = []
     for _ in range(2):
         engine = FakeEngine([SMALL])
@@ -412,12 +412,12 @@ def test_draws_follow_the_temperature_scaled_distribution(engine):
     np.testing.assert_allclose(hot, plain / 2 - np.log(np.exp(plain / 2).sum()), atol=1e-5)
     many, _ = sample(engine, seed=5, max_tokens=1, num_samples=2000, temperature=2.0)
     counts = np.bincount([int(tokens[0]) for tokens in many.tokens], minlength=V)
-    # Total variation of 2000 draws over 23 values stays well below this when they are fair.
+    # The total variation of 2000 fair draws over 23 values stays well below this limit.
     assert 0.5 * np.abs(counts / 2000 - np.exp(hot)).sum() < 0.1
     assert many.logprobs[0][0] == pytest.approx(hot[many.tokens[0][0]], abs=1e-5)
 
 
-def test_top_k_and_top_p_keep_the_likeliest(engine):
+def test_top_k_and_top_p_keep_the_most_likely_tokens(engine):
     engine.open_sampler("s", SMALL.name)
     order = np.argsort(-distribution(engine))
     chances = np.exp(distribution(engine))[order]
@@ -434,7 +434,7 @@ def test_top_k_and_top_p_keep_the_likeliest(engine):
     assert greedy.tokens[0].tolist() == [order[0]]
 
 
-def test_stops_end_a_sample_and_are_part_of_it(engine):
+def test_stop_token_or_string_ends_a_sample_and_is_included(engine):
     engine.open_sampler("s", SMALL.name)
     free, _ = sample(engine, seed=4, max_tokens=None)
     tokens = free.tokens[0].tolist()
@@ -454,7 +454,7 @@ def test_stops_end_a_sample_and_are_part_of_it(engine):
     )
 
 
-def test_prompt_scores_can_be_limited_to_the_end_and_asked_for_targets(engine):
+def test_prompt_logprobs_can_be_limited_to_the_last_tokens_and_given_for_targets(engine):
     engine.open_sampler("s", SMALL.name)
     targets = np.tile(np.arange(3), (len(PROMPT) - 1, 1))
     targets[0, 0] = -1
@@ -474,7 +474,7 @@ def test_prompt_scores_can_be_limited_to_the_end_and_asked_for_targets(engine):
     assert (end.topk_prompt[1] == -99999.0).all(-1).tolist() == [True, True, True, False, False]
 
 
-def test_a_stream_brings_every_token_of_the_result(engine):
+def test_stream_yields_every_token_of_the_result(engine):
     engine.open_sampler("s", SMALL.name)
     result, streamed = sample(engine, seed=1, num_samples=2, stream=True)
     for index in range(2):
@@ -483,21 +483,21 @@ def test_a_stream_brings_every_token_of_the_result(engine):
         assert [event.logprob for event in mine] == result.logprobs[index].tolist()
 
 
-def test_a_cancelled_job_leaves_the_others_alone(engine):
+def test_cancelled_job_does_not_affect_others(engine):
     engine.open_sampler("s", SMALL.name)
     alone, _ = sample(engine, seed=6)
     engine.add_sample("gone", SampleJob("s", PROMPT, stream=True))
     engine.add_sample("stays", SampleJob("s", PROMPT, max_tokens=8, seed=6, stop_tokens=()))
     engine.sample_step()
     engine.cancel_sample("gone")
-    engine.close_sampler("s")  # what is under way goes on
+    engine.close_sampler("s")  # running jobs continue
     events = [event for _ in range(7) for event in engine.sample_step()]
     assert [event.job_id for event in events] == ["stays"]
     assert not engine.sampling
     assert events[0].result.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
-# -- as the real engine ------------------------------------------------------------------------------
+# -- same behaviour as the real engine ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -511,7 +511,7 @@ def both(tmp_path_factory):
     return FakeEngine(models), TorchEngine(models)
 
 
-def test_the_methods_and_the_losses_are_the_same(both):
+def test_both_engines_have_the_same_methods_and_losses(both):
     from tinkex.engine import losses
 
     ours, theirs = (
@@ -528,7 +528,7 @@ def test_the_methods_and_the_losses_are_the_same(both):
 
 
 def shape(value: Any) -> Any:
-    """What a value looks like, without what it says."""
+    """Types and shapes of a value, without its content."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape
     if dataclasses.is_dataclass(value):
@@ -596,7 +596,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers_have_the_same_shape(both, tmp_path, name):
+def test_both_engines_return_values_of_the_same_shape(both, tmp_path, name):
     shapes = []
     for engine in both:
         engine.create_model("m", base_models.TINY, LoraSpec(2))
@@ -638,7 +638,7 @@ def damaged(name):
 
 
 def torn(name, content=b"torn"):
-    """A checkpoint whose checksums do not tell that a file is not what it should be."""
+    """A checkpoint with an invalid file whose checksum matches."""
 
     def scenario(engine, directory):
         engine.save_state("m", directory, optimizer=True)
@@ -718,7 +718,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused_alike(both, tmp_path, name):
+def test_both_engines_raise_the_same_errors(both, tmp_path, name):
     refusals = []
     for engine in both:
         engine.create_model("m", base_models.TINY, LoraSpec(2))

@@ -1,4 +1,4 @@
-"""The engine's side of the pipe: who works when, and that what happens is told to whoever asked."""
+"""The engine process: order of calls, shares of time, and replies to every caller."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ from tinkex.engine.values import (
 from tinkex.errors import InvalidInputError, NotFoundError
 
 BASE = BaseModel("base", Path("nowhere"), 32, 23, "none", False, ())
-PATIENCE = (
-    30.0  # seconds after which a thread or a process that should have ended is taken for stuck
-)
+PATIENCE = 30.0  # seconds that a thread or process may take to end
 
 
-# -- an engine with a diary --------------------------------------------------------------------------
+# -- an engine that records its calls ----------------------------------------------------------------
 
 
 class ForeignError(OSError):
-    """An error of a library: it cannot be made of its message alone, so it does not survive a pickle."""
+    """An error of a library that cannot be unpickled, because its constructor needs more than the message."""
 
     def __init__(self, message: str, *, response: object) -> None:
         super().__init__(message)
@@ -55,10 +53,10 @@ class ForeignError(OSError):
 
 
 class Diary:
-    """An engine that does nothing, takes as long for it as it is told, and writes down when it did what.
+    """An engine that only advances a fake clock by the given seconds and records its calls in `entries`.
 
-    A pass has as many pieces as it has examples. `when[entry]` is called when an entry is written for the first
-    time: the only way for something to happen in the middle of its work.
+    A pass has one piece per example. `when[entry]` is called when `entry` is recorded for the first time, so that a
+    test can act in the middle of the engine's work.
     """
 
     def __init__(self, *, piece: float = 0.0, step: float = 0.0, call: float = 0.0) -> None:
@@ -77,7 +75,7 @@ class Diary:
         if (happens := self.when.pop(entry, None)) is not None:
             happens()
 
-    # -- what a service can ask
+    # -- the engine's methods
 
     def load(self, model: BaseModel) -> None:
         self.note(f"load {model.name}")
@@ -171,14 +169,14 @@ class Diary:
         self.note("draw", self.step)
         return events
 
-    # -- and how it is asked
+    # -- for tests
 
     def put(self, *calls: Call) -> None:
         for call in calls:
             self.inbox.put(call)
 
     def work(self, *calls: Call, replies: int) -> list[list[Reply | Token]]:
-        """Let a loop work until it has replied so often; what it sent."""
+        """Run a loop until it has sent `replies` replies; return everything it sent."""
         sent: list[list[Reply | Token]] = []
 
         def send(messages: list[Reply | Token]) -> None:
@@ -214,10 +212,10 @@ def by_id(sent: list[list[Reply | Token]]) -> dict[int, Reply]:
     }
 
 
-# -- turns -------------------------------------------------------------------------------------------
+# -- order and shares of time ------------------------------------------------------------------------
 
 
-def test_calls_in_line_run_one_after_another_in_their_order():
+def test_calls_in_line_run_in_order():
     engine = Diary()
     sent = engine.work(
         passing(1, "a", 2),
@@ -241,13 +239,13 @@ def test_calls_in_line_run_one_after_another_in_their_order():
     assert by_id(sent)[4].value is None
 
 
-def test_a_reply_leaves_when_its_call_is_done():
+def test_reply_is_sent_as_soon_as_its_call_is_done():
     engine = Diary()
     sent = engine.work(*(Call(n, "optim_step", ("a", AdamStep())) for n in range(3)), replies=3)
     assert [[message.call_id for message in part] for part in sent] == [[0], [1], [2]]
 
 
-def test_what_is_quick_runs_between_two_pieces_of_a_pass():
+def test_quick_call_runs_between_two_micro_batches_of_a_pass():
     engine = Diary()
     engine.when["a 1"] = lambda: engine.put(
         Call(9, "optim_step", ("a", AdamStep())), now(2, "open_sampler", "s", "base")
@@ -257,7 +255,7 @@ def test_what_is_quick_runs_between_two_pieces_of_a_pass():
     assert list(by_id(sent)) == [2, 1, 9]
 
 
-def test_the_seconds_of_a_pass_are_its_own():
+def test_seconds_of_a_pass_exclude_other_work():
     engine = Diary(piece=3.0, step=1.0, call=0.5)
     engine.when["a 0"] = lambda: engine.put(now(2, "create_model", "m", "base", LoraSpec(1)))
     sent = engine.work(
@@ -277,14 +275,14 @@ def test_samples_get_as_much_time_as_training(piece, step, steps_per_piece):
     assert turns.startswith(f"t{'d' * steps_per_piece}" * 3)
 
 
-def test_nobody_waits_for_samples_while_there_is_nothing_to_train():
+def test_new_pass_does_not_wait_for_running_samples():
     engine = Diary(step=1.0)
     engine.when["draw"] = lambda: engine.put(passing(2, "a", 1))
     engine.work(drawing(1, max_tokens=100), replies=2)
     assert engine.entries[:4] == ["add 1", "draw", "a 0", "draw"]
 
 
-def test_a_sample_joins_those_under_way():
+def test_new_sample_joins_the_running_ones():
     engine = Diary(piece=10.0, step=1.0)
     engine.when["draw"] = lambda: engine.put(drawing(2, max_tokens=2))
     sent = engine.work(drawing(1, max_tokens=4), passing(3, "a", 1), replies=2)
@@ -293,14 +291,14 @@ def test_a_sample_joins_those_under_way():
     assert engine.drawn == {"1": 4, "2": 2}
 
 
-def test_a_base_model_is_prepared_and_then_loaded():
+def test_base_model_is_prepared_and_then_loaded():
     engine = Diary()
     sent = engine.work(Call(1, "add_base_model", ("hub/model",)), replies=1)
     assert by_id(sent)[1].value == BASE
     assert engine.entries == ["load base"]
 
 
-def test_a_snapshot_is_written_beside_the_work():
+def test_snapshot_is_written_while_the_engine_works():
     engine = Diary()
     writing = threading.Event()
 
@@ -318,7 +316,7 @@ def test_a_snapshot_is_written_beside_the_work():
 # -- samples -----------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_stream_leave_one_by_one_and_before_the_result():
+def test_streamed_tokens_are_sent_one_by_one_before_the_result():
     engine = Diary()
     sent = engine.work(drawing(7, max_tokens=3, stream=True), replies=1)
     assert sent[:2] == [[Token(7, 0, 1, -1.0)], [Token(7, 0, 2, -2.0)]]
@@ -328,13 +326,13 @@ def test_tokens_of_a_stream_leave_one_by_one_and_before_the_result():
     assert reply.value.stop_reasons == ["length"]
 
 
-def test_tokens_leave_one_by_one_while_training_goes_on_too():
+def test_streamed_tokens_are_sent_one_by_one_during_training():
     engine = Diary(piece=10.0, step=1.0)
     sent = engine.work(drawing(7, max_tokens=3, stream=True), passing(1, "a", 1), replies=2)
     assert [len(part) for part in sent] == [1, 1, 2, 1]
 
 
-def test_a_cancelled_sample_is_dropped_without_a_word():
+def test_cancelled_sample_gets_no_reply():
     engine = Diary()
 
     def cancel() -> None:
@@ -347,7 +345,7 @@ def test_a_cancelled_sample_is_dropped_without_a_word():
     assert sum(isinstance(message, Token) for part in sent for message in part) == 1
 
 
-def test_a_sample_that_is_cancelled_before_it_began_is_never_drawn():
+def test_sample_cancelled_before_its_first_step_is_never_drawn():
     engine = Diary()
     engine.work(drawing(1), now(2, "cancel_sample", 1), drawing(3), replies=1)
     assert engine.drawn == {"3": 1}
@@ -362,7 +360,7 @@ def portable(error: Exception | None) -> Exception:
     return again
 
 
-def test_errors_are_told_to_who_asked_and_the_work_goes_on():
+def test_error_is_sent_to_its_caller_and_the_loop_continues():
     engine = Diary()
     sent = engine.work(
         Call(1, "run_pass", ("missing", pieces(1))),
@@ -399,7 +397,7 @@ def test_errors_are_told_to_who_asked_and_the_work_goes_on():
     assert by_id(sent)[11].value == PassResult([], {"pieces": 1.0})
 
 
-def test_what_is_done_is_told_before_a_step_that_ends_the_engine():
+def test_finished_replies_are_sent_before_a_step_that_crashes_the_engine():
     engine = Diary()
 
     def break_down() -> None:
@@ -417,7 +415,7 @@ def test_what_is_done_is_told_before_a_step_that_ends_the_engine():
 
 
 @pytest.mark.parametrize("entry", ["a 1", "draw", "add 2"])
-def test_the_loop_ends_in_the_middle_of_its_work(entry):
+def test_loop_ends_in_the_middle_of_its_work(entry):
     engine = Diary(piece=5.0, step=1.0)
     engine.when[entry] = lambda: engine.inbox.put(None)
     assert engine.work(passing(1, "a", 100), drawing(2, max_tokens=100), replies=3) == []
@@ -428,7 +426,7 @@ def test_the_loop_ends_in_the_middle_of_its_work(entry):
 
 
 class Pipe:
-    """The service's end, by hand."""
+    """The service's end of the pipe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -445,7 +443,7 @@ class Pipe:
         return pickle.loads(self._exactly(struct.unpack("<Q", header)[0]) or b"")
 
     def reply(self) -> Any:
-        """The next message, whatever frame it came in."""
+        """The next message; one frame can hold several."""
         while not self._messages:
             self._messages += self.frame()
         return self._messages.pop(0)
@@ -479,7 +477,7 @@ def cache_dir(tmp_path_factory):
 
 @contextmanager
 def served() -> Iterator[tuple[Pipe, Any]]:
-    """An engine in a thread: our end of the pipe, and the future of its end."""
+    """Run an engine in a thread; yields the service's end of the pipe, and a future that resolves when it ends."""
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(1) as thread, ours:
         ending = thread.submit(serve, theirs)
@@ -497,7 +495,7 @@ def example(length: int = 6) -> Example:
 
 
 def train(pipe: Pipe) -> None:
-    """A step of training and a sample, asked for over a pipe."""
+    """Request one training step and one sample over a pipe."""
     asked = TrainingPass([example()] * 3, "cross_entropy")
     pipe.ask(Call(1, "create_model", ("m", "tinkex/tiny", LoraSpec(4))))
     result = pipe.ask(Call(2, "run_pass", ("m", asked)))
@@ -513,7 +511,7 @@ def train(pipe: Pipe) -> None:
     assert message.value.stop_reasons == ["length", "length"]
 
 
-def test_an_engine_serves_over_a_pipe_until_the_other_end_closes(cache_dir):
+def test_engine_serves_until_the_other_end_of_the_pipe_closes(cache_dir):
     with served() as (pipe, ending):
         pipe.send(fake(cache_dir))
         ready = pipe.frame()
@@ -527,7 +525,7 @@ def test_an_engine_serves_over_a_pipe_until_the_other_end_closes(cache_dir):
         assert ending.result(PATIENCE) is None
 
 
-def test_an_engine_that_cannot_start_says_why_and_ends(cache_dir):
+def test_engine_that_cannot_start_reports_the_error_and_ends(cache_dir):
     with served() as (pipe, ending):
         pipe.send(fake(cache_dir, "tinkex/tiny", "./not there"))
         ready = pipe.frame()
@@ -539,7 +537,7 @@ def test_an_engine_that_cannot_start_says_why_and_ends(cache_dir):
 
 
 @pytest.mark.parametrize("said", [b"", b"\x01", encode_frame("hello")])
-def test_an_engine_that_is_never_set_up_ends(said):
+def test_engine_ends_if_it_receives_no_setup(said):
     ours, theirs = socket.socketpair()
     with ours, ThreadPoolExecutor(1) as thread:
         ending = thread.submit(serve, theirs)
@@ -548,22 +546,22 @@ def test_an_engine_that_is_never_set_up_ends(said):
         assert ending.result(PATIENCE) is None
 
 
-def test_replies_that_nobody_reads_any_more_end_the_engine_quietly(cache_dir):
+def test_engine_ends_without_error_if_no_one_reads_its_replies(cache_dir):
     with served() as (pipe, ending):
         pipe.send(fake(cache_dir))
         pipe.frame()
-        for number in range(200):  # some of the replies lie in the pipe when it closes
+        for number in range(200):  # some replies are still in the pipe when it closes
             pipe.send(Call(number, "create_model", (f"m{number}", "tinkex/tiny", LoraSpec(4))))
         pipe.reply()
         pipe.close()
         assert ending.result(PATIENCE) is None
 
 
-def test_an_engine_that_breaks_hangs_up(cache_dir):
+def test_engine_that_crashes_closes_the_pipe(cache_dir):
     with served() as (pipe, ending):
         pipe.send(fake(cache_dir))
         pipe.frame()
-        pipe.send(Call(1, "cancel_sample", lane="now"))  # of which sample? no service asks so
+        pipe.send(Call(1, "cancel_sample", lane="now"))  # invalid: the sample's id is missing
         assert pipe.frame() is None
         assert isinstance(ending.exception(PATIENCE), IndexError)
 
@@ -573,7 +571,7 @@ def test_an_engine_that_breaks_hangs_up(cache_dir):
 
 @contextmanager
 def spawned() -> Iterator[tuple[Pipe, subprocess.Popen[bytes]]]:
-    """An engine in a process of its own, as the service starts it."""
+    """Start an engine in its own process, as the service does."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -594,7 +592,7 @@ def last_words(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
     return process.returncode, words
 
 
-def test_the_process_works_ignores_ctrl_c_and_ends_with_its_pipe(cache_dir):
+def test_process_ignores_ctrl_c_and_ends_when_its_pipe_closes(cache_dir):
     with spawned() as (pipe, process):
         pipe.send(fake(cache_dir))
         assert pipe.frame().error is None
@@ -604,13 +602,13 @@ def test_the_process_works_ignores_ctrl_c_and_ends_with_its_pipe(cache_dir):
         assert last_words(process) == (0, b"")
 
 
-def test_the_process_does_not_finish_what_nobody_waits_for(cache_dir):
+def test_process_ends_in_the_middle_of_a_pass_when_its_pipe_closes(cache_dir):
     with spawned() as (pipe, process):
         pipe.send(fake(cache_dir))
         pipe.frame()
         pipe.ask(Call(1, "create_model", ("m", "tinkex/tiny", LoraSpec(4))))
         pipe.ask(Call(2, "open_sampler", ("s", "tinkex/tiny"), lane="now"))
-        # Minutes of work, and a token as a sign that it has begun.
+        # The pass takes minutes; the first token shows that it has started.
         endless = TrainingPass([example(256)] * 10_000, "cross_entropy")
         pipe.send(Call(3, "run_pass", ("m", endless)))
         job = SampleJob("s", np.arange(3, dtype=np.int32), 1, 5, stop_tokens=(), stream=True)
@@ -620,19 +618,19 @@ def test_the_process_does_not_finish_what_nobody_waits_for(cache_dir):
         assert last_words(process) == (0, b"")
 
 
-def test_the_process_does_not_finish_loading_for_nobody(cache_dir, tmp_path):
+def test_process_ends_while_loading_when_its_pipe_closes(cache_dir, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     endless = tmp_path / "model.safetensors.index.json"
     os.mkfifo(endless)
     with spawned() as (pipe, process):
         pipe.send(fake(cache_dir, f"slow={tmp_path}"))
-        with endless.open("w"):  # opens once the engine is reading it
+        with endless.open("w"):  # returns once the engine opens the pipe for reading
             pipe.close()
             assert last_words(process) == (0, b"")
 
 
-def test_the_process_says_why_it_cannot_start(cache_dir):
+def test_process_reports_why_it_cannot_start(cache_dir):
     with spawned() as (pipe, process):
         pipe.send(fake(cache_dir, "two words"))
         assert isinstance(pipe.frame().error, InvalidInputError)

@@ -11,7 +11,7 @@ from tinkex.engine.trainer import LanguageModel
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """Small models are faster on one thread, and sums come out the same every time."""
+    """Use one thread: small models are faster on it, and sums are reproducible."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory) -> base_models.BaseModel:
 
 
 def load(tiny: base_models.BaseModel):
-    """A fresh copy of the model, as transformers has it."""
+    """Load a new copy of the model with transformers."""
     return base_models.load(tiny, device="cpu", dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Who joins the batch when, how much memory it takes, and what happens where there is too little of it."""
+"""Admission to the sampling batch: order, memory budget, and recovery when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .test_sampling import PROMPT, job, run, sampler_of
 
 
 class Watched:
-    """A decoder whose caller is watched: what it has read, and what it needs at most; `limit` is all there is."""
+    """A decoder that records the prompts it reads and its peak memory, and fails above `limit` bytes."""
 
     def __init__(self, decoder: Any, limit: float = float("inf")) -> None:
         self._decoder, self._limit = decoder, limit
@@ -59,7 +59,7 @@ def events_of(sampler, each_step: Callable[[], object] = lambda: None) -> list[S
 # -- many sequences ----------------------------------------------------------------------------------
 
 
-def test_a_request_of_many_samples_has_no_more_under_way_than_there_is_room_for(language_model):
+def test_running_samples_of_one_request_stay_within_the_limit(language_model):
     many = job(seed=3, num_samples=10, prompt_logprobs=True)
     expected = run(sampler_of(language_model), {"a": many})["a"]
     sampler, watch = watched(language_model, max_sequences=4)
@@ -71,10 +71,10 @@ def test_a_request_of_many_samples_has_no_more_under_way_than_there_is_room_for(
     np.testing.assert_array_equal(event.result.prompt_logprobs_T, expected.prompt_logprobs_T)
     assert depths[0] == (1, 4)
     assert max(running for _, running in depths) == 4
-    assert len(watch.read) == 3  # all four end together, and nothing is left to copy
+    assert len(watch.read) == 3  # all four end at the same step, so later ones have no slot to copy
 
 
-def test_later_samples_take_the_prompt_from_earlier_ones(language_model):
+def test_later_samples_copy_the_prompt_from_earlier_ones(language_model):
     many = job(seed=3, num_samples=20, max_tokens=30, stop_tokens=tuple(range(0, 264, 8)))
     expected = run(sampler_of(language_model), {"a": many})["a"]
     sampler, watch = watched(language_model, max_sequences=4)
@@ -83,7 +83,7 @@ def test_later_samples_take_the_prompt_from_earlier_ones(language_model):
     assert watch.read == [len(PROMPT)]
 
 
-def test_a_request_can_be_cancelled_when_some_of_its_samples_are_under_way(language_model):
+def test_request_can_be_cancelled_while_some_samples_run(language_model):
     sampler, watch = watched(language_model, max_sequences=4)
     sampler.add("many", job(num_samples=10), None)
     sampler.add("other", job(temperature=0.0), None)
@@ -116,7 +116,7 @@ def test_owners_take_turns(language_model):
     ]
 
 
-def test_samples_of_one_request_take_turns_with_other_owners_too(language_model):
+def test_samples_of_one_request_alternate_with_other_owners(language_model):
     sampler = sampler_of(language_model, max_sequences=2)
     sampler.add("many", job(max_tokens=4, num_samples=9, owner="ann"), None)
     sampler.step()
@@ -127,7 +127,7 @@ def test_samples_of_one_request_take_turns_with_other_owners_too(language_model)
 # -- memory ------------------------------------------------------------------------------------------
 
 
-def test_the_cache_stays_within_its_budget_and_nothing_else_changes(language_model):
+def test_cache_stays_within_its_budget_with_unchanged_results(language_model):
     jobs = {str(number): job(seed=number, max_tokens=90 + 20 * number) for number in range(6)}
     expected = run(sampler_of(language_model), jobs)
     sampler, watch = watched(language_model)
@@ -137,12 +137,11 @@ def test_the_cache_stays_within_its_budget_and_nothing_else_changes(language_mod
         name: tokens(result) for name, result in expected.items()
     }
     assert watch.size(2, 128) < watch.most <= budget
-    assert max(watch.read) > len(
-        PROMPT
-    )  # some had to wait, and were read again with what was drawn
+    # Some left the batch and were read again with their drawn tokens.
+    assert max(watch.read) > len(PROMPT)
 
 
-def test_a_long_prompt_waits_until_it_fits_and_nobody_overtakes_it(language_model):
+def test_long_prompt_waits_until_it_fits_and_is_not_overtaken(language_model):
     sampler, watch = watched(language_model)
     sampler.cache_bytes = watch.size(4, 64)
     for number in range(4):
@@ -154,13 +153,13 @@ def test_a_long_prompt_waits_until_it_fits_and_nobody_overtakes_it(language_mode
     assert watch.most == watch.size(4, 64)
 
 
-def test_one_sequence_over_the_budget_runs_alone(language_model):
+def test_single_sequence_over_the_budget_runs_alone(language_model):
     sampler = sampler_of(language_model, cache_bytes=1)
     jobs = {name: job(seed=1) for name in "ab"}
     assert tokens(run(sampler, jobs)["b"]) == tokens(run(sampler_of(language_model), jobs)["b"])
 
 
-def test_the_cache_gets_smaller_when_a_long_sequence_has_left(language_model):
+def test_cache_shrinks_after_a_long_sequence_ends(language_model):
     sampler, watch = watched(language_model)
     sampler.add("long", job(prompt_T=np.resize(PROMPT, 1000), max_tokens=2), None)
     others = {str(number): job(seed=number, max_tokens=40) for number in range(4)}
@@ -179,7 +178,7 @@ def test_the_cache_gets_smaller_when_a_long_sequence_has_left(language_model):
 # -- steps that fail ---------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_into_memory_is_done_in_smaller_parts(language_model):
+def test_out_of_memory_step_is_retried_in_smaller_batches(language_model):
     jobs = {str(number): job(seed=number, num_samples=4, stream=True) for number in range(8)}
     expected = run(sampler_of(language_model), jobs)
     size = sampler_of(language_model)._decoder.size
@@ -199,7 +198,7 @@ def test_what_does_not_fit_into_memory_is_done_in_smaller_parts(language_model):
     assert watch._slots == 0
 
 
-def test_a_request_that_does_not_fit_even_alone_fails_and_no_other_does(language_model):
+def test_only_the_request_that_does_not_fit_alone_fails(language_model):
     others = {str(number): job(seed=number, max_tokens=30) for number in range(6)}
     expected = run(sampler_of(language_model), others)
     size = sampler_of(language_model)._decoder.size
@@ -220,7 +219,7 @@ def test_a_request_that_does_not_fit_even_alone_fails_and_no_other_does(language
     assert sampler._bytes_that_work == float("inf")
 
 
-def test_an_error_in_one_request_is_told_to_it_alone(language_model):
+def test_error_in_one_request_fails_only_that_request(language_model):
     def detokenize(ids):
         if len(ids) == 3:
             raise UnicodeError("these tokens are no text")
@@ -240,7 +239,7 @@ def test_an_error_in_one_request_is_told_to_it_alone(language_model):
     }
 
 
-def test_an_error_after_which_nothing_works_is_raised(language_model):
+def test_lost_device_is_raised_not_retried(language_model):
     class Lost(Watched):
         def prefill(self, *_: Any) -> Any:
             raise RuntimeError("CUDA error: device-side assert triggered")

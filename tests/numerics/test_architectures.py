@@ -1,4 +1,4 @@
-"""Models of other families than the tiny one's: those with a lean body, and those that run as transformers has them."""
+"""Other model families than the tiny model's: those of `LeanDecoder` and those of `PlainDecoder`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ PARTS = ("train_attn", "train_mlp", "train_unembed")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_belongs_to_one_part(family):
+def test_every_layer_is_attention_mlp_or_unembedding(family):
     layers = made(family, torch.float32).layers
     parts = [
         adaptable_layers(layers, LoraSpec(4, **{other: other == part for other in PARTS}))
@@ -109,7 +109,7 @@ def test_every_layer_belongs_to_one_part(family):
     assert all("mlp" in name for name in parts[1])
 
 
-def test_a_part_that_cannot_be_trained_is_refused_by_name():
+def test_part_without_layers_is_refused_by_name():
     torch.manual_seed(0)
     options = {**GROUPED, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4}
     config = transformers.Qwen3MoeConfig(**options)
@@ -121,7 +121,7 @@ def test_a_part_that_cannot_be_trained_is_refused_by_name():
     assert adaptable_layers(layers, LoraSpec(4, train_mlp=False))
 
 
-def test_an_adapter_of_gpt2_loads_in_peft_as_it_is(tmp_path):
+def test_gpt2_adapter_loads_in_peft_unchanged(tmp_path):
     from peft import PeftModel
 
     language_model = made("GPT2", torch.float32)
@@ -129,7 +129,7 @@ def test_an_adapter_of_gpt2_loads_in_peft_as_it_is(tmp_path):
     for pair in adapter.pairs.values():
         torch.nn.init.normal_(pair.b, 0, 0.05)
     checkpoint.save(tmp_path / "adapter", adapter, "gpt2")
-    with pytest.warns(UserWarning, match="fan_in_fan_out"):  # which it sets by itself
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):  # PEFT sets this option and warns
         theirs = PeftModel.from_pretrained(plain("GPT2"), tmp_path / "adapter").eval()
     tokens = torch.tensor(PROMPT.astype(np.int64))[None]
     with torch.no_grad(), adapter.switched_on(language_model.layers):

@@ -1,4 +1,4 @@
-"""Custom losses trained through the real service: against its own losses, against PyTorch + PEFT, and by their effect."""
+"""Custom losses through the real service, compared with built-in losses, with PyTorch + PEFT, and by their effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_model(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
 
 
 def saved(model: tinkex.TrainingClient, service: RunningService) -> Path:
-    """The directory of a checkpoint, a PEFT adapter."""
+    """Save the model; return the checkpoint's directory, a PEFT adapter."""
     name = next(NAMES)
     model.save_state(name).result(60)
     (weights,) = service.data_dir.rglob(f"{name}/adapter_model.safetensors")
@@ -57,7 +57,7 @@ def completions(count: int = 4, seed: int = 0) -> list[Datum]:
     ]
 
 
-def test_cross_entropy_of_ones_own_leaves_the_same_weights(client, tinkex_tiny):
+def test_custom_cross_entropy_gives_the_same_weights_as_the_built_in(client, tinkex_tiny):
     data, (built_in, custom) = completions(), (new_model(client), new_model(client))
     for _ in range(5):
         expected = built_in.forward_backward(data, "cross_entropy")
@@ -72,7 +72,7 @@ def test_cross_entropy_of_ones_own_leaves_the_same_weights(client, tinkex_tiny):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
 
 
-def test_ten_steps_equal_peft_and_autograd_all_the_way(client, tinkex_tiny, tiny):
+def test_ten_custom_steps_equal_peft_and_autograd(client, tinkex_tiny, tiny):
     from peft import PeftModel
 
     data, loss_fn = completions(), objectives.simpo(beta=2.0, gamma=0.5)
@@ -114,14 +114,14 @@ def target_logprobs(model: Any, datum: Datum) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
-# -- regularizers act ----------------------------------------------------------------------------
+# -- effect of regularizers ----------------------------------------------------------------------
 
 TOKENS = np.array([65, 66, 67, 65, 66, 67, 65, 66, 67], np.int32)
 
 
 @pytest.fixture(scope="module")
 def everything(client, tiny) -> Datum:
-    """A datum whose targets are the whole vocabulary, with the logprobs that the untrained model gives them."""
+    """A datum whose targets are the whole vocabulary, with the untrained model's logprobs of them."""
     vocabulary = np.tile(np.arange(tiny.vocab_size), (len(TOKENS) - 1, 1))
     plain = Datum(ModelInput.from_ints(TOKENS[:-1]), {"target_tokens": vocabulary})
     output = new_model(client).forward([plain], "cross_entropy").result(60)
@@ -132,7 +132,7 @@ def everything(client, tiny) -> Datum:
 def next_token(
     data: list[Datum], logprobs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross entropy of the tokens that really come next."""
+    """Cross entropy of the actual next tokens."""
     targets = torch.tensor(TOKENS[1:].astype(np.int64))
     return -logprobs[0].gather(-1, targets[:, None]).mean(), {}
 
@@ -157,12 +157,12 @@ def entropy(logp: torch.Tensor) -> float:
     return -(logp.exp() * logp).sum(-1).mean().item()
 
 
-def test_an_entropy_bonus_keeps_the_model_open(client, everything, without):
+def test_entropy_bonus_keeps_entropy_high(client, everything, without):
     bonus = RegularizerSpec(Entropy(mode="maximize"), 1.0, "entropy")
     assert entropy(trained(client, everything, bonus)) > 1.2 * entropy(without)
 
 
-def test_a_divergence_term_keeps_the_model_near_its_reference(client, everything, without):
+def test_divergence_term_keeps_the_model_near_its_reference(client, everything, without):
     reference = everything.loss_fn_inputs["reference_logprobs"].to_torch()
     pull = RegularizerSpec(KLDivergence(reference_field="reference_logprobs"), 1.0, "kl")
 

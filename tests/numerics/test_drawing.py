@@ -1,4 +1,4 @@
-"""Drawing by blocks against drawing by one cumulative sum over the whole vocabulary, in float64."""
+"""Drawing in two levels, compared with one cumulative sum over the whole vocabulary in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALMOST_ONE = 1 - 2**-53
 
 
 class Given:
-    """Chance that is known in advance."""
+    """A random generator that returns given numbers."""
 
     def __init__(self, *fractions: float) -> None:
         self._fractions = list(fractions)
@@ -35,13 +35,13 @@ def logits_of(rows, size, seed=0, spread=3.0):
 
 
 def choose(logits_BV, jobs, fractions):
-    """Tokens and logprobs, with the logits left alone."""
+    """Draw tokens without changing the logits."""
     randoms: list[Any] = [Given(fraction) for fraction in fractions]
     return drawing.choose(logits_BV.clone(), jobs, randoms)
 
 
 def kept(chances_V, top_k=-1, top_p=1.0):
-    """Which tokens the filters leave, by sorting them all."""
+    """Mask of the tokens that the filters keep; found by sorting all tokens."""
     order = np.argsort(-chances_V, kind="stable")
     if top_k > 0:
         order = order[:top_k]
@@ -55,7 +55,7 @@ def kept(chances_V, top_k=-1, top_p=1.0):
 
 
 def check_draws(logits_BV, options, fractions):
-    """That tokens are where the fractions fall; one that lies on an edge may go either way."""
+    """Check that each fraction falls into the range of the drawn token, with a tolerance at its ends."""
     tokens, logprobs = choose(logits_BV, [job(**options)] * len(logits_BV), fractions)
     scaled = logits_BV.double() / options.get("temperature", 1.0)
     expected = scaled.log_softmax(-1).numpy()
@@ -86,7 +86,7 @@ def check_draws(logits_BV, options, fractions):
         {"top_k": 40, "top_p": 0.8, "temperature": 1.5},
     ],
 )
-def test_tokens_are_where_the_fraction_of_all_chances_falls(size, options):
+def test_drawn_token_matches_the_cumulative_probability(size, options):
     fractions = [0.0, ALMOST_ONE, *np.random.default_rng(1).random(14)]
     check_draws(logits_of(16, size), options, fractions)
 
@@ -100,7 +100,7 @@ def test_logprobs_are_exact_over_a_large_vocabulary():
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 290}, {"top_p": 1 - 1e-16}])
 @pytest.mark.parametrize("only", [[0], [299], [255, 256], [3, 255], [256, 290]])
-def test_what_has_no_chance_is_never_drawn(only, options):
+def test_token_with_zero_probability_is_never_drawn(only, options):
     logits = torch.full((64, 300), -torch.inf)
     logits[:, only] = logits_of(64, len(only))
     fractions = [0.0, ALMOST_ONE, 1.0, *np.random.default_rng(3).random(61)]
@@ -110,7 +110,7 @@ def test_what_has_no_chance_is_never_drawn(only, options):
     assert max(logprobs) <= 0
 
 
-def test_filters_keep_the_fewest_that_make_up_the_share():
+def test_top_k_and_top_p_keep_the_smallest_set_of_tokens():
     chances = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
     grid = np.linspace(0, ALMOST_ONE, 200)
     for options, expected in (
@@ -118,15 +118,15 @@ def test_filters_keep_the_fewest_that_make_up_the_share():
         ({"top_p": 0.64}, {1, 3}),
         ({"top_p": 0.66}, {1, 3, 4}),
         ({"top_k": 2}, {1, 3}),
-        ({"top_k": 3, "top_p": 0.7}, {1, 3}),  # of the 0.85 that three tokens have
+        ({"top_k": 3, "top_p": 0.7}, {1, 3}),  # 0.7 of the 0.85 that the three tokens hold
         ({"top_k": 2**70, "top_p": 1.0}, {0, 1, 2, 3, 4}),
     ):
         tokens, _ = choose(chances.log().expand(200, 5), [job(**options)] * 200, grid)
         assert set(tokens) == expected
-        assert tokens == sorted(tokens)  # in the order of the vocabulary, whatever is left out
+        assert tokens == sorted(tokens)  # filters keep the order of the vocabulary
 
 
-def test_a_row_is_drawn_the_same_in_whatever_company():
+def test_draw_does_not_depend_on_other_rows():
     options: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
@@ -145,7 +145,7 @@ def test_a_row_is_drawn_the_same_in_whatever_company():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}])
-def test_broken_logits_still_give_a_token(options):
+def test_non_finite_logits_still_give_a_token(options):
     tokens, logprobs = choose(torch.full((2, 300), torch.nan), [job(**options)] * 2, [0.5, 0.5])
     assert all(0 <= token < 300 for token in tokens)
     assert np.isnan(logprobs).all()

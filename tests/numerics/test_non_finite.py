@@ -44,7 +44,7 @@ def spoiled(language_model: LanguageModel, value: float, layer: str = "") -> Ada
 
 
 def let_in(adapter: Adapter) -> Adapter:
-    """Have the sampler not notice, so that non-finite values really are in its batch."""
+    """Bypass the sampler's check, so that non-finite values get into its batch."""
     adapter.__dict__["is_finite"] = True
     return adapter
 
@@ -78,13 +78,13 @@ class Arrival:
     tokens: int
     temperature: float
     scored: bool
-    kind: str  # whose weights: base, finite, or bad
+    kind: str  # weights to sample from: base, finite, or bad
 
     def job(self, seed: int) -> Any:
         return job(
             prompt_T=PROMPT[: self.length],
             num_samples=self.samples,
-            # A bad one fails when its first token is drawn; its finite stand-in leaves the batch at that moment.
+            # A bad sequence fails at its first token, so its finite substitute ends after one token too.
             max_tokens=1 if self.kind == "bad" else self.tokens,
             temperature=self.temperature,
             prompt_logprobs=self.scored,
@@ -133,7 +133,7 @@ def test_non_finite_adapters_leave_every_other_sequence_bit_identical(
     assert mixed.keys() == alone.keys()
     for job_id, outcome in mixed.items():
         if job_id.startswith("bad"):
-            # With luck a value that is not finite has no influence on the first token.
+            # A non-finite value may happen not to affect the first token.
             assert isinstance(outcome, RequestFailedError) or np.isfinite(outcome.logprobs).all()
         else:
             assert exact(outcome) == exact(alone[job_id])
@@ -141,7 +141,7 @@ def test_non_finite_adapters_leave_every_other_sequence_bit_identical(
 
 @pytest.mark.parametrize("value", [*BAD_VALUES, HUGE])
 def test_reused_slot_of_non_finite_sequence_does_not_reach_the_next_one(shared, value):
-    """The long sequence keeps the cache alive; the short ones use the slot that the bad one has left."""
+    """The long sequence keeps the cache alive; the short ones reuse the slot of the bad one."""
 
     def run(adapter: Adapter) -> dict[str, Any]:
         return outcomes(
@@ -166,7 +166,7 @@ def test_reused_slot_of_non_finite_sequence_does_not_reach_the_next_one(shared, 
 def test_cache_is_zero_beyond_the_length_of_every_sequence(
     shared: LanguageModel, data: Any
 ) -> None:
-    """Whatever prompts, copies, steps and resizes come in whatever order."""
+    """Holds for any order of prompts, copies, steps and resizes."""
     from tinkex.engine.decoder import LeanDecoder
 
     assert shared.llama is not None
@@ -248,8 +248,8 @@ def test_plain_decoder_keeps_non_finite_sequences_apart(shared):
     assert exact(mixed["b"]) == exact(alone["b"])
 
 
-def test_training_with_a_far_too_large_step_still_gives_results(shared):
-    """The run is spoiled, but its owner gets numbers, not a crash."""
+def test_training_after_a_far_too_large_step_does_not_crash(shared):
+    """The results are not finite, but the request does not fail."""
     model = trained(shared)
     request = TrainingPass(examples(), "cross_entropy")
     finish(run_pass(model, request, 512))

@@ -1,4 +1,4 @@
-"""The sampler against the trainer and against transformers' own generate."""
+"""The sampler, compared with the trainer and with transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sampler_of(language_model, **options):
 
 
 def run(sampler, jobs, adapter=None):
-    """All results by job id; jobs may bring an adapter of their own."""
+    """Run jobs and return their results by job id; a job may have its own adapter."""
     for job_id, job in jobs.items():
         job, own = job if isinstance(job, tuple) else (job, adapter)
         sampler.add(job_id, job, own)
@@ -87,7 +87,7 @@ def test_sampled_and_prompt_logprobs_equal_the_trainer(language_model, adapted):
     assert np.isnan(result.prompt_logprobs_T[0])
 
 
-def test_a_seed_repeats_whatever_else_is_in_the_batch_and_its_samples_differ(language_model):
+def test_seed_repeats_in_any_batch_and_samples_of_one_job_differ(language_model):
     adapter = trained(language_model).adapter
     alone = run(sampler_of(language_model), {"a": job(seed=7, num_samples=3)})["a"]
     crowd = {
@@ -164,7 +164,7 @@ def test_draws_follow_the_distribution(language_model):
     expected = np.zeros(264)
     expected[ids[0]] = np.exp(values[0])
     counts = np.bincount([int(tokens[0]) for tokens in many.tokens], minlength=264)
-    # Total variation of 500 draws over 264 values stays well below this when they are fair.
+    # The total variation of 500 fair draws over 264 values stays well below this limit.
     assert 0.5 * np.abs(counts / 500 - expected).sum() < 0.35
 
 
@@ -178,7 +178,7 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(language_model):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-46, 5e-324])
-def test_the_colder_the_nearer_to_greedy(language_model, temperature):
+def test_very_low_temperature_is_greedy(language_model, temperature):
     greedy = run(sampler_of(language_model), {"a": job(temperature=0.0)})["a"].tokens[0].tolist()
     cold = run(
         sampler_of(language_model),
@@ -189,7 +189,7 @@ def test_the_colder_the_nearer_to_greedy(language_model, temperature):
     assert np.isfinite(cold.topk_sampled[0][1]).all()
 
 
-def test_nothing_to_draw_leaves_no_alternatives(language_model):
+def test_zero_tokens_to_draw_give_empty_alternatives(language_model):
     empty = run(
         sampler_of(language_model),
         {"a": job(max_tokens=0, topk_sample_logprobs=5, num_samples=2)},
@@ -199,7 +199,7 @@ def test_nothing_to_draw_leaves_no_alternatives(language_model):
     assert empty.stop_reasons == ["length", "length"]
 
 
-def test_stop_tokens_and_strings_end_a_sample_and_are_part_of_it(language_model):
+def test_stop_tokens_and_strings_end_a_sample_and_are_included(language_model):
     greedy = run(sampler_of(language_model), {"a": job(temperature=0.0)})["a"].tokens[0].tolist()
     stopped = run(
         sampler_of(language_model), {"a": job(temperature=0.0, stop_tokens=(greedy[4],))}
@@ -211,7 +211,7 @@ def test_stop_tokens_and_strings_end_a_sample_and_are_part_of_it(language_model)
     assert free.stop_reasons == ["length"]
 
 
-def test_prompt_scores_can_be_limited_to_the_end_and_asked_for_targets(language_model):
+def test_prompt_logprobs_can_be_limited_to_the_last_tokens_and_given_for_targets(language_model):
     targets = np.tile(np.arange(4), (len(PROMPT) - 1, 1)).astype(np.int64)
     targets[0, 0] = -1
     result = run(
@@ -237,7 +237,7 @@ def test_prompts_that_cannot_be_sampled_from_are_refused(language_model):
         assert caught.value.field == "prompt"
 
 
-def test_stop_strings_are_refused_where_no_tokenizer_can_find_them(language_model):
+def test_stop_strings_without_a_readable_tokenizer_are_refused(language_model):
     def unreadable(_):
         raise OSError("tokenizer.json is gone")
 
@@ -249,7 +249,7 @@ def test_stop_strings_are_refused_where_no_tokenizer_can_find_them(language_mode
 
 
 def prepared(language_model):
-    """For how many adapters the model has something prepared."""
+    """Number of adapters that the model holds prepared tensors for."""
     return {
         len(projection._frozen)
         for layer in language_model.llama.layers
@@ -257,7 +257,7 @@ def prepared(language_model):
     }
 
 
-def test_an_adapter_is_forgotten_when_the_last_sample_from_it_is_done(language_model):
+def test_adapter_is_dropped_after_its_last_sample(language_model):
     adapter = trained(language_model, train_mlp=False).adapter.frozen_copy()
     expected = run(sampler_of(language_model), {"a": job(seed=1)}, adapter)["a"]
     sampler = sampler_of(language_model)
@@ -275,33 +275,34 @@ def test_an_adapter_is_forgotten_when_the_last_sample_from_it_is_done(language_m
     assert not sampler._closed
 
 
-def test_prompts_read_in_one_step_are_counted_with_their_padding(language_model):
+def test_prefill_budget_counts_padding(language_model):
     sampler = sampler_of(language_model, prefill_tokens=200)
     long, short = np.resize(PROMPT, 90).astype(np.int32), [PROMPT[: 2 + n % 8] for n in range(16)]
     sampler.add("long", job(prompt_T=long), None)
     for number, prompt in enumerate(short):
         sampler.add(f"short{number}", job(prompt_T=prompt), None)
     sampler.step()
-    assert sampler.depth == (15, 2)  # two times 90 fit into 200, three times do not
+    assert sampler.depth == (15, 2)  # two prompts padded to 90 fit into 200, three do not
     sampler.step()
-    assert sampler.depth == (0, 17)  # seven different ones of at most nine
+    assert sampler.depth == (0, 17)  # distinct short prompts, padded to at most nine, all fit
     late = sampler_of(language_model, prefill_tokens=200)
     for number, prompt in enumerate(short[:3]):
         late.add(f"short{number}", job(prompt_T=prompt), None)
     late.add("long", job(prompt_T=long), None)
     late.step()
-    assert late.depth == (1, 3)  # it would make all of them 90
+    assert late.depth == (1, 3)  # with the long prompt, all would be padded to 90
     late.step()
     assert late.depth == (0, 4)
 
 
-def test_padding_counts_by_adapter_and_a_prompt_over_the_budget_is_read_alone(language_model):
+def test_padding_is_counted_per_adapter_and_long_prompt_is_read_alone(language_model):
     adapter = trained(language_model).adapter.frozen_copy()
     sampler = sampler_of(language_model, prefill_tokens=100)
     long = np.resize(PROMPT, 80).astype(np.int32)
     sampler.add("long", job(prompt_T=long), None)
     sampler.add("same", job(prompt_T=long), None)
-    sampler.add("short", job(prompt_T=PROMPT), adapter)  # read by itself: one more of 19, not of 80
+    # Another adapter, so this prompt is not padded to 80.
+    sampler.add("short", job(prompt_T=PROMPT), adapter)
     sampler.add("next", job(prompt_T=PROMPT[:2]), adapter)
     sampler.step()
     assert sampler.depth == (1, 3)
@@ -312,7 +313,7 @@ def test_padding_counts_by_adapter_and_a_prompt_over_the_budget_is_read_alone(la
     assert small.depth == (1, 1)
 
 
-def test_sequences_leave_a_batch_whose_cache_grew_on_the_way(language_model):
+def test_sequences_can_leave_after_the_cache_has_grown(language_model):
     limits = (70, 100, 90, 140)
     jobs = {str(limit): job(seed=limit, max_tokens=limit) for limit in limits}
     together = run(sampler_of(language_model), jobs)
@@ -322,7 +323,7 @@ def test_sequences_leave_a_batch_whose_cache_grew_on_the_way(language_model):
         assert len(alone.tokens[0]) == int(name)
 
 
-def test_a_cancelled_job_leaves_the_others_alone(language_model):
+def test_cancelled_job_does_not_affect_others(language_model):
     sampler = sampler_of(language_model)
     sampler.add("gone", job(seed=1), None)
     sampler.add("stays", job(temperature=0.0), None)

@@ -1,4 +1,4 @@
-"""Losses that clients trace and the engine runs: same numbers as run by the client, and nothing but arithmetic."""
+"""Traced losses: the engine computes the same numbers as the client, and refuses anything but arithmetic."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stepped(client, loss):
     return results, [output["logprobs"].to_numpy() for output in final.loss_fn_outputs]
 
 
-def test_a_traced_loss_trains_at_the_service_as_it_does_in_the_client(tinkex_tiny):
+def test_traced_loss_gives_the_same_training_as_in_the_client(tinkex_tiny):
     client = tinkex_tiny.client()
     handle = client.create_custom_loss(clipped, RANKS).result()
     assert handle.loss_id is not None
@@ -80,7 +80,7 @@ def test_a_traced_loss_trains_at_the_service_as_it_does_in_the_client(tinkex_tin
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_what_a_loss_reads_must_be_there_and_of_its_rank(tinkex_tiny):
+def test_missing_input_or_wrong_rank_is_refused(tinkex_tiny):
     client = tinkex_tiny.client()
     handle = client.create_custom_loss(clipped, RANKS).result()
     training = client.create_lora_training_client("tinkex/tiny", rank=4)
@@ -92,7 +92,7 @@ def test_what_a_loss_reads_must_be_there_and_of_its_rank(tinkex_tiny):
         client.create_custom_loss(clipped, {"logprobs": 1})
 
 
-def test_a_loss_of_another_session_is_unknown(tinkex_tiny):
+def test_loss_of_another_session_is_refused(tinkex_tiny):
     handle = tinkex_tiny.client().create_custom_loss(clipped, RANKS).result()
     training = tinkex_tiny.client().create_lora_training_client("tinkex/tiny", rank=4)
     with pytest.raises(tinkex.InvalidInputError, match=handle.session_id):
@@ -127,7 +127,7 @@ REF = {"ref": "logprobs"}
         (node("call_function", "x", "torch.exp", {"ref": "later"}), "later"),
     ],
 )
-def test_anything_but_arithmetic_is_refused_by_name(bad, named):
+def test_operations_that_are_not_allowed_are_refused_by_name(bad, named):
     nodes = [LOGPROBS, bad, node("output", "output", "output", {"tuple": [REF, {"dict": {}}]})]
     with pytest.raises(tinkex.InvalidInputError, match=named) as refused:
         TracedLoss(TracedGraph("loss", [("logprobs", 1)], nodes))
@@ -142,7 +142,7 @@ def shaped(logprobs, advantages, old):
     return [mean, {"custom/mean:mean": mean}]
 
 
-def test_a_loss_can_ask_what_its_tensors_are_and_return_a_list(tinkex_tiny):
+def test_loss_can_read_tensor_properties_and_return_a_list(tinkex_tiny):
     client = tinkex_tiny.client()
     handle = client.create_custom_loss(shaped, RANKS).result()
     assert handle.loss_id is not None
@@ -173,14 +173,14 @@ def test_a_loss_can_ask_what_its_tensors_are_and_return_a_list(tinkex_tiny):
         [node("call_function", "x", "getattr", {"tuple": [0]}, "T")],
     ],
 )
-def test_lists_and_texts_do_not_grow_without_end(growing):
+def test_lists_and_strings_cannot_grow_without_limit(growing):
     output = node("output", "output", "output", {"tuple": [REF, {"dict": {}}]})
     loss = TracedLoss(TracedGraph("loss", [("logprobs", 1)], [LOGPROBS, *growing, output]))
     with pytest.raises(tinkex.InvalidInputError, match="failed at x"):
         loss(torch.zeros(3, requires_grad=True), {})
 
 
-def test_numbers_do_not_grow_without_end():
+def test_integers_cannot_grow_without_limit():
     power = node("call_function", "x", "operator.pow", 9, 1_000_000_000)
     total = node("call_method", "total", "sum", REF)
     output = node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]})
@@ -189,7 +189,7 @@ def test_numbers_do_not_grow_without_end():
         loss(torch.zeros(3, requires_grad=True), {})
 
 
-# -- what a loss may cost ----------------------------------------------------------------------------
+# -- limits of a loss --------------------------------------------------------------------------------
 
 TOTAL = node("call_method", "total", "sum", REF)
 OUTPUT = node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]})
@@ -208,7 +208,7 @@ def graph(*between, total=TOTAL):
 
 
 def checked(made, lengths=(100,), *, backward=True, **limits):
-    """Look at a loss as a pass does before it begins."""
+    """Check a loss as a pass does before it starts."""
     examples = [
         Example(np.zeros(length, np.int32), {"target_tokens": np.zeros(length, np.int64)})
         for length in lengths
@@ -217,7 +217,7 @@ def checked(made, lengths=(100,), *, backward=True, **limits):
 
 
 def doubled(kind, levels=60):
-    """Values that hold the value before twice: few nodes, 2 ** levels elements."""
+    """Each value contains the previous one twice: few nodes, but 2 ** levels elements."""
     nodes = [call("x0", "operator.getitem", {"tuple": [1, 2]}, 0)]
     for level in range(1, levels):
         held = [ref(f"x{level - 1}")] * 2
@@ -228,7 +228,7 @@ def doubled(kind, levels=60):
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list"])
-def test_values_that_hold_values_twice_are_refused(kind):
+def test_values_that_double_at_each_node_are_refused(kind):
     with pytest.raises(tinkex.InvalidInputError, match="makes a"):
         checked(doubled(kind))
 
@@ -296,7 +296,7 @@ def test_work_is_counted_over_all_examples_of_a_pass():
         checked(outer(1), lengths=(100,) * 100, max_loss_work=4_000_000)
 
 
-def test_product_of_matrices_counts_by_its_multiplications():
+def test_matrix_product_counts_its_multiplications():
     square = [
         node("call_method", "column", "unsqueeze", REF, 1),
         call("matrix", "operator.mul", ref("column"), REF),
@@ -308,14 +308,14 @@ def test_product_of_matrices_counts_by_its_multiplications():
         checked(made, lengths=(512,), max_loss_work=10**8)
 
 
-def test_loss_that_takes_a_loop_of_operations_is_refused():
+def test_loss_with_too_many_torch_operations_is_refused():
     made = graph(*(call(f"x{n}", "torch.diff", REF, 100_000) for n in range(50)))
     with pytest.raises(tinkex.InvalidInputError, match="operations for one example"):
         checked(made, lengths=(2000,))
 
 
-def test_size_that_grows_with_shorter_examples_is_refused():
-    """Each length is looked at, because here fewer positions mean more memory."""
+def test_memory_that_grows_with_shorter_examples_is_measured_exactly():
+    """Here fewer positions need more memory, so rounded-up shapes are not an upper limit."""
     nodes = [
         node("call_method", "length", "numel", REF),
         call("size", "operator.floordiv", 10_000_000_000, ref("length")),
@@ -336,7 +336,7 @@ def test_values_are_freed_after_their_last_use():
         checked(graph(*chain, total=total), lengths=(100_000,), max_loss_bytes=3 * one)
 
 
-def test_unequal_inputs_are_refused_before_the_pass():
+def test_inputs_of_unequal_length_are_refused_before_the_pass():
     made = TracedGraph(
         "loss",
         [("logprobs", 1), ("old", 1)],
@@ -385,8 +385,8 @@ def test_option_that_hides_memory_is_refused(option):
         check_graph(made)
 
 
-def test_device_does_not_matter():
-    """Neither allocates on another device while it is only looked at, nor fails."""
+def test_device_argument_is_ignored():
+    """The check allocates nothing on another device, and the run does not fail."""
     made = graph(
         node("call_method", "moved", "to", REF, "cpu"),
         node("call_method", "also", "to", ref("moved"), {"device": "cuda:0"}),

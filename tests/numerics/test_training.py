@@ -1,4 +1,4 @@
-"""Losses, LoRA and Adam against plain PyTorch and PEFT, in float32."""
+"""Losses, LoRA and Adam, compared with plain PyTorch and PEFT in float32."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def examples(loss_fn="cross_entropy", lengths=LENGTHS, seed=0):
 
 def trained(language_model, **spec):
     adapter = Adapter.fresh(language_model.layers, LoraSpec(4, seed=1, **spec), "cpu")
-    with torch.no_grad():  # a fresh adapter changes nothing; this one does
+    with torch.no_grad():  # a new adapter has no effect, so set B to nonzero values
         for index, pair in enumerate(adapter.pairs.values()):
             pair.b.normal_(0, 0.05, generator=torch.Generator().manual_seed(index))
     return TrainedModel(language_model, adapter)
 
 
 def reference_logprobs(model, example):
-    """Logprobs of the targets of one example by transformers' own forward."""
+    """Logprobs of one example's targets, computed with transformers' forward."""
     with model.adapter.switched_on(model.base.layers):
         logits = model.base.model(torch.tensor(example.tokens_T.astype(np.int64))[None]).logits[0]
     targets = torch.tensor(example.inputs["target_tokens"])
@@ -55,7 +55,7 @@ def reference_logprobs(model, example):
 
 
 def reference_loss(name, logp, inputs):
-    """Each loss written out for one sequence, as the protocol states it."""
+    """The protocol's definition of each loss, for one sequence."""
     given = {key: torch.tensor(value) for key, value in inputs.items()}
     weights = given["weights"]
     if name == "cross_entropy":
@@ -119,7 +119,7 @@ def test_soft_targets_sum_over_their_alternatives(language_model):
     assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_zero_weight_hides_an_infinite_ratio(language_model):
+def test_zero_weight_masks_an_infinite_ratio(language_model):
     example = examples("ppo", (4,))[0]
     inputs = dict(example.inputs)
     inputs["logprobs"] = np.array([-1e9, -5, -5, -5], np.float32)
@@ -132,7 +132,7 @@ def test_a_zero_weight_hides_an_infinite_ratio(language_model):
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy"}))
-def test_an_example_without_a_weight_counts_for_nothing(language_model, name):
+def test_example_with_only_zero_weights_adds_nothing(language_model, name):
     data = examples(name, (4, 6))
     hidden = dict(data[1].inputs)
     hidden["logprobs"] = np.full(6, -300, np.float32)
@@ -146,7 +146,7 @@ def test_an_example_without_a_weight_counts_for_nothing(language_model, name):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_passes_accumulate_until_the_step_and_forward_leaves_gradients_alone(language_model):
+def test_passes_accumulate_until_the_step_and_forward_adds_no_gradient(language_model):
     data = examples()
     together, apart = trained(language_model), trained(language_model)
     finish(run_pass(together, TrainingPass(data, "cross_entropy"), 64))
@@ -157,7 +157,7 @@ def test_passes_accumulate_until_the_step_and_forward_leaves_gradients_alone(lan
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pass_that_fails_contributes_nothing(language_model):
+def test_failed_pass_adds_no_gradient(language_model):
     model = trained(language_model)
     finish(run_pass(model, TrainingPass(examples(), "cross_entropy"), 64))
     before = [parameter.grad.clone() for parameter in model.adapter.parameters()]

@@ -125,9 +125,7 @@ def _kept(chances_V: Array, whole: float, top_k: int, top_p: float) -> Array:
 
 def _likeliest(chances_V: Array, count: int) -> Array:
     """The `count` most likely tokens, most likely first."""
-    if count * 64 <= len(
-        chances_V
-    ):  # for a small count, torch's topk does not sort the whole vocabulary
+    if count * 64 <= len(chances_V):  # for a small count, torch's topk does not sort everything
         few: Array = torch.from_numpy(chances_V).topk(count).indices.numpy()
         return few
     ordered: Array = np.argsort(-chances_V)[:count]

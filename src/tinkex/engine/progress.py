@@ -38,9 +38,7 @@ class Progress:
     @classmethod
     def shared(cls) -> Self:
         """New shared memory; a process that inherits its descriptor can open it."""
-        if hasattr(
-            os, "memfd_create"
-        ):  # needs no disk, so an engine starts even when the disk is full
+        if hasattr(os, "memfd_create"):  # needs no disk: an engine starts even if the disk is full
             file: IO[bytes] = os.fdopen(os.memfd_create("tinkex-progress"), "r+b")
         else:
             file = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
