@@ -1,4 +1,4 @@
-"""What the examples have in common: their options, and something to put between a client and its service."""
+"""Shared code of the examples: command-line options, and an HTTP client that simulates failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Options that can also be given in the environment, under the names that other SDKs' examples have for them.
+#: Options that can also be set in the environment, with the variable names that examples of other SDKs use.
 VARIABLES = {
     "base_url": "TINKER_BASE_URL",
     "base_model": "TINKER_BASE_MODEL",
@@ -31,9 +31,9 @@ VARIABLES = {
 
 
 def parsed(doc: str | None, **more: str | float) -> argparse.Namespace:
-    """The options of an example: which service, which model, and `more` of its own with their defaults.
+    """The options of an example: service, model, and `more` options with their defaults.
 
-    What is not on the command line is looked up in the environment, then the default is taken.
+    An option that is not on the command line comes from the environment, or else from the default.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,7 +41,7 @@ def parsed(doc: str | None, **more: str | float) -> argparse.Namespace:
     parser.add_argument(
         "--base-url",
         default=_from_environment("base_url", "local"),
-        help="a service, whose key is in TINKER_API_KEY; or local, for one on this machine (default: %(default)s)",
+        help="URL of a service, with its key in TINKER_API_KEY; or local, for a service on this machine (default: %(default)s)",
     )
     model = _from_environment("base_model", "tinkex/tiny")
     parser.add_argument("--base-model", "--model", default=model, help="(default: %(default)s)")
@@ -60,7 +60,7 @@ def _from_environment(name: str, default: str | float) -> str | float:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an HTTP client returns."""
+    """The answer of an HTTP client."""
 
     status: int
     body: Any
@@ -72,14 +72,14 @@ class Answer:
 
 
 class Between:
-    """An HTTP client that answers some requests itself and passes the others on to the service.
+    """An HTTP client that answers some requests itself and forwards the others to the service.
 
-    `ServiceClient(http_client=Between(answer))`: `answer(path)` gives an `Answer`, or None to pass on. Bad days of a
-    service are rare; with this an example can have one when it needs one.
+    `ServiceClient(http_client=Between(answer))`: `answer(url)` returns an `Answer`, or None to forward the request.
+    With it an example can simulate failures of the service.
     """
 
     def __init__(self, answer: Callable[[str], Answer | None]) -> None:
-        import pyqwest  # what tinkex itself uses for TLS
+        import pyqwest  # tinkex itself uses it for TLS
 
         self._answer = answer
         self._service = pyqwest.Client(pyqwest.HTTPTransport(follow_redirects=False))

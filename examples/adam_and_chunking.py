@@ -1,4 +1,4 @@
-"""A batch too large for one request travels in several and comes back as one; then a step with decay and clipping.
+"""A batch too large for one request is split, and its results are merged; then a step with weight decay and clipping.
 
 python examples/adam_and_chunking.py [--base-url local] [--base-model tinkex/tiny] [--items 1025]
 """
@@ -31,7 +31,7 @@ def main() -> None:
         f"{options.items} items in {sent} requests, {len(result.loss_fn_outputs)} outputs in order"
     )
     print(f"loss {result.loss:.2f}, after the step {after.loss:.2f}")
-    print(f"what the service says of the step: {metrics}")
+    print(f"metrics of the step: {metrics}")
     assert len(result.loss_fn_outputs) == options.items
     assert sent == -(-options.items // 1024)
     assert result.loss is not None

@@ -1,4 +1,4 @@
-"""Many clients at once: training clients and samplers are made side by side, in one event loop.
+"""Many clients at once: create training clients and samplers concurrently in one event loop.
 
 python examples/async_client_creation.py [--base-url local] [--base-model tinkex/tiny] [--clients 4]
     [--checkpoint-paths tinker://…,tinker://…]
@@ -40,7 +40,7 @@ async def create(service: tinkex.ServiceClient, options: Namespace) -> None:
     )
     print(f"{len(samplers)} samplers in {time.perf_counter() - began:.2f} s")
 
-    # Every future can be awaited; one that fails is an exception in its place.
+    # Every future can be awaited. For a failed call the list contains its exception.
     answers = await asyncio.gather(
         *(sampler.sample(PROMPT, 1, PARAMS) for sampler in samplers), return_exceptions=True
     )

@@ -1,4 +1,4 @@
-"""What a service can do, whether it is well, and how likely a model finds each token of a prompt.
+"""Capabilities and health of a service, and the probability of each token of a prompt.
 
 python examples/capabilities_and_logprobs.py [--base-url local] [--base-model tinkex/tiny] [--text TEXT]
 """
@@ -21,14 +21,14 @@ def main() -> None:
         tokenizer = sampler.get_tokenizer()
         prompt = tinkex.ModelInput.from_text(options.text, tokenizer)
         logprobs = sampler.compute_logprobs(prompt).result()
-        # The same with what else could have stood there.
+        # The same, with the likeliest alternative tokens.
         params = tinkex.SamplingParams(max_tokens=1)
         answer = sampler.sample(
             prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=1
         ).result()
     likeliest = answer.topk_prompt_logprobs or []
     for token, logprob, best in zip(prompt.to_ints(), logprobs, likeliest, strict=True):
-        if logprob is None or best is None:  # nothing precedes the first
+        if logprob is None or best is None:  # the first token has no logprob
             print(f"{tokenizer.decode([token])!r:8}")
         else:
             likely, more = best[0]

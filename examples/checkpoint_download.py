@@ -1,9 +1,9 @@
-"""Fetch a checkpoint: streamed with progress, resumed where a connection breaks, checked and unpacked.
+"""Download a checkpoint: streamed with progress, resumed after a broken connection, checked and unpacked.
 
 python examples/checkpoint_download.py [--base-url local] [--base-model tinkex/tiny] [--path tinker://…] [--output DIR]
 
-Without a path a checkpoint is made, without an output the files are only shown. `tinkex checkpoint download` does the
-same from a terminal.
+Without `--path` a new checkpoint is created; without `--output` the files are only listed. `tinkex checkpoint download`
+does the same in a terminal.
 """
 
 from __future__ import annotations

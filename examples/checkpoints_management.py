@@ -1,4 +1,4 @@
-"""Checkpoints: list them all, page by page or by run; what one is; when it expires; delete it.
+"""Checkpoints: list all, by page or by run; show one; change its expiry; delete it.
 
 python examples/checkpoints_management.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -15,8 +15,8 @@ def main() -> None:
     options = parsed(__doc__)
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=8)
-        state = training.save_state("one", ttl_seconds=86_400)  # gone after a day
-        weights = training.save_weights_for_sampler("one")  # stays
+        state = training.save_state("one", ttl_seconds=86_400)  # deleted after one day
+        weights = training.save_weights_for_sampler("one")  # kept
         paths = [state.result().path, weights.result().path]
 
         rest = service.create_rest_client()
@@ -27,7 +27,7 @@ def main() -> None:
                 f"  {each.checkpoint_type:9} {each.size_bytes or 0:>9,} bytes  {each.tinker_path}"
             )
         total = sum(1 for _ in all_checkpoints(rest, page=50))
-        print(f"{total} in all, fetched in pages of 50.")
+        print(f"{total} in total, fetched in pages of 50.")
 
         of_run = rest.list_checkpoints(training.model_id).result().checkpoints
         print(f"Of this run: {[each.checkpoint_id for each in of_run]}")
@@ -36,7 +36,7 @@ def main() -> None:
 
         expiry = {each.tinker_path: each.expires_at for each in of_run}
         print(f"The first expires at {expiry[paths[0]]}, the second {expiry[paths[1]] or 'never'}.")
-        rest.set_checkpoint_ttl_from_tinker_path(paths[0], None).result()  # now both stay
+        rest.set_checkpoint_ttl_from_tinker_path(paths[0], None).result()  # now both are kept
         kept = rest.list_checkpoints(training.model_id).result().checkpoints
 
         for path in paths:

@@ -2,7 +2,7 @@
 
 python examples/command_line.py [--base-url local] [--base-model tinkex/tiny]
 
-`tinkex.cli.main.run` takes the arguments of `tinkex` and returns its exit code, without a process of its own.
+`tinkex.cli.main.run` takes the arguments of `tinkex` and returns its exit code. It starts no process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     options = parsed(__doc__)
     where = ["--base-url", options.base_url]
     sample = ["sample", *where, "--base-model", options.base_model, "--max-tokens", "8"]
-    # While this client is open, commands with `local` find its service instead of starting theirs.
+    # While this client is open, commands with `local` use its service instead of starting another one.
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=4)
         saved = [training.save_state(name) for name in ("first", "second")]

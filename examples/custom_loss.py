@@ -1,4 +1,4 @@
-"""Train on a loss of your own: cross entropy that cares most for the tokens the model finds hardest.
+"""Train with a custom loss: cross entropy that weights the tokens most that the model finds hardest.
 
 python examples/custom_loss.py [--base-url local] [--base-model tinkex/tiny] [--steps 20]
 """

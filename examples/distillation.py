@@ -1,8 +1,8 @@
-"""Distillation: a student learns to speak like a teacher, from the teacher's samples and their logprobs.
+"""Distillation: a student model learns from a teacher's samples and their logprobs.
 
 python examples/distillation.py [--base-url local] [--base-model tinkex/tiny] [--steps 12] [--teacher tinker://…]
 
-Without `--teacher`, a checkpoint to sample from, one is trained here first, for a moment.
+`--teacher` is a checkpoint to sample from. Without it, a teacher is first trained here for a few steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
             data = [completion(prompt.to_ints(), each.tokens) for each in drawn]
             passed = student.forward_backward(data, "cross_entropy")
             student.optim_step(ADAM)
-            # Samples are new every time, so this is an honest estimate of KL(teacher‖student).
+            # Each round uses new samples, so this is an unbiased estimate of KL(teacher‖student).
             teachers = sum(sum(each.logprobs or []) for each in drawn)
             students = -passed.result().metrics["loss:sum"]
             divergences.append((teachers - students) / sum(len(each.tokens) for each in drawn))

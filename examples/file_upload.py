@@ -1,8 +1,8 @@
-"""Send files: a multipart body of fields and a file, with the client's headers, retries and errors.
+"""Upload files: a multipart body with fields and a file, with the client's headers, retries and errors.
 
 python examples/file_upload.py [--base-url URL --endpoint /api/v1/files] [--file FILE]
 
-The Tinker API takes no files today. Without `--endpoint`, a small server here takes them and shows what arrived.
+The Tinker API has no file upload today. Without `--endpoint`, a small server in this program receives and shows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIELDS = {"purpose": "notes", "tags": ["a", "b"], "about": {"author": "me"}}
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Takes what is posted and answers with the names of its parts."""
+    """Receives a POST and answers with the names of its parts."""
 
     received: list[tuple[str, str]]
 

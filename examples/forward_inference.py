@@ -1,4 +1,4 @@
-"""Only look: the logprobs of a text under weights in training, as arrays, and statistics of them.
+"""A forward pass without training: the logprobs of a text as arrays, and statistics of them.
 
 python examples/forward_inference.py [--base-url local] [--base-model tinkex/tiny] [--text TEXT]
 """
@@ -21,7 +21,7 @@ def main() -> None:
         tokens = training.encode(options.text)
         data = [completion(tokens[:1], tokens[1:])]
 
-        result = training.forward(data, "cross_entropy").result()  # no gradient, nothing to undo
+        result = training.forward(data, "cross_entropy").result()  # computes no gradient
         logprobs = result.loss_fn_outputs[0]["logprobs"].to_numpy()
         pieces = [training.decode([token]) for token in tokens[1:]]
 
@@ -33,7 +33,7 @@ def main() -> None:
     print(f"shape {logprobs.shape}, {logprobs.dtype}; loss {result.loss:.3f}")
     print(f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f}, most {logprobs.max():.3f}")
     print(f"perplexity {math.exp(-float(logprobs.mean())):.1f}")
-    # An adapter that has not learned anything says what its base model says.
+    # An untrained adapter gives the same logprobs as its base model.
     assert np.allclose(logprobs, np.array(same[1:], np.float32), atol=0.02)
 
 

@@ -1,8 +1,8 @@
-"""Ask a service whether it takes heartbeats where clients send them, and nowhere else.
+"""Check that a service accepts heartbeats at the path that clients use, and at no other path.
 
 python examples/heartbeat_probe.py [--base-url local]
 
-A service that has moved them would let every session expire, some hours later and without a word.
+If a service moved the path, every session would silently expire some hours later.
 """
 
 from __future__ import annotations

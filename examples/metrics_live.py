@@ -1,4 +1,4 @@
-"""Numbers of the program itself: how many requests, how long they took (p50, p95, p99), how many tokens a second.
+"""Metrics of this program: number of requests, latencies (p50, p95, p99), tokens per second.
 
 python examples/metrics_live.py [--base-url local] [--base-model tinkex/tiny] [--samples 20]
 """
@@ -20,7 +20,7 @@ def main() -> None:
         Metrics() as metrics,
     ):
         sampler = service.create_sampling_client(base_model=options.base_model)
-        metrics.reset()  # what came before is not to be counted
+        metrics.reset()  # do not count the calls above
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(options.samples)]
         tokens = sum(len(each.result().sequences[0].tokens) for each in futures)
         metrics.increment("my_prompts", options.samples)

@@ -1,8 +1,8 @@
-"""The protocol by hand: a session, a model that is promised and polled for, what it is, and letting it go.
+"""The protocol with raw requests: open a session, create a model and poll for it, get its info, unload it.
 
 python examples/model_info_and_unload.py [--base-url local] [--base-model tinkex/tiny]
 
-The typed way is `service.create_lora_training_client(…)`, `training.get_info()` and `training.unload_model()`.
+The typed methods are `service.create_lora_training_client(…)`, `training.get_info()` and `training.unload_model()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
             return service.http.post(f"/api/v1/{path}", body).result()
 
         def promised(promise: Any) -> Any:
-            """A long poll answers when the result is there, or says that it is not yet."""
+            """Poll until the result is there; the service answers try_again while it is not."""
             while "request_id" in promise:
                 found = post("retrieve_future", request_id=promise["request_id"])
                 if found.get("type") != "try_again":
@@ -47,7 +47,7 @@ def main() -> None:
             print(f"  {name}: {value}")
 
         unloaded = promised(post("unload_model", model_id=model_id))
-        print(f"unloaded {unloaded}; its checkpoints would stay")
+        print(f"unloaded {unloaded}; checkpoints of the model would be kept")
     assert info["lora_rank"] == 8
     assert unloaded["model_id"] == model_id
     assert info["model_data"]["model_name"] == options.base_model

@@ -1,8 +1,8 @@
-"""Many adapters on one base model: trained at the same time, then asked the same question at the same time.
+"""Many adapters on one base model: trained concurrently, then sampled concurrently with the same prompt.
 
 python examples/multi_adapter.py [--base-url local] [--base-model tinkex/tiny] [--steps 20]
 
-The base model is in memory once. Adapters are small; requests for different ones share a batch.
+The base model is in memory once. Adapters are small; requests for different adapters share a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
         }
         tokenizer = adapters["cat"].get_tokenizer()
         question = tokenizer.encode(QUESTION)
-        for _ in range(options.steps):  # nothing is waited for: each adapter has a line of its own
+        for _ in range(options.steps):  # no wait here: each adapter has its own queue
             for name, training in adapters.items():
                 data = [completion(question, tokenizer.encode(ANSWERS[name]))]
                 training.forward_backward(data, "cross_entropy")

@@ -1,9 +1,9 @@
-"""An image in a prompt; a run resumed with its optimizer; and tidying up.
+"""An image in a prompt; a run resumed with its optimizer state; deleting the checkpoint.
 
 python examples/multimodal_and_resume.py [--base-url local] [--base-model tinkex/tiny] [--image FILE]
     [--expected-tokens N]
 
-Models that read text only, as those of the local service, refuse the image with a word on why; the rest goes on.
+Text-only models, such as those of the local service, refuse the image with a reason; the example then continues.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main() -> None:
         sampler = service.create_sampling_client(base_model=options.base_model)
         try:
             drawn = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=8)).result()
-            print(f"The model saw it and said {drawn.sequences[0].tokens}")
+            print(f"The model read the image and sampled {drawn.sequences[0].tokens}")
         except tinkex.TinkerError as error:
             assert error.user_error, "an image should not break a service"
-            print(f"No images here: {error}")
+            print(f"The model does not accept images: {error}")
 
         training = service.create_lora_training_client(options.base_model, rank=8)
         before = [step(training) for _ in range(3)]
@@ -47,7 +47,7 @@ def main() -> None:
 
         service.create_rest_client().delete_checkpoint_from_tinker_path(saved.path).result()
         print("Deleted. Many at once: tinkex checkpoint delete PATH PATH …")
-    assert abs(after - expected) < 1e-3, "the resumed run went on differently"
+    assert abs(after - expected) < 1e-3, "the resumed run differs from the original"
 
 
 def step(training: tinkex.TrainingClient) -> float:
@@ -57,7 +57,7 @@ def step(training: tinkex.TrainingClient) -> float:
 
 
 def red_dot() -> bytes:
-    """A picture of one pixel, as PNG."""
+    """A PNG image of one red pixel."""
 
     def part(kind: bytes, data: bytes) -> bytes:
         return (

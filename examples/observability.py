@@ -2,7 +2,7 @@
 
 python examples/observability.py [--base-url local] [--base-model tinkex/tiny] [--steps 8] [--picture FILE.svg]
 
-The trace needs `pip install opentelemetry-sdk`; without it everything else is shown.
+The trace needs `pip install opentelemetry-sdk`. Without it, all other output is shown.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tinkex.telemetry import Metrics, OpenTelemetry, Prices, Rates, Usage, estim
 DATA = [completion([5, 6, 7, 8], [9, 10, 11, 12]), completion([20, 21, 22], [23, 24, 25])]
 PROMPT = tinkex.ModelInput.from_ints([5, 6, 7, 8])
 PARAMS = tinkex.SamplingParams(max_tokens=8, seed=1)
-#: Dollars per million tokens; put in what your service charges.
+#: Dollars per million tokens; replace them with the prices of your service.
 PRICES = Prices({"*": Rates(training=0.40, prefill=0.13, sampled=0.40)})
-#: Columns of the time line of a trace.
+#: Width of the time line of a trace, in characters.
 WIDTH = 36
 
 
@@ -79,7 +79,7 @@ def train_and_sample(service: tinkex.ServiceClient, base_model: str, steps: int)
         training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result()
         result.result()
     sampler = training.save_weights_and_get_sampling_client()
-    with tinkex.telemetry.metadata(phase="evaluation"):  # written on every event and span below
+    with tinkex.telemetry.metadata(phase="evaluation"):  # added to every event and span below
         sampler.sample(PROMPT, num_samples=4, sampling_params=PARAMS).result()
 
 
@@ -128,7 +128,7 @@ def new_table(name: str, *numbers: str) -> Table:
 
 
 def time_line(spans: Any) -> Table:
-    """The last call of each kind as a tree: its requests, the wait for its result, and when each was."""
+    """The last call of each kind as a tree: its requests, the wait for its result, and their times."""
     below = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_time):
         below[span.parent.span_id if span.parent else None].append(span)
@@ -154,7 +154,7 @@ def tree(span: Any, below: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
 
 def draw(console: Console, file: Path) -> None:
     picture = console.export_svg(title="examples/observability.py", unique_id="observability")
-    # The reader's own fixed-width font will do; a picture should fetch nothing.
+    # Remove the web font, so that the SVG file loads nothing from the network.
     file.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), "utf-8")
 
 

@@ -1,9 +1,9 @@
-"""Why do I wait? A service that pauses requests says so, and three can listen: the log, an observer, telemetry.
+"""Why does a request wait? The service reports pauses; the log, an observer and telemetry receive them.
 
 python examples/queue_states.py [--base-url local] [--base-model tinkex/tiny]
 
-The pauses are made up, by what stands between the client and the service; the rest is real. After a 429 the client
-sends nothing for a second and then few samples at a time.
+The HTTP client of this example simulates the pauses; everything else is real. After a 429 the client sends no sample
+for one second, and then only a few at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     pauses = dict(PAUSES)
 
     def busy(url: str) -> Answer | None:
-        """Each pause once."""
+        """Return each simulated pause once."""
         return next((pauses.pop(path) for path in list(pauses) if url.endswith(path)), None)
 
     observed: list[tuple[tinkex.QueueState, str | None]] = []
@@ -49,7 +49,7 @@ def main() -> None:
     number = attach(listener, QueueStateChange, Throttled)
     with tinkex.ServiceClient(base_url=options.base_url, http_client=Between(busy)) as service:
         sampler = service.create_sampling_client(base_model=options.base_model)
-        sampler.observe_queue_state(observer)  # training clients have it too
+        sampler.observe_queue_state(observer)  # training clients have this method too
         began = time.perf_counter()
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
         drawn = [future.result() for future in futures]

@@ -1,9 +1,9 @@
-"""Lose a training run and go on: checkpoints by themselves, a watch over the run, a restore from the last one.
+"""Recover a lost training run: automatic checkpoints, a monitor, and a restore from the last checkpoint.
 
 python examples/recovery.py [--base-url local] [--base-model tinkex/tiny] [--steps 12]
 
-Runs are hard to corrupt, so this one is only called corrupted, once, by what stands between the watch and the
-service. Everything else is real: the checkpoints, the new run, the optimizer that goes on where it was.
+The example only simulates the corruption: a wrapper reports the run as corrupted to the monitor. Everything else is
+real: the checkpoints, the new run, and its restored optimizer state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     policy = RecoveryPolicy(
         enabled=True,
         poll_interval=0.5,
-        on_recovery=lambda old, new, checkpoint: print(f"  {old} goes on as {new}"),
+        on_recovery=lambda old, new, checkpoint: print(f"  {old} continues as {new}"),
         on_failure=lambda run_id, error: print(f"  {run_id} is lost: {error}"),
     )
     with (
@@ -46,12 +46,12 @@ def main() -> None:
 
         restored = monitor.monitor_run(training, Corrupting(service)).result(60)
 
-        # Of the steps since the checkpoint nothing is left, so they are done again.
+        # The steps after the checkpoint are lost, so they are repeated.
         training, done = restored.client, saved.last.step
         with AutoCheckpoint(training, every_steps=options.steps // 3, keep=2, first_step=done):
             again = [step(training) for _ in range(options.steps - done)]
         print(f"step {options.steps}, loss {again[-1]:.3f}")
-    assert again[: len(losses) - done] == losses[done:]  # the same numbers as the first time
+    assert again[: len(losses) - done] == losses[done:]  # the same losses as the first time
     assert again[-1] < losses[-1]
 
 
@@ -64,7 +64,7 @@ def step(training: tinkex.TrainingClient) -> float:
 
 
 class Corrupting:
-    """A client that hears of every run it asks for that it is corrupted."""
+    """A client wrapper that reports every run as corrupted."""
 
     def __init__(self, service: Any) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""Every ready-made penalty in one training run, each with a small weight and each reported on its own.
+"""Every built-in penalty in one training run, each with a small weight and each reported separately.
 
 python examples/regularizers_all.py [--base-url local] [--base-model tinkex/tiny] [--steps 15]
 """
@@ -28,7 +28,7 @@ from tinkex.regularizers import (
 
 
 def steepness(data: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
-    """Whose gradient is not to become too long."""
+    """The function whose gradient norm the penalty limits."""
     return torch.cat(logprobs).exp().sum()
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         encode = training.get_tokenizer().encode
         texts = [completion(encode(prompt), encode(answer)) for prompt, answer in SENTENCES]
         base = service.create_sampling_client(base_model=options.base_model)
-        data = with_reference(texts, base)  # what the base model says of the same tokens
+        data = with_reference(texts, base)  # adds the base model's logprobs of the same tokens
 
         results = []
         for _ in range(options.steps):

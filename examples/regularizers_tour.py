@@ -1,4 +1,4 @@
-"""Regularizers without a service: how terms are written, composed, computed, measured, and how they fail.
+"""Regularizers without a service: how to write, combine, compute and measure terms, and how errors appear.
 
 python examples/regularizers_tour.py
 
@@ -36,7 +36,7 @@ def base_loss(data: Any, logprobs: Any) -> Any:
 
 
 async def slow_judge(data: Any, logprobs: Any) -> Any:
-    """A term may wait: for a reward model, a disk, another service."""
+    """A term may be async: it can wait for a reward model, a disk or another service."""
     await asyncio.sleep(0.01)
     return logprobs.exp().square().sum(), {}
 
@@ -56,7 +56,7 @@ TERMS: list[RegularizerSpec | dict[str, Any]] = [
     RegularizerSpec(Entropy(mode="maximize"), weight=0.01, name="entropy"),
     RegularizerSpec(KLDivergence(reference_logprobs=UNIFORM), weight=0.5, name="kl"),
     RegularizerSpec(slow_judge, weight=0.0, name="only measured", is_async=True),
-    {"fn": Ceiling(), "weight": 0.2, "options": {"most": 0.5}},  # named by its object
+    {"fn": Ceiling(), "weight": 0.2, "options": {"most": 0.5}},  # named by Ceiling.name
 ]
 
 
@@ -75,20 +75,20 @@ def main() -> None:
             f"{name:16}{term.value:10.4f}{term.weight:8.2f}"
             f"{term.contribution:10.4f}{term.grad_norm:10.4f}"
         )
-    print(f"total {output.loss_total:.4f}, gradient {output.total_grad_norm:.4f}; heard of {heard}")
+    print(f"total {output.loss_total:.4f}, gradient {output.total_grad_norm:.4f}; events {heard}")
     assert abs(alone.loss_total + output.regularizer_total - output.loss_total) < 1e-5
     assert len(heard) == len(TERMS)
 
-    # One after another instead of side by side: the same numbers.
+    # Serial instead of parallel: the same numbers.
     serial = Pipeline(TERMS, parallel=False).compute([], LOGPROBS, base_loss)
     assert abs(serial.loss_total - output.loss_total) < 1e-6
 
-    # A gradient's length without a pipeline, and the result as JSON.
+    # The norm of a gradient without a pipeline, and the result as JSON.
     by_hand = grad_norm(lambda logp: L1(reduction="mean").compute([], logp, {})[0], LOGPROBS)
-    print(f"gradient of l1, by hand: {by_hand:.4f}")
+    print(f"gradient of l1, without a pipeline: {by_hand:.4f}")
     print(f"as JSON: {json.dumps(output.to_dict())[:80]} …")
 
-    # Who is to blame is said by name, and what it raised is the cause.
+    # The error names the failed term, and its cause is the term's exception.
     broken = RegularizerSpec(lambda data, logprobs: 1 / 0, weight=1, name="broken")
     try:
         Pipeline([*TERMS, broken]).compute([], LOGPROBS, base_loss)

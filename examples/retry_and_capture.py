@@ -1,4 +1,4 @@
-"""Trying again: a service, then a function, fails twice and then works; what cannot be helped is raised at once.
+"""Retries: a service, then a function, fails twice and then succeeds; a permanent error is raised at once.
 
 python examples/retry_and_capture.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -12,7 +12,7 @@ from tinkex.telemetry.events import RetryAttemptRetry
 
 PROMPT = tinkex.ModelInput.from_ints([65, 66, 67])
 PARAMS = tinkex.SamplingParams(max_tokens=4)
-#: At once, after 0.2 s, after 0.4 s, and no more.
+#: Three attempts: immediately, after 0.2 s, and after another 0.4 s.
 RETRIES = tinkex.RetryConfig(max_retries=2, retry_delay_base=0.2, jitter_factor=0)
 
 
@@ -33,12 +33,12 @@ def main() -> None:
         sampler = service.create_sampling_client(
             base_model=options.base_model, retry_config=RETRIES
         )
-        capture = capture_exceptions(service.get_telemetry())  # reports what leaves the block
+        capture = capture_exceptions(service.get_telemetry())  # reports exceptions
         with capture:
             drawn = sampler.sample(PROMPT, 1, PARAMS).result()
         for each in retries:
-            print(f"attempt {each.attempt} failed: {each.error}; again in {each.delay:.1f} s")
-        print(f"In the end: {drawn.sequences[0].tokens}")
+            print(f"attempt {each.attempt} failed: {each.error}; retry in {each.delay:.1f} s")
+        print(f"Final result: {drawn.sequences[0].tokens}")
 
         calls = 0
 
@@ -56,21 +56,21 @@ def main() -> None:
             retryable_exceptions=(ConnectionError,),
         )
         with capture:
-            print(f"A function: {tinkex.with_retry(flaky, for_functions).result()}")
+            print(f"The function: {tinkex.with_retry(flaky, for_functions).result()}")
 
         bad_days = 10
         try:
             with capture:
                 sampler.sample(PROMPT, 1, PARAMS).result()
         except tinkex.InternalServerError as error:
-            print(f"Too many in a row: {error}")
+            print(f"Too many failures in a row: {error}")
         bad_days = 0
         try:
             with capture:
                 service.create_sampling_client(base_model="no/such-model")
         except tinkex.TinkerError as error:
             assert error.user_error
-            print(f"Not tried again, because that would not help: {error}")
+            print(f"Not retried, because the error is permanent: {error}")
     detach(number)
     assert [each.delay for each in retries] == [0.2, 0.4] * 3
 

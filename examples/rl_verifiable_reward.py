@@ -2,8 +2,8 @@
 
 python examples/rl_verifiable_reward.py [--base-url local] [--base-model tinkex/tiny] [--steps 8]
 
-Every round draws a group of answers, scores them, and trains on what was drawn: better than the group's mean becomes
-likelier, worse less likely.
+Every round samples a group of answers, scores them and trains on them: answers above the group's mean become likelier,
+answers below it less likely.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LENGTH = 8
 
 
 def reward(tokenizer: Any, tokens: list[int]) -> float:
-    """The share of tokens that are written in capitals."""
+    """The share of tokens that are capital letters."""
     return mean(float(tokenizer.decode([each]).strip().isupper()) for each in tokens)
 
 
@@ -44,14 +44,14 @@ def main() -> None:
             training.optim_step(tinkex.AdamParams(learning_rate=5e-3))
             rewards.append(mean(scores))
             print(f"round {step:2}  reward {rewards[-1]:.3f}  {'█' * round(40 * rewards[-1])}")
-        print(f"An answer of the last round: {tokenizer.decode(drawn[0].tokens)!r}")
+        print(f"One answer of the last round: {tokenizer.decode(drawn[0].tokens)!r}")
     assert rewards[-1] > rewards[0] + 0.3, "the reward did not climb"
 
 
 def rollout(prompt: list[int], drawn: tinkex.SampledSequence, advantage: float) -> tinkex.Datum:
-    """What was drawn, how likely it was then, and by how much it was better than the others."""
+    """A datum with the sampled tokens, their logprobs at sampling time, and their advantage over the group."""
     assert drawn.logprobs is not None
-    asked = [0.0] * (len(prompt) - 1)  # the prompt was not drawn, so nothing is to be learned there
+    asked = [0.0] * (len(prompt) - 1)  # the prompt was not sampled, so it has no advantage
     return tinkex.Datum(
         model_input=tinkex.ModelInput.from_ints([*prompt, *drawn.tokens[:-1]]),
         loss_fn_inputs={

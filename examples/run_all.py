@@ -1,4 +1,4 @@
-"""Run the examples one after another, with the time each takes; stop at the first that fails.
+"""Run the examples one after another and print their times; stop at the first failure.
 
 python examples/run_all.py [--base-url local] [--base-model tinkex/tiny] [NAME …]
 """
@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: From the first sample to what is seldom needed, as in the index.
+#: In the order of the README: from the first sample to rarely needed features.
 EXAMPLES = [
     "sampling_basic",
     "training_loop",

@@ -1,4 +1,4 @@
-"""Sample from a model: a service, a sampler, a prompt, and text again.
+"""Sample from a model: connect to a service, create a sampler, send a prompt, decode the text.
 
 python examples/sampling_basic.py [--base-url local] [--base-model tinkex/tiny] [--prompt TEXT] [--num-samples 3]
     [--max-tokens 64] [--temperature 0.7] [--timeout 60]

@@ -1,4 +1,4 @@
-"""From training to sampling in one call, unnamed for now or named for later.
+"""From training to sampling in one call: with an unnamed sampler, or a named one for later use.
 
 python examples/save_weights_and_sample.py [--base-url local] [--base-model tinkex/tiny] [--steps 20]
 """
@@ -23,7 +23,7 @@ def main() -> None:
             training.forward_backward(data, "cross_entropy")
             training.optim_step(tinkex.AdamParams(learning_rate=1e-2))
 
-        # A sampler is a snapshot: `before` stays as it was. Unnamed ones are listed nowhere and end with the session.
+        # A sampler is a snapshot: `before` does not change. Unnamed samplers are not listed and end with the session.
         after = training.save_weights_and_get_sampling_client()
         kept = training.save_weights_for_sampler("sums", ttl_seconds=3600).result()
         named = service.create_sampling_client(model_path=kept.path)

@@ -1,4 +1,4 @@
-"""Sessions: which there are, what belongs to one, and which of other people's can be seen.
+"""Sessions: list them, show the models and samplers of one, and count those of others that you may see.
 
 python examples/sessions_management.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -27,7 +27,7 @@ def main() -> None:
 
         owned = rest.list_sessions(limit=1000).result().sessions
         accessible = rest.list_sessions(limit=1000, access_scope="accessible").result().sessions
-        print(f"{len(owned)} sessions are mine, {len(accessible)} can be seen.")
+        print(f"{len(owned)} sessions are mine, {len(accessible)} are visible to me.")
     assert session_id in owned
     assert found.training_run_ids == [training.model_id]
     assert len(found.sampler_ids) == 1

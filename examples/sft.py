@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: learn questions and answers, and watch the loss on questions that are held out.
+"""Supervised fine-tuning: train on questions and answers, and measure the loss on held-out questions.
 
 python examples/sft.py [--base-url local] [--base-model tinkex/tiny] [--steps 30]
 """
@@ -22,7 +22,7 @@ def main() -> None:
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=16, seed=0)
         tokenizer = training.get_tokenizer()
-        # Facts of an island that does not exist. The held-out questions ask for the same in other words.
+        # Facts about an invented island. The held-out questions ask for the same facts in other words.
         lessons, held_out = (lessons_of(kind, tokenizer) for kind in ("train", "test"))
         order = random.Random(0)
 
@@ -51,7 +51,7 @@ def lessons_of(kind: Any, tokenizer: Any) -> list[tinkex.Datum]:
 
 
 def mean_loss(training: tinkex.TrainingClient, held_out: list[tinkex.Datum]) -> float:
-    """The loss of an answer; `forward` leaves gradients alone."""
+    """The mean loss of an answer; `forward` does not change gradients."""
     result = training.forward(held_out, "cross_entropy").result()
     return result.metrics["loss:sum"] / len(held_out)
 

@@ -1,4 +1,4 @@
-"""The report to the service: events of one's own, exceptions, and the end of it; requests on the console as they go.
+"""Telemetry sent to the service: custom events, exceptions, the end of the session; and requests on the console.
 
 python examples/telemetry_reporter.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -29,25 +29,25 @@ def main() -> None:
         sampler.sample(PROMPT, 1, tinkex.SamplingParams(max_tokens=4)).result()
         detach(number)
 
-        # Accepted means queued: batches go every ten seconds, or when a hundred wait.
+        # True means queued: a batch is sent every 10 s, or when 100 events are queued.
         assert reporter.log("checkpoint reached", {"step": 300})
         assert reporter.log("loss is high", {"loss": 9.5}, severity="WARNING")
 
         try:
-            with capture_exceptions(reporter):  # also a decorator
+            with capture_exceptions(reporter):  # also works as a decorator
                 raise RuntimeError("something of ours broke")
         except RuntimeError as error:
-            print(f"Reported, and raised all the same: {error}")
+            print(f"Reported and raised: {error}")
         try:
             with capture_exceptions(reporter):
                 service.create_sampling_client(model_path="tinker://not/a")
         except tinkex.TinkerError as error:
-            print(f"Reported as the user's mistake, not as a crash: {error}")
+            print(f"Reported as a user error, not as a crash: {error}")
 
-        print(f"{reporter.pending} events wait for the service.")
-        assert reporter.wait_until_drained(30), "the service did not take the events"
+        print(f"{reporter.pending} events are queued.")
+        assert reporter.wait_until_drained(30), "the service did not accept the events"
         assert reporter.pending == 0
-        print("Shipped. Closing the client ends the report with one last event.")
+        print("Sent. Closing the client sends one last event.")
     assert not reporter.log("too late")
 
 

@@ -1,9 +1,9 @@
-"""Tokenizers that are not simply those of the model's name: Llama 3, Kimi K2; and that of the model at hand.
+"""Tokenizers whose name differs from the model's name (Llama 3, Kimi K2), and the tokenizer of `--base-model`.
 
 python examples/tokenizer_overrides.py [--base-url local] [--base-model tinkex/tiny]
 
-All of `meta-llama/Llama-3…` share one tokenizer that needs no licence click; `moonshotai/Kimi-K2-Thinking` is loaded
-from one pinned revision, because it runs code of its own. A model the service does not have is skipped.
+All `meta-llama/Llama-3…` models use one tokenizer that needs no licence agreement. `moonshotai/Kimi-K2-Thinking` is
+loaded from one pinned revision, because its tokenizer runs its own code. Models that the service lacks are skipped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def main() -> None:
             except OSError as error:
                 if name == options.base_model:
                     raise
-                print(f"{name}: skipped, its tokenizer cannot be had: {error}")
+                print(f"{name}: skipped, its tokenizer cannot be loaded: {error}")
                 continue
             ids = tokenizer.encode(TEXT, add_special_tokens=False)
             print(f"{name}: {len(ids)} tokens {ids[:8]} …")
             params = tinkex.SamplingParams(max_tokens=8, seed=1)
             drawn = sampler.sample(tinkex.ModelInput.from_ints(ids), 1, params).result()
-            print(f"  goes on with {tokenizer.decode(drawn.sequences[0].tokens)!r}")
+            print(f"  continues with {tokenizer.decode(drawn.sequences[0].tokens)!r}")
             assert tokenizer.decode(ids) == TEXT, "decoding does not undo encoding"
 
 

@@ -1,4 +1,4 @@
-"""The training loop: forward_backward, optim_step, how long each step takes, and a sample of what was learned.
+"""The training loop: forward_backward, optim_step, the time of each step, and a sample from the trained model.
 
 python examples/training_loop.py [--base-url local] [--base-model tinkex/tiny] [--steps 30]
 """
@@ -24,7 +24,7 @@ def main() -> None:
         losses: list[float] = []
         for step in range(options.steps):
             began = time.perf_counter()
-            # Both are submitted before either is waited for: one round trip, not two.
+            # Submit both before waiting for either: one round trip instead of two.
             passed = training.forward_backward(data, "cross_entropy")
             stepped = training.optim_step(tinkex.AdamParams(learning_rate=1e-2))
             losses.append(passed.result().metrics["loss:sum"])

@@ -1,4 +1,4 @@
-"""Save and load: go back in a run, with or without its optimizer, or go on from a checkpoint in a new one.
+"""Save and load: return to a checkpoint in the same run or in a new one, with or without the optimizer state.
 
 python examples/training_persistence.py [--base-url local] [--base-model tinkex/tiny]
 """
@@ -18,7 +18,7 @@ def main() -> None:
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         training = service.create_lora_training_client(options.base_model, rank=8)
         steps(training, 3)
-        saved = training.save_state("after-three", ttl_seconds=86_400).result()  # kept for a day
+        saved = training.save_state("after-three", ttl_seconds=86_400).result()  # kept for one day
         print(f"saved {saved.path}")
         went_on = steps(training, 3)
 
@@ -29,14 +29,14 @@ def main() -> None:
         resumed = service.create_training_client_from_state_with_optimizer(saved.path)
         elsewhere = steps(resumed, 3)
         restarted = service.create_training_client_from_state(saved.path)
-        print(f"{'went on':34}{shown(went_on)}")
-        print(f"{'back, with optimizer':34}{shown(again)}")
+        print(f"{'continued':34}{shown(went_on)}")
+        print(f"{'loaded, with optimizer':34}{shown(again)}")
         print(f"{'in a new run, with optimizer':34}{shown(elsewhere)}")
-        print(f"{'back, with a fresh optimizer':34}{shown(fresh)}")
-        print(f"{'in a new run, a fresh optimizer':34}{shown(steps(restarted, 3))}")
+        print(f"{'loaded, with a new optimizer':34}{shown(fresh)}")
+        print(f"{'in a new run, new optimizer':34}{shown(steps(restarted, 3))}")
     assert same(again, went_on), "going back is not what it was"
     assert same(elsewhere, went_on), "the new run goes another way"
-    # The same weights, so the same first loss; but Adam has forgotten where it was heading.
+    # The weights are the same, so the first loss is the same. But Adam's moments are lost, so later losses differ.
     assert same(fresh[:1], went_on[:1])
     assert not same(fresh, went_on)
 

@@ -1,8 +1,8 @@
-"""What is in a checkpoint: its run, its base model and rank, which parts were trained, and where to fetch it.
+"""Inspect a checkpoint: its run, base model and rank, its trained parts, and its download URL.
 
 python examples/weights_inspection.py [--base-url local] [--base-model tinkex/tiny] [--path tinker://…]
 
-Without a path, one is made.
+Without `--path`, a checkpoint is created.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def main() -> None:
         run = rest.get_training_run_by_tinker_path(path).result()
         print(f"{path}\n  belongs to {run.training_run_id}, owned by {run.model_owner}")
         if run.last_sampler_checkpoint is not None:
-            print(f"  whose latest to sample from is {run.last_sampler_checkpoint.tinker_path}")
+            print(f"  latest sampler checkpoint: {run.last_sampler_checkpoint.tinker_path}")
 
         info = rest.get_weights_info_by_tinker_path(path).result()
         trained = {"mlp": info.train_mlp, "attn": info.train_attn, "unembed": info.train_unembed}
         print(f"  {info.base_model}, LoRA {info.is_lora}, rank {info.lora_rank}, trained {trained}")
 
         sampler = service.create_sampling_client(model_path=path)
-        print(f"  samples with the tokenizer of {sampler.get_base_model()}")
+        print(f"  base model of its sampler: {sampler.get_base_model()}")
 
         archive = rest.get_checkpoint_archive_url_from_tinker_path(path).result()
-        print(f"  its archive can be fetched until {archive.expires}")
+        print(f"  its archive can be downloaded until {archive.expires}")
     assert run.training_run_id in path
     assert info.is_lora
     if not options.path:

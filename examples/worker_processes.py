@@ -1,8 +1,8 @@
-"""Sample from worker processes: a sampling client is pickled into each, and goes on in the same sampling session.
+"""Sample from worker processes: each gets a pickled sampling client, which uses the same sampling session.
 
 python examples/worker_processes.py [--base-url local] [--base-model tinkex/tiny] [--workers 2]
 
-Worth it when what happens to the samples takes the time of a processor: running tests on code, checking proofs.
+Use it if processing the samples needs much CPU time, for example to run tests on code or to check proofs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARAMS = tinkex.SamplingParams(max_tokens=8, temperature=0)
 
 
 def answer(sampler: tinkex.SamplingClient, prompt: list[int]) -> tuple[int, list[int]]:
-    """What runs in a worker; the score of a real program would be computed here."""
+    """Runs in a worker process. A real program would compute its score here."""
     drawn = sampler.sample(tinkex.ModelInput.from_ints(prompt), 1, PARAMS).result()
     return os.getpid(), drawn.sequences[0].tokens
 
@@ -30,7 +30,7 @@ def main() -> None:
     with tinkex.ServiceClient(base_url=options.base_url) as service:
         sampler = service.create_sampling_client(base_model=options.base_model)
         expected = [answer(sampler, prompt)[1] for prompt in PROMPTS]
-        context = multiprocessing.get_context("spawn")  # workers share nothing but what is pickled
+        context = multiprocessing.get_context("spawn")  # workers get only pickled objects
         with ProcessPoolExecutor(options.workers, context) as pool:
             answers = list(pool.map(partial(answer, sampler), PROMPTS))
     for (worker, tokens), prompt in zip(answers, PROMPTS, strict=True):

@@ -1,4 +1,4 @@
-"""What the tests of the clients share: short names for inputs, routes and answers."""
+"""Helpers for the client tests: short names for inputs, routes and answers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ ONE_TOKEN = types.SamplingParams(max_tokens=1)
 
 
 def flags(server: ScriptedServer, **values: Any) -> None:
-    """Answer the question for the service's flags."""
+    """Script the service's flags."""
     server.on(CONFIG, Answer(values))
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait, turn by turn of the clients' loop, for what nothing else announces."""
+    """Wait until `condition` holds, checked once per turn of the clients' event loop."""
 
     async def turns() -> None:
         while not condition():  # noqa: ASYNC110 - there is no event to wait for
@@ -63,7 +63,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def datum(*tokens: int) -> types.Datum:
-    """Predict each token from itself; as good as any for a service that does not compute."""
+    """A datum whose targets are its own tokens; the scripted service does not compute anything."""
     count = len(tokens)
     return types.Datum(
         types.ModelInput.from_ints(list(tokens)),
@@ -79,7 +79,7 @@ def failed(message: str = "no", category: str = "user") -> Answer:
 
 
 def pass_of(request: Request) -> types.ForwardBackwardRequest | types.ForwardRequest:
-    """What a forward_backward request says."""
+    """The decoded content of a forward_backward request."""
     encoding = request.headers.get("content-encoding")
     body = decode_body(request.body, encoding) if encoding else request.body
     return proto_codec.decode_forward_backward_request(body)
@@ -109,14 +109,14 @@ def output(
 
 
 def answer_pass(request: Request) -> Answer:
-    """At once the result of a pass: one logprob of -1 per target, and `loss:sum` of 1 per datum."""
+    """An immediate result of a pass: one logprob of -1 per target, and `loss:sum` of 1 per datum."""
     data = input_of(request).data
     rows = [logprobs_of(len(each.loss_fn_inputs["target_tokens"])) for each in data]
     return Answer(output(*rows, loss__sum=float(len(data))))
 
 
 def answer_training(server: ScriptedServer) -> None:
-    """Accept every training operation and finish it at once."""
+    """Answer every training operation with an immediate result."""
     server.on(PASS, answer_pass)
     server.on(STEP, Answer({"metrics": {}}))
     server.on(SAVE, Answer({"path": "tinker://s-1:train:0/weights/a"}))
@@ -138,7 +138,7 @@ def sampled(*tokens: int, **more: Any) -> Answer:
 
 
 def answer_samples(server: ScriptedServer, *tokens: int) -> None:
-    """Answer every sample at once."""
+    """Answer every sample with an immediate result."""
     server.on(SAMPLE, sampled(*(tokens or (7,))))
 
 
@@ -162,7 +162,7 @@ def seq_ids(requests: Sequence[Request]) -> list[int]:
 
 
 def run_script(source: str, *, stdin: str = "") -> str:
-    """Run Python in a process of its own, which must end well and say nothing on stderr."""
+    """Run Python code in a new process. It must exit with code 0 and write nothing to stderr."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", source],
         input=stdin,

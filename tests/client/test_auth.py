@@ -1,4 +1,4 @@
-"""Who is calling: keys, commands that print keys, tokens that keys are exchanged for."""
+"""Credentials: keys, commands that print keys, and tokens obtained for keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def token(**content: Any) -> str:
 
 @pytest.fixture
 def exchanging(server: ScriptedServer, clock: FakeClock) -> ScriptedServer:
-    """A service that wants tokens, each good for an hour."""
+    """A service that requires tokens, each valid for one hour."""
     issued = 0
 
     def issue(_: Any) -> Answer:
@@ -73,14 +73,14 @@ def keys(server: ScriptedServer, route: str) -> list[str]:
 
 
 def numbers(server: ScriptedServer) -> list[int]:
-    """Which of the issued tokens the calls were made with."""
+    """The numbers of the issued tokens that the requests carried."""
     return [claims(key)["number"] for key in keys(server, HEALTH)]
 
 
 # -- keys -----------------------------------------------------------------------------------------
 
 
-def test_a_key_is_sent_as_it_is(server, service):
+def test_api_key_is_sent_unchanged(server, service):
     server.on(HEALTH, Answer({"status": "ok"}))
     service(api_key="tml-mine").health()
     assert keys(server, HEALTH) == ["tml-mine"]
@@ -92,13 +92,13 @@ def test_a_key_is_sent_as_it_is(server, service):
 
 @pytest.fixture
 def of_command(server: ScriptedServer, service: Service, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client whose key a command prints."""
+    """Creates a client whose key comes from a command."""
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     server.on(HEALTH, Answer({"status": "ok"}))
     return lambda credential_cmd: service(api_key=None, credential_cmd=credential_cmd)
 
 
-def test_a_command_prints_the_key_once_for_all_calls(server, of_command, tmp_path):
+def test_credential_command_runs_once(server, of_command, tmp_path):
     runs = tmp_path / "runs"
     client = of_command(f"echo run >> {shlex.quote(str(runs))}; echo '  tml-printed  '")
     futures = [client.http.get("/api/v1/healthz") for _ in range(5)]
@@ -108,7 +108,7 @@ def test_a_command_prints_the_key_once_for_all_calls(server, of_command, tmp_pat
     assert runs.read_text() == "run\n"
 
 
-def test_a_stream_waits_for_the_command_too(server, of_command):
+def test_stream_waits_for_credential_command(server, of_command):
     client = of_command("echo tml-printed")
 
     async def work() -> None:
@@ -129,7 +129,7 @@ def test_a_stream_waits_for_the_command_too(server, of_command):
         ("printf 'tml-SECRET\\nmore\\n'", "more than a key"),
     ],
 )
-def test_a_command_that_fails_is_told_of_without_what_it_printed(
+def test_error_of_credential_command_does_not_quote_its_output(
     server, of_command, credential_cmd, complaint
 ):
     client = of_command(credential_cmd)
@@ -141,19 +141,19 @@ def test_a_command_that_fails_is_told_of_without_what_it_printed(
     assert server.requests == []
 
 
-def test_a_command_that_does_not_end_is_not_waited_for():
+def test_credential_command_has_timeout():
     with pytest.raises(ConfigError, match="did not end within") as raised:
         _from_command("exec sleep 30 # SECRET", timeout=0.01)
     assert "SECRET" not in str(raised.value)
     assert raised.value.__cause__ is None
 
 
-def test_a_command_that_prints_no_text_gives_no_key_that_breaks_anything(of_command):
+def test_binary_output_of_credential_command_is_refused(of_command):
     with pytest.raises(ConfigError):
         of_command(r"printf '\377 \377'").health()
 
 
-def test_a_command_that_failed_is_run_again_with_the_next_call(server, of_command, tmp_path):
+def test_failed_credential_command_is_run_again_by_next_call(server, of_command, tmp_path):
     flag = shlex.quote(str(tmp_path / "flag"))
     client = of_command(f"test -e {flag} && echo tml-late || (touch {flag}; exit 1)")
     with pytest.raises(ConfigError):
@@ -165,7 +165,7 @@ def test_a_command_that_failed_is_run_again_with_the_next_call(server, of_comman
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def test_a_key_is_exchanged_for_a_token_where_the_service_wants_that(exchanging, service):
+def test_key_is_exchanged_for_token_if_flag_is_set(exchanging, service):
     service().health()
     assert keys(exchanging, CONFIG) == ["tml-test"]
     assert keys(exchanging, EXCHANGE) == ["tml-test"]
@@ -173,13 +173,13 @@ def test_a_key_is_exchanged_for_a_token_where_the_service_wants_that(exchanging,
     assert numbers(exchanging) == [1]
 
 
-def test_without_the_flag_there_is_no_exchange(server, service):
+def test_key_is_not_exchanged_without_flag(server, service):
     server.on(HEALTH, Answer({"status": "ok"}))
     service().health()
     assert server.asked(EXCHANGE) == []
 
 
-def test_many_calls_at_once_need_one_exchange(exchanging, service):
+def test_concurrent_calls_share_one_exchange(exchanging, service):
     client = service()
     futures = [client.create_rest_client().whoami() for _ in range(10)]
     for future in futures:
@@ -199,9 +199,7 @@ def test_a_token_is_renewed_in_its_last_minute(exchanging, service, clock):
     assert keys(exchanging, EXCHANGE) == ["tml-test", "tml-test"]
 
 
-def test_a_failed_exchange_fails_the_call_and_is_tried_again_with_the_next(
-    exchanging, service, clock
-):
+def test_failed_exchange_fails_call_and_is_repeated_by_next(exchanging, service, clock):
     good = token(exp=clock.now + 3600, number=7)
     exchanging.on(EXCHANGE, Answer({"detail": "unknown key"}, 401), Answer({"jwt": good}))
     client = service()
@@ -221,7 +219,7 @@ def test_an_exchange_is_retried_like_any_call(exchanging, service, clock):
 
 
 @pytest.mark.parametrize("bad", ["no token", "eyJ.eyJ", token(sub="x"), token(exp="soon")])
-def test_what_is_no_token_is_never_sent(exchanging, service, bad):
+def test_malformed_token_is_never_sent(exchanging, service, bad):
     exchanging.on(EXCHANGE, Answer({"jwt": bad}))
     with pytest.raises(DecodeError, match="jwt"):
         service().health()
@@ -253,16 +251,16 @@ def test_an_expired_token_is_not_kept_when_its_renewal_fails(exchanging, service
         "x.\xff.x",
     ],
 )
-def test_claims_of_what_is_no_token_are_refused(text):
+def test_claims_of_malformed_token_are_refused(text):
     with pytest.raises(DecodeError, match="not a JWT"):
         claims(text)
 
 
-def test_claims_are_read_without_the_padding_and_with_a_number_as_date():
+def test_claims_are_read_without_padding_and_with_numeric_expiry():
     assert claims(token(exp=5, sub="é" * 3)) == {"exp": 5.0, "sub": "ééé"}
 
 
-# -- who am I -------------------------------------------------------------------------------------
+# -- whoami ---------------------------------------------------------------------------------------
 
 
 def test_whoami_reads_the_token(exchanging, service):
@@ -270,13 +268,13 @@ def test_whoami_reads_the_token(exchanging, service):
     assert (me.user_urn, me.org_urn, me.email) == ("u-1", "tml:organization:o-1", "a@b.c")
 
 
-def test_whoami_needs_a_service_that_gives_tokens(server, service):
+def test_whoami_needs_service_that_issues_tokens(server, service):
     with pytest.raises(AuthenticationError, match="who you are"):
         service().create_rest_client().whoami().result(10)
 
 
 @pytest.mark.parametrize("issuer", ["passport-prod", "elsewhere", None])
-def test_a_token_as_key_says_who_one_is_if_the_identity_service_issued_it(
+def test_whoami_reads_token_given_as_key_if_identity_service_issued_it(
     server, service, clock, issuer
 ):
     own = token(exp=clock.now + 3600, sub="u-2", org_id="o-2", iss=issuer)
@@ -290,7 +288,7 @@ def test_a_token_as_key_says_who_one_is_if_the_identity_service_issued_it(
 
 
 @pytest.mark.parametrize("missing", ["sub", "org_id"])
-def test_a_token_that_does_not_say_who_one_is_is_an_error(exchanging, service, clock, missing):
+def test_whoami_raises_if_token_lacks_a_claim(exchanging, service, clock, missing):
     content = {"exp": clock.now + 3600, "sub": "u", "org_id": "o"}
     del content[missing]
     exchanging.on(EXCHANGE, Answer({"jwt": token(**content)}))
@@ -326,7 +324,7 @@ def test_the_default_key_of_a_stored_login_is_found(tmp_path):
         b"\xff\xfe",
     ],
 )
-def test_a_stored_login_that_cannot_be_read_is_none(tmp_path, content):
+def test_unreadable_stored_login_is_ignored(tmp_path, content):
     file = tmp_path / "credentials.json"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -343,14 +341,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_any_credential_the_advice_is_what_to_set(home):
+def test_error_without_credential_says_what_to_set(home):
     assert get_tinker_token() is None
     assert not tinker_has_credentials()
     with pytest.raises(ConfigError, match="TINKER_API_KEY"):
         raise_if_tinker_not_accessible()
 
 
-def test_a_credential_is_taken_from_the_environment_a_command_or_a_login(home, monkeypatch):
+def test_credential_comes_from_environment_command_or_login(home, monkeypatch):
     (home / ".tinker").mkdir()
     (home / ".tinker" / "credentials.json").write_text(json.dumps(LOGIN))
     assert get_tinker_token() == "tml-two"
@@ -363,17 +361,17 @@ def test_a_credential_is_taken_from_the_environment_a_command_or_a_login(home, m
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
-def test_a_service_on_this_machine_is_called_without_a_key(home, host):
+def test_loopback_service_is_called_without_key(home, host):
     assert config_with_login(base_url=f"http://{host}:8787").api_key == KEYLESS
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "localhost.example.com", "127.0.0.1.example.com"])
-def test_a_service_elsewhere_is_not(home, host):
+def test_remote_service_is_not_called_without_key(home, host):
     with pytest.raises(ConfigError, match="TINKER_API_KEY"):
         config_with_login(base_url=f"http://{host}:8787")
 
 
-def test_a_stored_login_goes_before_no_key(home):
+def test_stored_login_is_used_before_keyless_call(home):
     (home / ".tinker").mkdir()
     (home / ".tinker" / "credentials.json").write_text(json.dumps(LOGIN))
     assert config_with_login(base_url="http://127.0.0.1:1").api_key == "tml-two"
@@ -412,7 +410,7 @@ def test_a_stored_login_is_the_last_resort_for_a_key(tmp_path, server):
     assert "nonsense" not in malformed.stderr
 
 
-def test_a_token_is_renewed_in_the_background_before_it_ends(server, service, clock):
+def test_token_is_renewed_in_background_before_expiry(server, service, clock):
     server.on("POST /api/v1/client/config", Answer({"pjwt_auth_enabled": True}))
     issued = itertools.count()
 
@@ -428,7 +426,7 @@ def test_a_token_is_renewed_in_the_background_before_it_ends(server, service, cl
     server.wait_for("POST /api/v1/auth/token", 2)
 
 
-def test_a_queue_that_lets_a_new_model_wait_is_told(server, service, caplog):
+def test_queue_pause_of_new_model_is_logged(server, service, caplog):
     paused = {
         "type": "try_again",
         "request_id": "model",

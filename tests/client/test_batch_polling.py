@@ -1,4 +1,4 @@
-"""One poll for all samples of a client, where the service offers it."""
+"""One poll for all samples of a client, if the service supports it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .helpers import (
 
 @pytest.fixture
 def sampler(server, service):
-    """A client of a service that offers it; sample number n becomes request r-n, with token n."""
+    """A client of a service that supports it. Sample number n becomes request r-n and returns token n."""
     flags(server, sample_use_retrieve_futures=True)
     server.on(SAMPLE, promise_by_seq)
     for number in range(50):
@@ -83,7 +83,7 @@ def test_many_samples_wait_with_one_poll(server, sampler):
     assert len(server.asked(POLL_MANY)) == 1
 
 
-def test_the_cursor_goes_on_from_answer_to_answer(server, sampler):
+def test_next_poll_sends_last_cursor(server, sampler):
     server.on(
         POLL_MANY,
         finished("r-9", cursor=5),
@@ -96,13 +96,13 @@ def test_the_cursor_goes_on_from_answer_to_answer(server, sampler):
     assert [request.json["prev_cursor"] for request in server.asked(POLL_MANY)] == [0, 5, 8, 9]
 
 
-def test_nobody_polls_while_nobody_waits(server, sampler):
+def test_no_poll_without_waiter(server, sampler):
     server.on(POLL_MANY, *(finished(f"r-{number}") for number in range(3)))
     assert [token(sample(sampler)) for _ in range(3)] == [0, 1, 2]
     assert len(server.asked(POLL_MANY)) == 3
 
 
-def test_the_service_may_forget_a_result_only_after_it_was_fetched(server, sampler):
+def test_result_is_released_only_after_it_was_fetched(server, sampler):
     fetch, go_on = threading.Event(), threading.Event()
     server.on_future("r-0", held(sampled(0), fetch))
     server.on(
@@ -138,14 +138,14 @@ def test_failed_work_is_fetched_like_any_other(server, sampler):
 
 
 @pytest.mark.parametrize(("size", "allow"), [(None, True), (1000, False)])
-def test_a_size_that_is_known_already_is_not_asked_for(server, sampler, size, allow):
+def test_known_size_is_not_requested_again(server, sampler, size, allow):
     more = {} if size is None else {"response_payload_uncompressed_size": size}
     server.on(POLL_MANY, finished("r-0", **more))
     assert token(sample(sampler)) == 0
     assert server.asked(POLL)[0].json["allow_metadata_only"] is allow
 
 
-def test_a_completion_that_comes_before_its_promise_is_remembered(server, sampler):
+def test_completion_that_arrives_before_promise_is_kept(server, sampler):
     late = threading.Event()
     server.on(SAMPLE, promise("r-0"), held(promise("r-1"), late))
     both = threading.Event()
@@ -161,7 +161,7 @@ def test_a_completion_that_comes_before_its_promise_is_remembered(server, sample
     assert len(server.asked(POLL_MANY)) == 1
 
 
-def test_a_sample_after_a_cancelled_one_joins_the_poll_that_is_under_way(server, sampler):
+def test_sample_after_cancelled_one_joins_running_poll(server, sampler):
     server.on(
         "GET /api/v1/samplers/s-1%3Asample%3A0", Answer({"sampler_id": "x", "base_model": "m"})
     )
@@ -172,13 +172,13 @@ def test_a_sample_after_a_cancelled_one_joins_the_poll_that_is_under_way(server,
     first.cancel()
     second = sample(sampler)
     server.wait_for(SAMPLE, 2)
-    sampler.get_base_model()  # by now the promise of the second was read
+    sampler.get_base_model()  # now the promise of the second sample has been read
     until.set()
     assert token(second) == 1
     assert len(server.asked(POLL_MANY)) == 1
 
 
-def test_an_error_that_is_final_fails_all_who_wait_and_nobody_later(server, sampler):
+def test_final_error_fails_current_waiters_only(server, sampler):
     until = threading.Event()
     server.on(POLL_MANY, held(Answer({"detail": "not yours"}, 403), until), finished("r-2"))
     waiting = [sample(sampler) for _ in range(2)]
@@ -191,14 +191,14 @@ def test_an_error_that_is_final_fails_all_who_wait_and_nobody_later(server, samp
     assert token(sample(sampler)) == 2
 
 
-def test_a_400_that_stays_is_believed(server, sampler):
+def test_repeated_400_is_final(server, sampler):
     server.on(POLL_MANY, Answer({"detail": "no such cursor"}, 400))
     with pytest.raises(tinkex.BadRequestError, match="no such cursor"):
         sample(sampler).result(10)
     assert len(server.asked(POLL_MANY)) == 4
 
 
-def test_a_service_without_it_fails_who_waits(server, sampler):
+def test_missing_endpoint_fails_waiters(server, sampler):
     server.on(POLL_MANY, Answer({"detail": "no such path"}, 404))
     with pytest.raises(NotFoundError):
         sample(sampler).result(10)
@@ -219,19 +219,19 @@ def test_a_service_without_it_fails_who_waits(server, sampler):
         ),
     ],
 )
-def test_what_may_pass_is_polled_again(server, sampler, clock, replies, waits):
+def test_temporary_error_is_polled_again(server, sampler, clock, replies, waits):
     server.on(POLL_MANY, *replies, finished("r-0"))
     assert token(sample(sampler)) == 0
     assert clock.slept == pytest.approx(waits)
 
 
-def test_an_answer_that_is_not_understood_fails_who_waits(server, sampler):
+def test_undecodable_answer_fails_waiters(server, sampler):
     server.on(POLL_MANY, Answer({"completions": "all of them"}))
     with pytest.raises(tinkex.APIResponseValidationError):
         sample(sampler).result(10)
 
 
-def test_a_copy_of_the_client_hears_of_its_own_requests_only(server, service):
+def test_copy_of_client_receives_only_its_own_completions(server, service):
     flags(server, sample_use_retrieve_futures=True, sample_join_sampling_session=True)
     server.on(SAMPLE, promise_by_seq)
     server.on(JOIN, Answer({"client_counter": 3}))

@@ -1,4 +1,4 @@
-"""The circuit breaker: when it opens, whom it lets through, and what clients make of it."""
+"""The circuit breaker: when it opens, which calls it admits, and how clients react."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def silence() -> Told:
 
 
 def outcome(work: Any) -> Any:
-    """What a call of a circuit comes to."""
+    """The status that `work` returns, or the type of its exception."""
     try:
         return asyncio.run(work).status
     except Exception as error:
@@ -71,7 +71,7 @@ def broken(circuit: Circuit) -> Circuit:
 # -- states --------------------------------------------------------------------------------------
 
 
-def test_it_opens_after_so_many_failures_in_a_row(circuit):
+def test_circuit_opens_after_failure_threshold(circuit):
     for _ in range(2):
         circuit.record_failure()
     circuit.record_success()
@@ -83,7 +83,7 @@ def test_it_opens_after_so_many_failures_in_a_row(circuit):
     assert not circuit.allow_request()
 
 
-def test_after_a_while_one_request_may_try(circuit, clock):
+def test_one_probe_is_allowed_after_reset_timeout(circuit, clock):
     broken(circuit)
     clock.advance(29)
     assert (circuit.state, circuit.retry_after) == ("open", 1)
@@ -93,16 +93,16 @@ def test_after_a_while_one_request_may_try(circuit, clock):
     assert not circuit.allow_request()
 
 
-def test_a_success_closes_it(circuit, clock):
+def test_success_closes_circuit(circuit, clock):
     broken(circuit)
     clock.advance(30)
     assert outcome(circuit.learn_from(answered(200))) == 200
     assert circuit.state == "closed"
     circuit.record_failure()
-    assert circuit.state == "closed"  # it has forgotten what was before
+    assert circuit.state == "closed"  # the earlier failures are cleared
 
 
-def test_a_probe_that_fails_leaves_it_open(circuit, clock):
+def test_failed_probe_keeps_circuit_open(circuit, clock):
     broken(circuit)
     clock.advance(30)
     assert circuit.allow_request()
@@ -110,7 +110,7 @@ def test_a_probe_that_fails_leaves_it_open(circuit, clock):
     assert (circuit.state, circuit.retry_after) == ("open", 30)
 
 
-def test_failures_that_come_together_are_all_counted(circuit):
+def test_concurrent_failures_are_all_counted(circuit):
     async def together() -> list[Any]:
         return await asyncio.gather(
             *(circuit.learn_from(silence()) for _ in range(3)), return_exceptions=True
@@ -121,14 +121,14 @@ def test_failures_that_come_together_are_all_counted(circuit):
 
 
 @pytest.mark.parametrize("seconds", [29, 31])
-def test_who_comes_late_does_not_keep_it_open(circuit, clock, seconds):
+def test_late_failure_does_not_extend_open_state(circuit, clock, seconds):
     broken(circuit)
     clock.advance(seconds)
-    circuit.record_failure()  # sent before it opened
+    circuit.record_failure()  # of a request sent before the circuit opened
     assert circuit.retry_after == max(0, 30 - seconds)
 
 
-def test_a_probe_that_is_never_heard_of_again_leaves_its_place_to_another(circuit, clock):
+def test_lost_probe_is_followed_by_another(circuit, clock):
     broken(circuit)
     clock.advance(30)
     assert circuit.allow_request()
@@ -143,7 +143,7 @@ def test_several_probes_may_be_sent(clock):
     assert [circuit.allow_request() for _ in range(3)] == [True, True, False]
 
 
-def test_one_of_several_probes_that_fails_opens_it_again(clock):
+def test_one_failed_probe_of_several_reopens_circuit(clock):
     circuit = broken(Circuit("training", CircuitBreaker(half_open_max_calls=2), clock.monotonic))
     clock.advance(31)
     assert circuit.allow_request()
@@ -154,20 +154,20 @@ def test_one_of_several_probes_that_fails_opens_it_again(clock):
     assert [circuit.allow_request() for _ in range(3)] == [True, True, False]
 
 
-def test_the_callers_own_deadline_says_nothing_of_the_service(circuit, clock):
+def test_deadline_of_caller_is_not_a_failure(circuit, clock):
     for _ in range(5):
         assert outcome(circuit.learn_from(silence(), deadline=clock.now)) is APIConnectionError
     assert circuit.state == "closed"
 
 
 @pytest.mark.parametrize(("status", "state"), [(500, "open"), (503, "open"), (404, "closed")])
-def test_a_refusal_of_the_service_is_no_failure(circuit, status, state):
+def test_refusal_by_service_is_not_a_failure(circuit, status, state):
     for _ in range(3):
         assert outcome(circuit.learn_from(answered(status))) == status
     assert circuit.state == state
 
 
-def test_what_a_failure_is_can_be_chosen(clock):
+def test_is_failure_can_be_customised(clock):
     policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status == 429)
     circuit = Circuit("sampling", policy, clock.monotonic)
     assert outcome(circuit.learn_from(answered(500))) == 500
@@ -176,14 +176,14 @@ def test_what_a_failure_is_can_be_chosen(clock):
     assert not circuit.allow_request()
 
 
-def test_silence_is_a_failure_of_which_no_opinion_is_asked(clock):
+def test_connection_error_is_failure_without_calling_is_failure(clock):
     policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status >= 500)
     circuit = Circuit("sampling", policy, clock.monotonic)
     assert outcome(circuit.learn_from(silence())) is APIConnectionError
     assert circuit.state == "open"
 
 
-def test_an_opinion_that_fails_does_not_cost_the_answer(clock, caplog):
+def test_failing_is_failure_callback_does_not_lose_answer(clock, caplog):
     policy = CircuitBreaker(failure_threshold=1, is_failure=lambda status: status / 0 > 1)
     circuit = Circuit("sampling", policy, clock.monotonic)
     assert outcome(circuit.learn_from(answered(200))) == 200
@@ -191,7 +191,7 @@ def test_an_opinion_that_fails_does_not_cost_the_answer(clock, caplog):
     assert "is_failure failed" in caplog.text
 
 
-def test_circuits_have_names_and_do_not_share_their_fate(clock):
+def test_named_circuits_are_independent(clock):
     circuits = Circuits(CircuitBreaker(failure_threshold=1), clock)
 
     def states() -> list[str]:
@@ -206,7 +206,7 @@ def test_circuits_have_names_and_do_not_share_their_fate(clock):
     assert circuits.names() == []
 
 
-def test_changes_of_state_are_told(circuit, clock, quiet_bus):
+def test_state_changes_emit_events(circuit, clock, quiet_bus):
     told: list[Any] = []
     number = attach(told.append, CircuitStateChange)
     for _ in range(3):
@@ -223,7 +223,7 @@ def test_changes_of_state_are_told(circuit, clock, quiet_bus):
     assert (told[0].circuit, told[0].failures, told[0].retry_after) == ("training", 3, 30)
 
 
-def test_late_failures_of_an_open_circuit_are_not_told(circuit, quiet_bus):
+def test_late_failures_of_open_circuit_emit_no_event(circuit, quiet_bus):
     told: list[Any] = []
     number = attach(told.append, CircuitStateChange)
     for _ in range(5):
@@ -232,7 +232,7 @@ def test_late_failures_of_an_open_circuit_are_not_told(circuit, quiet_bus):
     assert [event.state for event in told] == ["open"]
 
 
-def test_resetting_an_open_circuit_by_name_is_told(clock, quiet_bus):
+def test_resetting_open_circuit_emits_event(clock, quiet_bus):
     circuits = Circuits(CircuitBreaker(failure_threshold=1), clock)
     circuits.of("training").record_failure()
     told: list[Any] = []
@@ -243,14 +243,14 @@ def test_resetting_an_open_circuit_by_name_is_told(clock, quiet_bus):
     assert [(event.circuit, event.state) for event in told] == [("training", "closed")]
 
 
-# -- what is made of a refusal -------------------------------------------------------------------
+# -- reactions of clients to a refusal -----------------------------------------------------------
 
 
 def impatient(client: Any) -> Any:
     return new_sampler(client, retry_config=RetryConfig(enable_retry_logic=False))
 
 
-def test_without_the_option_there_is_none(server, service):
+def test_no_circuit_without_the_setting(server, service):
     server.on(SAMPLE, Answer({}, 500))
     sampler = impatient(service())
     for _ in range(8):
@@ -274,7 +274,7 @@ def test_an_open_circuit_sends_nothing(server, service, clock):
     assert sample(sampler).result(10).sequences[0].tokens == [7]
 
 
-def test_a_client_shows_its_circuits_and_closes_them_by_hand(server, service):
+def test_client_lists_and_resets_its_circuits(server, service):
     server.on(SAMPLE, Answer({"detail": "down"}, 500))
     client = service(circuit_breaker=CircuitBreaker(failure_threshold=1))
     sampler = impatient(client)
@@ -290,7 +290,7 @@ def test_without_the_setting_all_circuits_are_closed(service):
     assert service().circuits.state("sampling") == "closed"
 
 
-def test_a_refused_operation_of_training_takes_no_number(server, service, clock):
+def test_refused_training_operation_takes_no_sequence_number(server, service, clock):
     answer_training(server)
     client = service(circuit_breaker=True)
     trainer = new_trainer(client)
@@ -303,7 +303,7 @@ def test_a_refused_operation_of_training_takes_no_number(server, service, clock)
     assert seq_ids(server.asked(STEP)) == [1]
 
 
-def test_a_call_under_way_outlives_an_open_circuit(server, service):
+def test_call_in_flight_continues_while_circuit_is_open(server, service):
     server.on(STEP, *[Answer({}, 500)] * 5, promise("step"))
     server.on_future("step", Answer({"metrics": {"x": 1.0}}))
     breaker = CircuitBreaker(reset_timeout=8.0)
@@ -312,8 +312,8 @@ def test_a_call_under_way_outlives_an_open_circuit(server, service):
     assert len(server.asked(STEP)) == 6
 
 
-def test_a_batch_that_may_begin_is_sent_whole(server, service, clock):
-    # All chunks have numbers. One that was kept back would be passed over, and the rest count twice when repeated.
+def test_admitted_batch_is_sent_completely(server, service, clock):
+    # All chunks have sequence numbers. A chunk held back would be skipped, and the others counted twice on a repeat.
     answer_training(server)
     flags(server, fwdbwd_max_chunk_len=1)
     client = service(circuit_breaker=True)
@@ -327,13 +327,13 @@ def test_a_batch_that_may_begin_is_sent_whole(server, service, clock):
     assert seq_ids(server.asked(STEP)) == [5]
 
 
-def test_an_operation_that_has_its_number_is_sent_though_the_circuit_opens(server, service):
+def test_operation_with_sequence_number_is_sent_even_if_circuit_opens(server, service):
     answer_training(server)
     client = service(circuit_breaker=True)
     trainer = new_trainer(client)
     room = client.holder.service.training_room
     full = room.size + 1
-    assert room.try_take(full)  # it waits for room with its number in hand
+    assert room.try_take(full)  # the operation has its number and waits for room
     waiting = trainer.forward([datum(1, 2)], "cross_entropy")
     until(lambda: room.waiting == 1)
     broken(client.holder.transport.circuits.of("training"))
@@ -341,9 +341,10 @@ def test_an_operation_that_has_its_number_is_sent_though_the_circuit_opens(serve
     assert waiting.result(10).metrics == {"loss:sum": 1.0}
 
 
-def test_a_new_token_may_be_had_for_a_probe(server, service, clock):
+def test_probe_may_fetch_new_token(server, service, clock):
     flags(server, pjwt_auth_enabled=True)
-    server.on("POST /api/v1/auth/token", Answer({"jwt": "eyJ.eyJleHAiOjEwOTB9.x"}))  # until 1090
+    # The token expires at 1090.
+    server.on("POST /api/v1/auth/token", Answer({"jwt": "eyJ.eyJleHAiOjEwOTB9.x"}))
     server.on("GET /api/v1/healthz", Answer({"status": "ok"}))
     client = service(circuit_breaker=True)
     client.health()
@@ -353,7 +354,7 @@ def test_a_new_token_may_be_had_for_a_probe(server, service, clock):
     assert len(server.asked("POST /api/v1/auth/token")) > 1
 
 
-def test_polls_are_no_business_of_the_circuit(server, service, clock):
+def test_polls_bypass_circuit(server, service, clock):
     server.on(SAMPLE, promise("s"))
     server.on_future("s", *[Answer({}, 503)] * 4, Raw(), sampled(7))
     client = service(circuit_breaker=CircuitBreaker(failure_threshold=2))
@@ -382,7 +383,7 @@ def test_every_new_call_is_refused(server, service, call):
     assert len(server.requests) == before
 
 
-def test_a_service_that_was_never_reached_is_not_asked_by_every_call_anew(server, service):
+def test_failing_service_is_not_contacted_by_every_call(server, service):
     server.on(CONFIG, Answer({}, 500))
     client = service(circuit_breaker=True, max_retries=4)
     with pytest.raises(InternalServerError):
@@ -392,7 +393,7 @@ def test_a_service_that_was_never_reached_is_not_asked_by_every_call_anew(server
     assert len(server.asked(CONFIG)) == 5
 
 
-def test_a_call_that_was_cancelled_counts_for_nothing(server, service):
+def test_cancelled_call_is_not_counted(server, service):
     server.on(SAMPLE, Hang())
     client = service(circuit_breaker=CircuitBreaker(failure_threshold=1))
     sampler = new_sampler(client)
@@ -404,8 +405,8 @@ def test_a_call_that_was_cancelled_counts_for_nothing(server, service):
     assert client.holder.transport.circuits.state("sampling") == "closed"
 
 
-def test_it_belongs_to_the_loop_of_the_clients():
-    # Nothing here takes a lock; two threads never see the same circuit.
+def test_circuit_works_on_runtime_loop():
+    # Circuits take no lock: only the runtime's loop uses them.
     done: SampleFuture[Told] = SampleFuture()
     circuit = Circuit("session", CircuitBreaker(), FakeClock().monotonic)
     assert (

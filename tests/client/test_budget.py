@@ -1,4 +1,4 @@
-"""Limits on what is under way at once."""
+"""Limits on requests and bytes in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..scripted import FakeClock
 
 
 async def settle() -> None:
-    """Let every task get as far as it can."""
+    """Run the loop until every task is blocked or done."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -38,7 +38,7 @@ async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 # -- one budget -----------------------------------------------------------------------------------
 
 
-def test_the_budget_may_be_overshot_by_one_request_and_the_next_waits():
+def test_budget_can_be_exceeded_by_one_request_and_next_waits():
     async def work() -> None:
         budget = Budget(1000)
         await budget.take(500)
@@ -61,14 +61,14 @@ def test_a_request_larger_than_the_budget_passes():
     assert budget.balance == 10
 
 
-def test_a_balance_of_zero_still_lets_one_pass():
+def test_balance_of_zero_admits_one_request():
     budget = Budget(10)
     assert budget.try_take(10)
     assert budget.try_take(1)
     assert not budget.try_take(1)
 
 
-def test_waiters_are_served_in_the_order_they_came():
+def test_waiters_are_served_in_order():
     async def work() -> None:
         budget, served = slots(1), []
         await budget.take(1)
@@ -92,14 +92,14 @@ def test_nobody_overtakes_a_waiter():
         budget = Budget(0)
         await budget.take(1)
         waiter = await started(budget.take(1))
-        budget.give_back(1)  # serves the waiter before it has run
+        budget.give_back(1)  # grants the waiter before it runs again
         assert not budget.try_take(1)
         await waiter
 
     asyncio.run(work())
 
 
-def test_one_return_serves_as_many_as_fit():
+def test_one_return_serves_all_waiters_that_fit():
     async def work() -> None:
         budget = Budget(10)
         await budget.take(20)
@@ -137,7 +137,7 @@ def test_a_cancelled_waiter_leaves_the_queue():
     asyncio.run(work())
 
 
-def test_a_waiter_cancelled_after_it_was_served_gives_its_share_back():
+def test_waiter_cancelled_after_grant_returns_its_share():
     async def work() -> None:
         budget = slots(1)
         await budget.take(1)
@@ -153,7 +153,7 @@ def test_a_waiter_cancelled_after_it_was_served_gives_its_share_back():
     asyncio.run(work())
 
 
-def test_a_waiter_cancelled_just_before_its_turn_is_passed_over():
+def test_waiter_cancelled_before_grant_is_skipped():
     async def work() -> None:
         budget = slots(1)
         await budget.take(1)
@@ -178,7 +178,7 @@ OPERATIONS = st.one_of(
 
 
 @given(st.integers(0, 20), st.lists(OPERATIONS, max_size=60))
-def test_whatever_happens_the_balance_returns_to_the_size(size, operations):
+def test_balance_always_returns_to_size(size, operations):
     async def work() -> None:
         budget = Budget(size)
         held: dict[int, int] = {}
@@ -214,7 +214,7 @@ def test_whatever_happens_the_balance_returns_to_the_size(size, operations):
 # -- leases ---------------------------------------------------------------------------------------
 
 
-def test_a_lease_gives_everything_back_when_its_block_fails():
+def test_lease_returns_everything_when_block_fails():
     async def work() -> None:
         count, room = slots(2), Budget(100)
 
@@ -232,7 +232,7 @@ def test_a_lease_gives_everything_back_when_its_block_fails():
     asyncio.run(work())
 
 
-def test_a_lease_cancelled_halfway_gives_back_what_it_has():
+def test_lease_cancelled_while_waiting_returns_what_it_holds():
     async def work() -> None:
         count, room = slots(2), slots(1)
         await room.take(1)
@@ -258,7 +258,7 @@ def test_a_lease_cancelled_halfway_gives_back_what_it_has():
 @pytest.mark.parametrize(
     ("size", "seconds"), [(0, 1.0), (128 * 1024, 1.0), (128 * 1024 + 1, 5.0), (150_000, 5.0)]
 )
-def test_large_samples_hold_back_longer(size, seconds):
+def test_large_samples_back_off_longer(size, seconds):
     assert backoff_after_429(size) == seconds
 
 
@@ -269,7 +269,7 @@ async def leases(budget: SampleBudget, number: int, size: int) -> list[asyncio.T
 
 
 async def drop(tasks: list[asyncio.Task[Lease]]) -> None:
-    """Give back what was leased and withdraw the rest."""
+    """Return granted leases and cancel the others."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -295,7 +295,7 @@ def test_samples_are_limited_by_number():
     asyncio.run(work())
 
 
-def test_a_limit_of_one_lets_samples_go_one_by_one():
+def test_limit_of_one_sends_samples_one_by_one():
     async def work() -> None:
         budget, at_once, most = SampleBudget(FakeClock(), count=1), 0, 0
 
@@ -322,7 +322,7 @@ def test_samples_are_limited_by_bytes():
     asyncio.run(work())
 
 
-def test_budgets_know_nothing_of_each_other():
+def test_budgets_are_independent():
     async def work() -> None:
         clock = FakeClock()
         busy, free = SampleBudget(clock, count=1), SampleBudget(clock, count=1)
@@ -334,15 +334,15 @@ def test_budgets_know_nothing_of_each_other():
     asyncio.run(work())
 
 
-def test_a_backoff_holds_samples_back_until_it_ends():
+def test_backoff_delays_samples_until_it_ends():
     async def work() -> None:
-        clock = FakeClock(long=0.5)  # every wait is one the test has to end
+        clock = FakeClock(long=0.5)  # the test must end every wait itself
         budget = SampleBudget(clock)
         budget.back_off(1.0)
         tasks = await leases(budget, 3, 1)
         assert granted(tasks) == 0
         clock.advance(0.5)
-        budget.back_off(1.0)  # another 429 meanwhile
+        budget.back_off(1.0)  # another 429 in the meantime
         clock.advance(0.5)
         await settle()
         assert granted(tasks) == 0
@@ -362,7 +362,7 @@ def test_a_shorter_backoff_does_not_end_a_longer_one():
     assert budget.backing_off == 5.0
 
 
-def test_after_a_backoff_at_most_ten_samples_go_at_once():
+def test_after_backoff_at_most_ten_samples_are_sent_at_once():
     async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock)
@@ -379,7 +379,7 @@ def test_after_a_backoff_at_most_ten_samples_go_at_once():
     asyncio.run(work())
 
 
-def test_after_a_backoff_each_byte_costs_twenty():
+def test_after_backoff_each_byte_costs_twenty():
     async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, size=1000)
@@ -392,7 +392,7 @@ def test_after_a_backoff_each_byte_costs_twenty():
     asyncio.run(work())
 
 
-def test_ten_seconds_after_a_backoff_all_is_as_before():
+def test_ten_seconds_after_backoff_limits_are_normal():
     async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, size=1000)
@@ -408,7 +408,7 @@ def test_ten_seconds_after_a_backoff_all_is_as_before():
     asyncio.run(work())
 
 
-def test_a_sample_that_waited_pays_the_price_of_the_moment_it_is_let_in():
+def test_waiting_sample_pays_price_at_admission():
     async def work() -> None:
         clock = FakeClock()
         budget = SampleBudget(clock, count=1, size=1000)
@@ -419,13 +419,13 @@ def test_a_sample_that_waited_pays_the_price_of_the_moment_it_is_let_in():
         with first:
             pass
         with await second:
-            assert budget._bytes.balance == 0  # 50 bytes at twenty each
+            assert budget._bytes.balance == 0  # 50 bytes at a cost of 20 each
 
     asyncio.run(work())
 
 
 @pytest.mark.parametrize("end", ["fails", "is cancelled"])
-def test_a_sample_gives_its_lease_back_when_it(end):
+def test_sample_returns_its_lease_when_it(end):
     async def work() -> None:
         budget = SampleBudget(FakeClock(), count=1, size=10)
 
@@ -445,7 +445,7 @@ def test_a_sample_gives_its_lease_back_when_it(end):
     asyncio.run(work())
 
 
-def test_a_sample_cancelled_while_it_is_held_back_keeps_nothing():
+def test_sample_cancelled_during_backoff_holds_nothing():
     async def work() -> None:
         clock = FakeClock(long=0.5)
         budget = SampleBudget(clock, count=5, size=10)
@@ -480,12 +480,12 @@ def test_limits_of_samples_can_be_set():
 
 
 @pytest.mark.parametrize(("chosen", "size"), [(None, 1000), (7, 7)])
-def test_the_byte_budget_is_the_services_unless_it_is_set(chosen, size):
+def test_byte_budget_defaults_to_limit_of_service(chosen, size):
     budget = sample_budget(config(dispatch_byte_budget=chosen), FakeClock(), 1000)
     assert budget._bytes.size == size
 
 
-def test_limits_are_shared_by_those_who_share_address_and_key_and_ask_for_it():
+def test_limits_are_shared_with_shared_limits_same_address_and_key():
     clock = FakeClock()
     shared = {"shared_limits": True}
     one = sample_budget(config(**shared), clock, 1000)

@@ -1,4 +1,4 @@
-"""Checkpoints onto the disk: over real HTTP, whatever happens to the connection, the archive or the disk."""
+"""Checkpoint downloads over real HTTP, with failures of the connection, the archive and the disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONTENT = bytes(range(256)) * 20
 
 
 class Waits(list[float]):
-    """Stands for `time.sleep`, and remembers."""
+    """Replaces `time.sleep` and records the waits."""
 
     __call__ = list.append
 
@@ -58,13 +58,13 @@ def manifest(**files: bytes) -> tuple[str, bytes]:
 
 
 class Standing:
-    """What is common to those that stand for a REST client."""
+    """Base of the stand-ins for a REST client."""
 
     holder = SimpleNamespace(config=Config(api_key="tml-test"))
 
 
 class Linked(Standing):
-    """Knows one link."""
+    """A stand-in for a REST client that always returns the same link."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)
@@ -89,12 +89,12 @@ def rest_of(body: bytes, start: int, **headers: str) -> Answer:
 # -- fetching ----------------------------------------------------------------------------------------
 
 
-def test_a_broken_transfer_is_taken_up_where_it_broke(server, tmp_path, waits):
+def test_broken_transfer_is_resumed(server, tmp_path, waits):
     server.on(
         "GET /file",
         torn(CONTENT, 1000, etag='"one"'),
         torn(CONTENT[1000:], 500, 206, etag='"one"', content_range="bytes 1000-5119/5120"),
-        Raw(),  # not a word
+        Raw(),  # closes without an answer
         Answer(b"", 503),
         rest_of(CONTENT, 1500, etag='"one"'),
     )
@@ -108,24 +108,24 @@ def test_a_broken_transfer_is_taken_up_where_it_broke(server, tmp_path, waits):
     assert seen == [(1000, 5120), (1500, 5120), (5120, 5120)]
 
 
-def test_progress_of_a_file_of_unknown_length_is_not_told(server, tmp_path):
+def test_progress_is_not_reported_without_content_length(server, tmp_path):
     server.on("GET /file", Raw(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + CONTENT))
     fetch(f"{server.url}/file", tmp_path / "file", lambda done, total: 1 / 0)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_a_callback_that_fails_costs_no_download(server, tmp_path, caplog):
+def test_failing_progress_callback_does_not_stop_download(server, tmp_path, caplog):
     server.on("GET /file", Answer(CONTENT))
     fetch(f"{server.url}/file", tmp_path / "file", lambda done, total: 1 / 0)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert "A progress callback failed" in caplog.text
 
 
-def test_a_place_is_called_after_its_path():
-    assert target_name(PATH) == "run_train_0_weights_one"  # Windows allows no colon
+def test_directory_is_named_after_checkpoint_path():
+    assert target_name(PATH) == "run_train_0_weights_one"  # Windows forbids colons
 
 
-def test_without_a_tag_the_date_tells_that_it_is_the_same_file(server, tmp_path, waits):
+def test_last_modified_is_used_without_etag(server, tmp_path, waits):
     date = "Wed, 01 Jan 2025 00:00:00 GMT"
     server.on(
         "GET /file", torn(CONTENT, 9, etag='W/"weak"', last_modified=date), rest_of(CONTENT, 9)
@@ -138,44 +138,42 @@ def test_without_a_tag_the_date_tells_that_it_is_the_same_file(server, tmp_path,
 @pytest.mark.parametrize(
     "later",
     [
-        (
-            Answer(CONTENT),
-        ),  # no part, but the whole: it was another file, or the server knows no ranges
+        (Answer(CONTENT),),  # the whole file: it changed, or the server does not support ranges
         (Answer(b"", 416), Answer(CONTENT)),
         (rest_of(bytes(100), 9), Answer(CONTENT)),  # a part of a file of another size
-        (rest_of(CONTENT, 50), Answer(CONTENT)),  # another part than was asked for
+        (rest_of(CONTENT, 50), Answer(CONTENT)),  # not the requested part
         (Answer(b"?", 206, {"content-range": "nonsense"}), Answer(CONTENT)),
     ],
 )
-def test_what_does_not_fit_to_what_is_there_begins_anew(server, tmp_path, waits, later):
+def test_mismatching_part_restarts_download(server, tmp_path, waits, later):
     server.on("GET /file", torn(bytes(5120), 9), *later)
     fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
 def chunked(body: bytes, **headers: str) -> Raw:
-    """An answer of unknown length that breaks off after one chunk."""
+    """A chunked answer without a length that is cut off after one chunk."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = f"HTTP/1.1 200 Torn\r\ntransfer-encoding: chunked\r\n{lines}\r\n{len(body):x}\r\n"
     return Raw(head.encode() + body + b"\r\n")
 
 
-def test_a_length_that_is_first_heard_of_later_is_no_other_file(server, tmp_path, waits):
-    content, read = CONTENT * 300, 1 << 20  # so much is read at a time
+def test_length_learned_on_resume_does_not_restart_download(server, tmp_path, waits):
+    content, read = CONTENT * 300, 1 << 20  # bytes per read
     server.on("GET /file", chunked(content[: read + 9]), rest_of(content, read))
     fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
     assert (tmp_path / "file").read_bytes() == content
     assert [each.headers.get("range") for each in server.requests] == [None, f"bytes={read}-"]
 
 
-def test_a_checksum_is_remembered_while_the_rest_is_fetched(server, tmp_path, waits):
+def test_checksum_is_kept_when_download_resumes(server, tmp_path, waits):
     wrong = f"sha-256={digest(b'other', 'sha256')}"
     server.on("GET /file", torn(CONTENT, 9, digest=wrong), rest_of(CONTENT, 9))
     with pytest.raises(APIResponseValidationError, match="sha256"):
         fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
 
 
-def test_the_checksum_of_another_file_is_forgotten(server, tmp_path, waits):
+def test_checksum_is_dropped_when_file_changed(server, tmp_path, waits):
     wrong = f"sha-256={digest(b'other', 'sha256')}"
     server.on("GET /file", torn(CONTENT, 9, digest=wrong), Answer(CONTENT))
     fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
@@ -183,7 +181,7 @@ def test_the_checksum_of_another_file_is_forgotten(server, tmp_path, waits):
 
 
 class Listed(Standing):
-    """Lists the files of an export, each time with other links."""
+    """A stand-in that lists the files of an export, with new links on each call."""
 
     def __init__(self, *listings: dict[str, str]) -> None:
         self.listings = list(listings)
@@ -204,7 +202,7 @@ def test_the_files_of_an_export_are_listed_once(server, tmp_path, waits):
     assert {file.name: file.read_bytes() for file in found.iterdir()} == {"one": b"a", "two": b"b"}
 
 
-def test_a_link_of_an_export_is_renewed_when_its_time_is_over(server, tmp_path, waits):
+def test_expired_link_of_export_is_renewed(server, tmp_path, waits):
     server.on("GET /old", Answer(b"", 403))
     server.on("GET /new", Answer(b"a"))
     old, new = {"one": f"{server.url}/old"}, {"one": f"{server.url}/new"}
@@ -214,23 +212,24 @@ def test_a_link_of_an_export_is_renewed_when_its_time_is_over(server, tmp_path, 
         download_checkpoint(Listed(old, {}), EXTERNAL, tmp_path, force=True, sleep=waits)
 
 
-def test_a_transfer_that_never_gets_further_ends(server, tmp_path, waits):
+def test_download_gives_up_without_progress(server, tmp_path, waits):
     server.on("GET /file", torn(CONTENT, 100))
     with pytest.raises(APIConnectionError, match="100 of 5120 bytes"):
         fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
-    assert len(waits) == 8  # one after what it brought at first, seven for nothing
+    # One wait follows the attempt that brought bytes, seven follow attempts without any.
+    assert len(waits) == 8
     assert max(waits) == 10.0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_may_say_how_long_to_wait(server, tmp_path, waits):
+def test_download_waits_as_retry_after_asks(server, tmp_path, waits):
     busy = Answer(b"", 429, {"retry-after": "3"})
     server.on("GET /file", busy, Answer(b"", 503, {"retry-after": "600"}), Answer(CONTENT))
     fetch(f"{server.url}/file", tmp_path / "file", sleep=waits)
     assert waits == [3.0, 10.0]
 
 
-def test_a_refusal_is_told_in_the_words_of_the_service(server, tmp_path, waits):
+def test_refusal_carries_message_of_service(server, tmp_path, waits):
     server.on("GET /file", Answer({"detail": "The checkpoint is no longer there."}, 404))
     with pytest.raises(NotFoundError, match="no longer there") as caught:
         fetch(f"{server.url}/file?signature=secret", tmp_path / "file", sleep=waits)
@@ -238,7 +237,7 @@ def test_a_refusal_is_told_in_the_words_of_the_service(server, tmp_path, waits):
     assert (waits, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_a_link_that_has_become_too_old_is_renewed(server, tmp_path, waits):
+def test_expired_link_is_renewed(server, tmp_path, waits):
     server.on("GET /old", torn(CONTENT, 1000, etag='"one"'), Answer({"detail": "expired"}, 403))
     server.on("GET /new", rest_of(CONTENT, 1000, etag='"one"'))
     links = iter([f"{server.url}/old", f"{server.url}/new"])
@@ -248,7 +247,7 @@ def test_a_link_that_has_become_too_old_is_renewed(server, tmp_path, waits):
     assert (asked.headers["range"], asked.headers["if-range"]) == ("bytes=1000-", '"one"')
 
 
-def test_links_that_never_work_are_not_asked_for_again_and_again(server, tmp_path, waits):
+def test_link_refused_after_renewal_is_final(server, tmp_path, waits):
     server.on("GET /file", Answer({"detail": "not yours"}, 403))
     with pytest.raises(PermissionDeniedError, match="not yours"):
         fetch(lambda: f"{server.url}/file", tmp_path / "file", sleep=waits)
@@ -274,7 +273,7 @@ def digest(content: bytes, algorithm: str) -> str:
         ("x-goog-hash", "crc32c=n03x6A==,md5={}", "md5"),
     ],
 )
-def test_a_checksum_that_is_given_is_compared(server, tmp_path, header, form, algorithm):
+def test_checksum_header_is_verified(server, tmp_path, header, form, algorithm):
     right = {header: form.format(digest(CONTENT, algorithm))}
     wrong = {header: form.format(digest(b"other", algorithm))}
     server.on("GET /file", Answer(CONTENT, headers=right), Answer(CONTENT, headers=wrong))
@@ -285,7 +284,7 @@ def test_a_checksum_that_is_given_is_compared(server, tmp_path, header, form, al
     assert [file.name for file in tmp_path.iterdir()] == ["right"]
 
 
-def test_checksums_that_nobody_can_read_do_not_count(server, tmp_path):
+def test_unreadable_checksum_headers_are_ignored(server, tmp_path):
     server.on("GET /file", Answer(CONTENT, headers={"digest": "sha-256=:?, md5=A"}))
     fetch(f"{server.url}/file", tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT
@@ -335,7 +334,7 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     ],
     ids=lambda member: member[0] if isinstance(member, tuple) else member.name,
 )
-def test_members_that_are_not_plain_files_inside_are_refused(server, tmp_path, member):
+def test_archive_members_outside_or_not_regular_are_refused(server, tmp_path, member):
     server.on("GET /file", Answer(tar(("file", b"x"), member)))
     with pytest.raises((InvalidPathError, APIResponseValidationError)):
         download_checkpoint(Linked(f"{server.url}/file"), PATH, tmp_path / "out")
@@ -344,7 +343,7 @@ def test_members_that_are_not_plain_files_inside_are_refused(server, tmp_path, m
 
 def test_files_are_compared_with_the_manifest(tmp_path):
     (tmp_path / "a").write_bytes(b"a")
-    verify(tmp_path)  # without one there is nothing to compare
+    verify(tmp_path)  # without a manifest there is nothing to compare
     name, content = manifest(a=b"a")
     (tmp_path / name).write_bytes(content)
     verify(tmp_path)
@@ -363,10 +362,10 @@ def test_files_are_compared_with_the_manifest(tmp_path):
         verify(tmp_path)
 
 
-# -- all or nothing ----------------------------------------------------------------------------------
+# -- atomic replacement -----------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_until_its_successor_is_complete(server, tmp_path):
+def test_existing_directory_stays_until_new_one_is_complete(server, tmp_path):
     damaged = tar(("a", b"new"), manifest(a=b"other"))
     server.on("GET /file", Answer(damaged), Answer(tar(("a", b"new"), manifest(a=b"new"))))
     rest, place = Linked(f"{server.url}/file"), tmp_path / target_name(PATH)
@@ -396,7 +395,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_leaves_nothing_behind(server, tmp_path):
-    # More is announced than ever comes, and the connection stays open.
+    # The declared length is larger than the body, and the connection stays open.
     never = threading.Event()
     lines = b"HTTP/1.1 200 OK\r\ncontent-length: 9999999\r\n\r\n"
     server.on("GET /file", Raw(lines + bytes(1 << 21)), Answer(wait_for=never))
@@ -412,7 +411,7 @@ def test_ctrl_c_leaves_nothing_behind(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_at_once_and_leaves_nothing_behind(server, tmp_path):
+def test_full_disk_is_raised_at_once_and_leaves_nothing_behind(server, tmp_path):
     server.on("GET /file", Answer(tar(("a", bytes(1 << 20)))))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -449,7 +448,7 @@ def served(clock):
 
 @pytest.fixture(scope="module")
 def path(served):
-    """A checkpoint of some size."""
+    """The path of a checkpoint with a large file."""
     training = served.client().create_lora_training_client(served.base_model, rank=4)
     path = training.save_state("one").result().path
     run = path.removeprefix("tinker://").partition("/")[0]
@@ -458,7 +457,7 @@ def path(served):
 
 
 def enlarge(place) -> None:
-    """Put a large file into a checkpoint, as a larger model would have it."""
+    """Add a large file to a checkpoint, as a larger model would have."""
     weights = os.urandom(3 << 20)
     (place / "adapter_model.safetensors").write_bytes(weights)
     content = json.loads((place / "tinkex.json").read_text())
@@ -493,7 +492,7 @@ def test_a_checkpoint_survives_cut_connections(served, path, tmp_path, waits):
     assert contents(place) == contents(original(served))
 
 
-def test_a_link_may_expire_under_way(served, path, tmp_path, clock):
+def test_link_may_expire_during_download(served, path, tmp_path, clock):
     def wait(_: float) -> None:
         clock.moment += timedelta(days=1)
 
@@ -506,9 +505,7 @@ def test_a_link_may_expire_under_way(served, path, tmp_path, clock):
     assert contents(place) == contents(original(served))
 
 
-def test_a_checkpoint_that_is_saved_anew_under_way_is_never_half_the_old_one(
-    served, path, tmp_path
-):
+def test_checkpoint_saved_again_during_download_is_never_mixed(served, path, tmp_path):
     def wait(_: float) -> None:
         enlarge(original(served))
 

@@ -1,4 +1,4 @@
-"""What the clients tell those who listen, and that they tell nobody anything else."""
+"""The events that clients emit to listeners, and that they create none without a listener."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def kinds(events: list[Event]) -> list[type[Event]]:
 # -- requests ------------------------------------------------------------------------------------
 
 
-def test_a_request_is_told_of_at_its_start_and_its_end(server, service, heard):
+def test_request_emits_start_and_stop_events(server, service, heard):
     server.on("GET /api/v1/get_server_capabilities", Answer({"supported_models": []}))
     client = service(user_metadata={"run": "7"})
     events = heard(HttpEvent)
@@ -98,7 +98,7 @@ def test_a_request_is_told_of_at_its_start_and_its_end(server, service, heard):
     assert start.metadata == {"run": "7"}
 
 
-def test_every_attempt_is_a_request_of_its_own(server, service, heard):
+def test_every_attempt_emits_its_own_request_events(server, service, heard):
     server.on(
         "GET /api/v1/get_server_capabilities", Answer({}, 500), Answer({"supported_models": []})
     )
@@ -112,7 +112,7 @@ def test_every_attempt_is_a_request_of_its_own(server, service, heard):
     ]
 
 
-def test_a_request_without_an_answer_is_an_exception(server, service, heard):
+def test_request_without_answer_emits_exception_event(server, service, heard):
     server.on(CREATE_SESSION, Raw())
     client = service(max_retries=0, user_metadata={"run": "7"})
     events = heard(HttpRequestException)
@@ -125,7 +125,7 @@ def test_a_request_without_an_answer_is_an_exception(server, service, heard):
     assert events[0].metadata["run"] == "7"
 
 
-def test_a_cancelled_request_ends_too(server, service, heard):
+def test_cancelled_request_emits_end_event(server, service, heard):
     server.on(SAMPLE, Hang())
     sampler = new_sampler(service())
     events, operations = heard(HttpEvent), heard(OperationEvent)
@@ -138,7 +138,7 @@ def test_a_cancelled_request_ends_too(server, service, heard):
     assert kinds(operations) == [OperationStart, OperationException]
 
 
-def test_events_of_a_session_name_it(server, service, heard):
+def test_session_events_carry_session_id(server, service, heard):
     answer_training(server)
     client = service(user_metadata={"run": "7", "phase": "x"})
     trainer = new_trainer(client)
@@ -159,7 +159,7 @@ def test_events_of_a_session_name_it(server, service, heard):
     ]
 
 
-def test_a_caller_may_say_more_and_wins(server, service, heard):
+def test_metadata_of_caller_is_added_and_has_precedence(server, service, heard):
     answer_samples(server)
     sampler = new_sampler(service(user_metadata={"phase": "training"}))
     events = heard()
@@ -173,7 +173,7 @@ def test_a_caller_may_say_more_and_wins(server, service, heard):
     }
 
 
-def test_concurrent_calls_keep_their_metadata_apart(server, service, heard):
+def test_concurrent_calls_have_separate_metadata(server, service, heard):
     server.on(SAMPLE, promise_by_seq)
     for number in range(20):
         server.on_future(f"r-{number}", sampled(7))
@@ -201,7 +201,7 @@ def test_concurrent_calls_keep_their_metadata_apart(server, service, heard):
 # -- promises and queues -------------------------------------------------------------------------
 
 
-def test_a_promise_is_followed_from_submission_to_result(server, service, heard):
+def test_promise_emits_events_from_submission_to_result(server, service, heard):
     server.on(SAMPLE, promise("r-1"))
     server.on_future("r-1", Answer({"queue_state": "active"}, 408), sampled(7, 8))
     sampler = new_sampler(service())
@@ -222,7 +222,7 @@ def test_a_promise_is_followed_from_submission_to_result(server, service, heard)
         (Answer(b"what?"), "validation_error", (200, "server", "APIResponseValidationError"), 1),
     ],
 )
-def test_a_broken_promise_says_why(server, service, heard, reply, name, facts, polls):
+def test_failed_promise_event_has_reason(server, service, heard, reply, name, facts, polls):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", reply)
     trainer = new_trainer(service())
@@ -236,7 +236,7 @@ def test_a_broken_promise_says_why(server, service, heard, reply, name, facts, p
     assert event.metadata["model_id"] == "s-1:train:0"
 
 
-def test_a_promise_that_takes_too_long_is_a_timeout(server, service, heard, clock):
+def test_promise_that_times_out_emits_timeout_event(server, service, heard, clock):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", Answer({"type": "try_again", "retry_after_ms": 4000}))
     trainer = new_trainer(service())
@@ -247,7 +247,7 @@ def test_a_promise_that_takes_too_long_is_a_timeout(server, service, heard, cloc
     assert events[0].elapsed_time == 8.0  # the next wait of 4 s would cross the deadline
 
 
-def test_a_service_that_is_gone_for_good_is_a_connection_error(server, service, heard, clock):
+def test_unreachable_service_emits_connection_error_event(server, service, heard, clock):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", Raw())
     trainer = new_trainer(service())
@@ -261,7 +261,7 @@ def test_a_service_that_is_gone_for_good_is_a_connection_error(server, service, 
     assert kinds(events) == [FutureConnectionError]
 
 
-def test_a_promise_nobody_waits_for_is_cancelled(server, service, heard):
+def test_cancelled_promise_emits_cancelled_event(server, service, heard):
     server.on(SAMPLE, promise("r-1"))
     server.on_future("r-1", Hang())
     sampler = new_sampler(service())
@@ -273,7 +273,7 @@ def test_a_promise_nobody_waits_for_is_cancelled(server, service, heard):
     assert kinds(events) == [FutureSubmitted, FutureCancelled]
 
 
-def test_a_change_of_the_queue_is_told_once(server, service, heard):
+def test_queue_state_change_emits_one_event(server, service, heard):
     other = {**PAUSED, "queue_state_reason": "still full"}
     odd = {**PAUSED, "queue_state": "on fire"}
     server.on(SAMPLE, promise("r-1"))
@@ -290,7 +290,7 @@ def test_a_change_of_the_queue_is_told_once(server, service, heard):
     assert {event.metadata["sampling_session_id"] for event in events} == {"s-1:sample:0"}
 
 
-def test_the_queue_of_a_refused_sample_is_told_too(server, service, heard):
+def test_queue_state_of_throttled_sample_emits_event(server, service, heard):
     busy = {"detail": "slow down", "queue_state": "paused_capacity"}
     server.on(SAMPLE, Answer(busy, 429), sampled(7))
     sampler = new_sampler(service())
@@ -302,7 +302,7 @@ def test_the_queue_of_a_refused_sample_is_told_too(server, service, heard):
     assert "slow down" in throttled.reason
 
 
-def test_a_poll_that_is_put_off_is_throttled(server, service, heard):
+def test_throttled_poll_emits_throttled_event(server, service, heard):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", Answer({"detail": "slow down"}, 429), Answer({"metrics": {}}))
     trainer = new_trainer(service())
@@ -311,10 +311,10 @@ def test_a_poll_that_is_put_off_is_throttled(server, service, heard):
     assert [event.delay for event in events] == [1.0]
 
 
-# -- trying again --------------------------------------------------------------------------------
+# -- retries -------------------------------------------------------------------------------------
 
 
-def test_attempts_are_told_one_by_one(server, service, heard):
+def test_each_attempt_emits_event(server, service, heard):
     server.on(SAMPLE, Answer({"detail": "oops"}, 500), sampled(7))
     sampler = new_sampler(service())
     events = heard(RetryEvent)
@@ -332,7 +332,7 @@ def test_attempts_are_told_one_by_one(server, service, heard):
     assert events[0].metadata["sampling_session_id"] == "s-1:sample:0"
 
 
-def test_giving_up_is_told(server, service, heard):
+def test_giving_up_emits_event(server, service, heard):
     server.on(SAMPLE, Answer({"detail": "bad prompt"}, 422))
     sampler = new_sampler(service())
     events = heard(RetryAttemptFailed)
@@ -344,7 +344,7 @@ def test_giving_up_is_told(server, service, heard):
 # -- operations ----------------------------------------------------------------------------------
 
 
-def test_a_sample_tells_its_tokens(server, service, heard):
+def test_sample_event_counts_tokens(server, service, heard):
     server.on(SAMPLE, sampled(7, 8, prompt_cache_hit_tokens=2))
     sampler = new_sampler(service())
     events = heard(OperationEvent)
@@ -376,7 +376,7 @@ async def streamed(sampler: tinkex.SamplingClient) -> int:
     return len([chunk async for chunk in sampler.sample_stream(PROMPT)])
 
 
-def test_a_streamed_sample_tells_its_tokens(server, service, heard):
+def test_streamed_sample_event_counts_tokens(server, service, heard):
     body = b'data: {"token_id": 1}\n\ndata: {"token_id": 2}\n\ndata: {"finish_reason": "stop"}\n\n'
     server.on(STREAM, Answer(body, content_type="text/event-stream"))
     sampler = new_sampler(service())
@@ -388,7 +388,7 @@ def test_a_streamed_sample_tells_its_tokens(server, service, heard):
     assert requests[1].path == "/api/v1/stream_sample"
 
 
-def test_a_stream_that_is_not_offered_tells_its_tokens_once(server, service, heard):
+def test_sample_that_replaces_unsupported_stream_counts_tokens_once(server, service, heard):
     answer_samples(server, 7, 8, 9)
     sampler = new_sampler(service())
     events = heard(SampleStop)
@@ -397,7 +397,7 @@ def test_a_stream_that_is_not_offered_tells_its_tokens_once(server, service, hea
     assert [(event.operation, event.sampled_tokens) for event in events] == [("stream_sample", 3)]
 
 
-def test_training_tells_its_passes_and_steps(server, service, heard):
+def test_training_emits_pass_and_step_events(server, service, heard):
     answer_training(server)
     server.on(STEP, Answer({"metrics": {"grad_norm": 0.5}}))
     trainer = new_trainer(service())
@@ -411,7 +411,7 @@ def test_training_tells_its_passes_and_steps(server, service, heard):
     assert step.metrics == {"grad_norm": 0.5}
 
 
-def test_what_was_trained_is_counted_whatever_becomes_of_the_callers_list(server, service, heard):
+def test_tokens_are_counted_even_if_caller_changes_its_list(server, service, heard):
     answer_training(server)
     events = heard(TrainingPass)
     data = [datum(1, 2), datum(1, 2, 3)]
@@ -444,7 +444,7 @@ def test_a_custom_loss_counts_both_passes(server, service, heard):
     assert [(event.operation, event.tokens) for event in events] == [("forward_backward_custom", 6)]
 
 
-def test_a_custom_loss_tells_of_its_parts(server, service, heard):
+def test_custom_loss_emits_events_for_its_parts(server, service, heard):
     torch = pytest.importorskip("torch")
     answer_training(server)
     trainer = new_trainer(service())
@@ -468,7 +468,7 @@ def test_a_custom_loss_tells_of_its_parts(server, service, heard):
     assert {event.metadata["model_id"] for event in events} == {"s-1:train:0"}
 
 
-def test_a_failed_operation_tells_its_error(server, service, heard):
+def test_failed_operation_event_has_error(server, service, heard):
     server.on(STEP, promise("r-1"))
     server.on_future("r-1", failed("no"))
     trainer = new_trainer(service())
@@ -480,7 +480,7 @@ def test_a_failed_operation_tells_its_error(server, service, heard):
     assert event.error is raised.value
 
 
-def test_an_operation_that_never_began_leaves_nothing_behind(server, service, heard, recwarn):
+def test_refused_operation_leaves_no_unawaited_coroutine(server, service, heard, recwarn):
     answer_samples(server)
     client = service()
     sampler = new_sampler(client)
@@ -492,7 +492,7 @@ def test_an_operation_that_never_began_leaves_nothing_behind(server, service, he
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_samplers_know_the_model_they_come_from(server, service, heard):
+def test_sampler_events_carry_model_id(server, service, heard):
     answer_training(server)
     answer_samples(server)
     server.on(
@@ -513,7 +513,7 @@ def test_samplers_know_the_model_they_come_from(server, service, heard):
     ]
 
 
-def test_creating_a_model_is_an_operation_of_the_session_it_opens(server, service, heard):
+def test_event_of_creating_model_carries_session_it_opened(server, service, heard):
     server.on_future("model", Answer(PAUSED), Answer({"model_id": "s-1:train:0"}))
     events = heard(QueueStateChange, OperationStart)
     new_trainer(service())
@@ -522,7 +522,7 @@ def test_creating_a_model_is_an_operation_of_the_session_it_opens(server, servic
     assert change.metadata["session_id"] == "s-1"
 
 
-def test_what_is_created_in_a_session_names_it_and_its_number(server, service, heard):
+def test_events_of_created_clients_carry_session_and_sequence_number(server, service, heard):
     events = heard(HttpRequestStop, OperationStop)
     client = service()
     new_sampler(client)
@@ -548,7 +548,7 @@ def test_calls_by_path_and_rest_calls_are_operations(server, service, heard):
 # -- sessions ------------------------------------------------------------------------------------
 
 
-def test_a_session_tells_when_it_is_opened_and_closed(server, service, heard):
+def test_session_emits_opened_and_closed_events(server, service, heard):
     events = heard(SessionOpened, SessionClosed)
     client = service()
     new_sampler(client)
@@ -558,13 +558,13 @@ def test_a_session_tells_when_it_is_opened_and_closed(server, service, heard):
     assert (closed.session_id, closed.reason) == ("s-1", "interrupted")
 
 
-def test_an_event_shows_no_password_of_an_address(server, service, heard):
+def test_events_hide_password_in_url(server, service, heard):
     events = heard(SessionOpened)
     new_sampler(service(base_url=server.url.replace("://", "://u:secret@")))
     assert "secret" not in str(events[0])
 
 
-def test_a_failed_heartbeat_is_told(server, service, heard, clock):
+def test_failed_heartbeat_emits_event(server, service, heard, clock):
     server.on(HEARTBEAT, Answer({"detail": "key?"}, 401))
     events = heard(HeartbeatFailed)
     new_sampler(service())
@@ -586,14 +586,14 @@ def test_background_work_belongs_to_no_call(server, service, heard, clock):
     assert beat.metadata == {"session_id": "s-1"}
 
 
-# -- silence -------------------------------------------------------------------------------------
+# -- no listener ---------------------------------------------------------------------------------
 
 
 class Unspeakable(Exception):
-    """Raised where an event is made that nobody asked for."""
+    """Raised if an event is created without a listener."""
 
 
-def test_nothing_is_made_when_nobody_listens(server, service, monkeypatch):
+def test_no_event_is_created_without_listener(server, service, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise Unspeakable
 
@@ -610,7 +610,7 @@ def test_nothing_is_made_when_nobody_listens(server, service, monkeypatch):
     assert not bus.wants(Event)
 
 
-def test_a_handler_that_raises_does_not_disturb_the_work(server, service, caplog):
+def test_failing_handler_does_not_affect_work(server, service, caplog):
     def broken(event: Event) -> None:
         raise Unspeakable
 

@@ -1,4 +1,4 @@
-"""The lean HTTP/1.1 client, on both event loops, against sockets that do as they are told."""
+"""The HTTP/1.1 client, on asyncio and uvloop, against scripted sockets."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ async def client(**options: Any) -> AsyncIterator[HTTP1Client]:
 
 
 async def settle() -> None:
-    """Let what is ready on the loop happen."""
+    """Run callbacks that are ready on the loop."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Turn the loop until something is so; the test's own timeout is the limit."""
+    """Run the loop until `condition` holds, for at most 10 s."""
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what it asks about has no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0)
 
 
@@ -59,7 +59,7 @@ class Wire:
         self.reader, self.writer = reader, writer
 
     async def request(self) -> bytes:
-        """The head of the next request, and its body behind it."""
+        """The head and the body of the next request."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = 0
         for line in head.decode().lower().split("\r\n"):
@@ -78,7 +78,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """A server on this loop that runs `serve` for every connection and then closes it.
 
-    Leaving waits until all of them are closed: for that, the clients have to be gone already.
+    Leaving the block waits until all connections are closed, so the clients must be closed before.
     """
     tasks: list[asyncio.Task[None]] = []
     failures: list[BaseException] = []
@@ -103,8 +103,8 @@ async def serving(
     try:
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
-        # A connection comes to `connected` two turns after asyncio accepted it; the socket of one on its way
-        # would stay open if the server were closed now. uvloop knows no such moment.
+        # asyncio calls `connected` two loop turns after it accepted a connection. If the server closed in between, the
+        # socket would stay open. uvloop has no such gap.
         asyncio.get_running_loop().remove_reader(server.sockets[0])
         await settle()
         server.close()
@@ -114,7 +114,7 @@ async def serving(
 
 
 def answering(*answers: str | bytes) -> Callable[[Wire], Awaitable[None]]:
-    """Give these answers on one connection, whatever is asked, then close it."""
+    """Send these answers on one connection, whatever the requests are, then close it."""
 
     async def serve(wire: Wire) -> None:
         for answer in answers:
@@ -135,7 +135,7 @@ OK = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 # -- requests -------------------------------------------------------------------------------------
 
 
-def test_each_verb_says_what_it_should(run):
+def test_each_method_sends_expected_request(run):
     seen = []
 
     async def serve(wire: Wire) -> None:
@@ -164,7 +164,7 @@ def test_each_verb_says_what_it_should(run):
 
 @pytest.mark.parametrize("value", ["a\nb: c", "a\r\nb: c", "a\rb", "a\0b", "snow ☃"])
 @pytest.mark.parametrize("where", ["name", "value"])
-def test_a_header_that_would_not_stay_in_its_line_is_refused(run, server, value, where):
+def test_header_with_line_break_is_refused(run, server, value, where):
     async def work() -> None:
         async with client() as http:
             headers = {value: "x"} if where == "name" else {"x": value}
@@ -175,7 +175,7 @@ def test_a_header_that_would_not_stay_in_its_line_is_refused(run, server, value,
     assert server.requests == []
 
 
-def test_a_path_is_escaped_where_it_must_be_and_left_alone_where_not(run):
+def test_path_is_escaped_only_where_needed(run):
     seen = []
 
     async def serve(wire: Wire) -> None:
@@ -192,7 +192,7 @@ def test_a_path_is_escaped_where_it_must_be_and_left_alone_where_not(run):
     run(work())
 
 
-def test_a_host_header_of_the_callers_own_is_sent_once(run):
+def test_host_header_of_caller_is_sent_once(run):
     heads = []
 
     async def serve(wire: Wire) -> None:
@@ -207,7 +207,7 @@ def test_a_host_header_of_the_callers_own_is_sent_once(run):
     run(work())
 
 
-def test_an_ipv6_address_stands_in_brackets_in_the_host_header(run):
+def test_ipv6_address_is_in_brackets_in_host_header(run):
     heads = []
 
     async def serve(wire: Wire) -> None:
@@ -226,7 +226,7 @@ def test_an_ipv6_address_stands_in_brackets_in_the_host_header(run):
     run(work())
 
 
-def test_twenty_megabytes_go_both_ways(run, server):
+def test_twenty_megabytes_are_sent_and_received(run, server):
     body = bytes(range(256)) * (20 * MEGABYTE // 256)
     server.on("POST /echo", lambda request: Answer(request.body))
 
@@ -250,13 +250,13 @@ def test_an_answer_has_status_headers_in_lower_case_and_body(run):
 
 
 @pytest.mark.parametrize("coding", ["chunked", "Chunked"])
-def test_a_chunked_body_is_put_together(run, coding):
+def test_chunked_body_is_joined(run, coding):
     head = f"HTTP/1.1 200 OK\r\ntransfer-encoding: {coding}\r\n\r\n"
     response = run(answer_of(f"{head}3\r\nabc\r\n4;ext=1\r\ndefg\r\n0\r\nx-trailer: 1\r\n\r\n"))
     assert response.content == b"abcdefg"
 
 
-def test_a_body_may_end_with_the_connection(run):
+def test_body_without_length_ends_with_connection(run):
     assert run(answer_of("HTTP/1.1 200 OK\r\n\r\nall of it")).content == b"all of it"
     assert run(answer_of("HTTP/1.0 200 OK\r\n\r\n")).content == b""
 
@@ -278,7 +278,7 @@ def test_interim_answers_are_skipped(run):
     assert "x-early" not in response.headers
 
 
-def test_an_answer_may_come_byte_by_byte(run):
+def test_answer_may_arrive_byte_by_byte(run):
     async def serve(wire: Wire) -> None:
         await wire.request()
         for byte in OK.encode():
@@ -292,7 +292,7 @@ def test_an_answer_may_come_byte_by_byte(run):
     run(work())
 
 
-def test_a_compressed_body_is_unpacked(run):
+def test_compressed_body_is_decompressed(run):
     body = gzip.compress(b"text" * 1000)
     head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n"
     assert run(answer_of(head.encode() + body)).content == b"text" * 1000
@@ -315,13 +315,13 @@ def test_a_compressed_body_is_unpacked(run):
         "HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nwhatever",
     ],
 )
-def test_an_answer_that_is_broken_off_or_broken_is_a_connection_error(run, answer):
+def test_truncated_or_malformed_answer_is_connection_error(run, answer):
     with pytest.raises(ConnectionError):
         run(answer_of(answer))
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
-def test_a_refusal_that_does_not_decode_is_still_a_refusal(run, encoding):
+def test_error_answer_with_undecodable_body_keeps_its_status(run, encoding):
     head = f"HTTP/1.1 401 No\r\ncontent-encoding: {encoding}\r\ncontent-length: 4\r\n\r\n"
     response = run(answer_of(head + "nope"))
     assert (response.status, response.content) == (401, b"nope")
@@ -337,7 +337,7 @@ def test_a_refusal_that_does_not_decode_is_still_a_refusal(run, encoding):
     assert run(work()) == 401
 
 
-def test_a_body_that_ends_with_a_reset_is_not_taken_for_complete(run):
+def test_body_ended_by_reset_is_not_complete(run):
     half = asyncio.Event()
 
     async def serve(wire: Wire) -> None:
@@ -378,7 +378,7 @@ def test_one_connection_serves_one_request_after_another(run, server):
     run(work())
 
 
-def test_requests_at_the_same_time_have_connections_of_their_own(run, server):
+def test_concurrent_requests_use_separate_connections(run, server):
     server.on("GET /", Answer())
 
     async def work() -> None:
@@ -391,7 +391,7 @@ def test_requests_at_the_same_time_have_connections_of_their_own(run, server):
     run(work())
 
 
-def test_no_more_connections_are_kept_than_allowed(run, server):
+def test_at_most_max_idle_connections_are_kept(run, server):
     server.on("GET /", Answer())
 
     async def work() -> None:
@@ -403,7 +403,7 @@ def test_no_more_connections_are_kept_than_allowed(run, server):
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.1 200 OK\r\nconnection: close", "HTTP/1.0 200 OK"])
-def test_a_connection_the_service_wants_closed_is_not_used_again(run, version):
+def test_connection_close_header_prevents_reuse(run, version):
     served = 0
 
     async def serve(wire: Wire) -> None:
@@ -422,7 +422,7 @@ def test_a_connection_the_service_wants_closed_is_not_used_again(run, version):
     run(work())
 
 
-def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_unnoticed(run):
+def test_stale_connection_is_replaced_transparently(run):
     connections = 0
 
     async def serve(wire: Wire) -> None:
@@ -431,7 +431,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_unnoticed(run):
         await wire.request()
         wire.send(OK)
         if connections == 1:
-            await wire.request()  # taken, and closed without a word
+            await wire.request()  # received, then closed without an answer
 
     async def work() -> None:
         async with serving(serve) as url, client() as http:
@@ -442,7 +442,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_unnoticed(run):
     run(work())
 
 
-def test_a_fresh_connection_that_closes_without_a_word_is_an_error(run):
+def test_fresh_connection_closed_without_answer_is_error(run):
     connections = 0
 
     async def serve(wire: Wire) -> None:
@@ -461,7 +461,7 @@ def test_a_fresh_connection_that_closes_without_a_word_is_an_error(run):
 
 @pytest.mark.parametrize("surplus", ["HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nno", OK, "???"])
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, when):
+def test_unsolicited_answer_is_never_used_for_next_request(run, surplus, when):
     said = asyncio.Event()
     connections = 0
 
@@ -483,7 +483,7 @@ def test_an_answer_nobody_asked_for_is_never_taken_for_the_next(run, surplus, wh
         async with serving(serve) as url, client() as http:
             assert (await http.get(url, {})).content == b"ok"
             await said.wait()
-            # The surplus arrives in its own time; the connection is given up for it.
+            # The extra bytes may arrive later; the connection is closed because of them.
             await until(lambda: not http._open)
             assert (await http.get(url, {})).content == b"mine"
 
@@ -504,7 +504,7 @@ def test_a_cancelled_request_closes_its_connection(run, server):
     run(work())
 
 
-def test_kept_connections_outlive_a_cancelled_request_and_can_be_dropped(run, server):
+def test_idle_connections_survive_cancelled_request_and_can_be_dropped(run, server):
     async def work() -> None:
         async with client() as http:
             server.on("GET /x", Answer({}))
@@ -513,7 +513,7 @@ def test_kept_connections_outlive_a_cancelled_request_and_can_be_dropped(run, se
             server.on("GET /x", Hang())
             waiting = asyncio.ensure_future(http.get(f"{server.url}/x", {}))
             await asyncio.to_thread(server.wait_for, "GET /x", 6)
-            waiting.cancel()  # which says nothing of the path
+            waiting.cancel()  # does not mean that the network path is dead
             await asyncio.gather(waiting, return_exceptions=True)
             await until(lambda: server.open_connections == 4)
             http.drop_idle()
@@ -546,7 +546,7 @@ def test_a_cancelled_upload_closes_its_connection_at_once(run):
     run(work())
 
 
-def test_an_answer_before_the_upload_is_finished_counts(run):
+def test_answer_before_end_of_upload_is_accepted(run):
     async def serve(wire: Wire) -> None:
         await wire.reader.readuntil(b"\r\n\r\n")
         wire.send("HTTP/1.1 413 No\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbig")
@@ -574,7 +574,7 @@ def test_a_refused_connection_is_a_connection_error(run):
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_a_host_that_cannot_exist_is_a_connection_error(run, host):
+def test_invalid_host_name_is_connection_error(run, host):
     async def work() -> None:
         async with client() as http:
             with pytest.raises(OSError, match="host"):
@@ -584,7 +584,7 @@ def test_a_host_that_cannot_exist_is_a_connection_error(run, host):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems answer for a full backlog")
-def test_a_connection_that_does_not_come_about_ends_with_its_own_timeout(run):
+def test_connect_timeout_has_its_own_message(run):
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -600,7 +600,7 @@ def test_a_connection_that_does_not_come_about_ends_with_its_own_timeout(run):
         run(work())
 
 
-def test_closing_ends_every_connection_and_what_is_under_way(run, server):
+def test_closing_ends_all_connections_and_requests_in_flight(run, server):
     server.on("GET /", Answer())
     server.on("GET /slow", Answer(), Hang())
 
@@ -608,7 +608,8 @@ def test_closing_ends_every_connection_and_what_is_under_way(run, server):
         async with client() as http:
             await asyncio.gather(*[http.get(server.url, {}) for _ in range(3)])
             await http.get(f"{server.url}/slow", {})
-            slow = asyncio.create_task(http.get(f"{server.url}/slow", {}))  # on a kept connection
+            # This request uses a kept-alive connection.
+            slow = asyncio.create_task(http.get(f"{server.url}/slow", {}))
             await until(lambda: len(server.asked("GET /slow")) == 2)
             await http.aclose()
             with pytest.raises(ConnectionError):
@@ -624,7 +625,7 @@ def test_closing_ends_every_connection_and_what_is_under_way(run, server):
 # -- streams --------------------------------------------------------------------------------------
 
 
-def test_a_stream_hands_out_parts_as_they_arrive(run):
+def test_stream_yields_parts_as_they_arrive(run):
     async def work() -> None:
         taken = asyncio.Queue[bytes]()
 
@@ -633,7 +634,8 @@ def test_a_stream_hands_out_parts_as_they_arrive(run):
             wire.send("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             for number in range(3):
                 wire.send(f"1\r\n{number}\r\n")
-                assert await taken.get() == str(number).encode()  # only then comes the next
+                # The server sends the next part only after this one is read.
+                assert await taken.get() == str(number).encode()
             wire.send("0\r\n\r\n")
 
         async with (
@@ -650,7 +652,7 @@ def test_a_stream_hands_out_parts_as_they_arrive(run):
 
 
 @pytest.mark.parametrize("length", [None, 64 * MEGABYTE])
-def test_a_stream_that_is_not_read_stops_the_service(run, length):
+def test_unread_stream_applies_backpressure(run, length):
     total = 64 * MEGABYTE
     sent = 0
 
@@ -699,7 +701,7 @@ def test_the_end_of_a_stream_may_arrive_before_its_parts_are_read(run):
     run(work())
 
 
-def test_a_stream_that_is_broken_off_says_so_after_what_did_arrive(run):
+def test_truncated_stream_raises_after_received_parts(run):
     async def work() -> None:
         answer = "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf"
         async with (
@@ -716,7 +718,7 @@ def test_a_stream_that_is_broken_off_says_so_after_what_did_arrive(run):
 
 
 @pytest.mark.parametrize("answer", ["", "SSH-2.0\r\n"])
-def test_a_stream_that_never_begins_is_a_connection_error(run, answer):
+def test_stream_without_answer_is_connection_error(run, answer):
     async def work() -> None:
         async with serving(answering(answer)) as url, client() as http:
             with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""Calls by path: bodies, whole answers, and answers that are still arriving."""
+"""Requests by path: bodies, complete answers and streams."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Service = Callable[..., tinkex.ServiceClient]
 
 
 @pytest.mark.parametrize("verb", ["get", "post", "put", "delete"])
-def test_a_verb_gives_the_body_of_the_answer(server, service, verb):
+def test_method_returns_json_body(server, service, verb):
     server.on(f"{verb.upper()} {X}", Answer({"a": [1, None]}))
     assert getattr(service().http, verb)(X).result(10) == {"a": [1, None]}
 
@@ -52,14 +52,14 @@ def test_a_body_is_sent_as_json_unless_it_is_bytes(server, service, verb):
 
 
 @pytest.mark.parametrize("verb", ["get", "delete"])
-def test_a_body_where_none_can_be_sent_is_refused(server, service, verb):
+def test_body_of_get_or_delete_is_refused(server, service, verb):
     with pytest.raises(InvalidInputError, match="body"):
         getattr(service().http, verb)(X, body={"a": 1}).result(10)
     assert server.requests == []
 
 
 @pytest.mark.parametrize("method", ["PATCH", "", "HEAD", "GET / HTTP/1.1\r\n"])
-def test_a_method_that_is_not_offered_is_refused_rather_than_replaced(server, service, method):
+def test_unknown_method_is_refused(server, service, method):
     http = service().http
     with pytest.raises(InvalidInputError, match="method"):
         http.with_raw_response(method, X)
@@ -89,7 +89,7 @@ def test_an_idempotency_key_may_be_chosen(server, service):
     assert keys == ["mine", "header", None]
 
 
-def test_what_is_not_given_is_not_sent(server, service):
+def test_values_not_given_are_not_sent(server, service):
     server.on(f"POST {X}", Answer())
     body = {"a": 1, "b": tinkex.NOT_GIVEN, "c": [tinkex.OMIT, {"d": tinkex.NOT_GIVEN}], "e": None}
     headers = {"x-a": None, "x-b": tinkex.NOT_GIVEN, "x-c": 1, "accept": tinkex.NOT_GIVEN}
@@ -122,7 +122,7 @@ def test_a_default_may_be_omitted(server, service):
     assert plain.query == {}
 
 
-def test_values_of_the_protocol_may_stand_in_a_body(server, service):
+def test_body_may_contain_protocol_types(server, service):
     server.on(f"POST {X}", Answer())
     tensor = tinkex.TensorData([[1, 2]], "int64")
     service().http.post(X, {"tensor": tensor, "not": tinkex.NOT_GIVEN}).result(10)
@@ -136,20 +136,20 @@ def test_delays_between_retries_can_be_set(server, service, clock):
     assert clock.slept == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_a_call_may_have_its_own_number_of_retries(server, service):
+def test_max_retries_can_be_set_per_call(server, service):
     server.on(f"GET {X}", Answer({}, 503))
     with pytest.raises(APIStatusError):
         service(max_retries=5).http.get(X, max_retries=1).result(10)
     assert len(server.requests) == 2
 
 
-def test_a_call_may_have_its_own_timeout(server, service):
+def test_timeout_can_be_set_per_call(server, service):
     server.on(f"GET {X}", Hang())
     with pytest.raises(APITimeoutError):
         service().http.get(X, timeout=0.05).result(10)
 
 
-def test_a_call_may_take_longer_than_others(server, service):
+def test_timeout_of_call_may_exceed_default(server, service):
     held = threading.Event()
     server.on(f"GET {X}", Answer({"a": 1}, wait_for=held))
     client = service(timeout=0.01)
@@ -171,7 +171,7 @@ def test_a_redirect_is_reported_instead_of_followed(server, service, status):
     assert found == {"url": "https://elsewhere/y", "status": status, "expires": "tomorrow"}
 
 
-def test_a_redirect_to_nowhere_is_an_error(server, service):
+def test_redirect_without_location_is_error(server, service):
     server.on(f"GET {X}", Answer(b"", 302))
     with pytest.raises(APIStatusError) as raised:
         service().http.get(X).result(10)
@@ -187,10 +187,10 @@ def test_a_body_that_is_not_json_is_an_error_that_names_the_call(server, service
     assert raised.value.body == body
 
 
-# -- whole answers --------------------------------------------------------------------------------
+# -- complete answers -----------------------------------------------------------------------------
 
 
-def test_a_raw_answer_has_everything_around_the_body(server, service, clock):
+def test_raw_answer_has_status_headers_and_metadata(server, service, clock):
     server.on(f"POST {X}", Answer({}, 503), Answer({"a": 1}, 201, {"X-Name": "Value"}))
     response = service().http.with_raw_response("POST", X, body={}, query={"q": 1}).result(10)
     assert (response.status, response.status_code) == (201, 201)
@@ -204,7 +204,7 @@ def test_a_raw_answer_has_everything_around_the_body(server, service, clock):
     assert response.header("absent") is None
 
 
-def test_a_raw_answer_does_not_show_its_body(server, service):
+def test_repr_of_raw_answer_hides_body(server, service):
     server.on(f"GET {X}", Answer({"secret": "abc"}))
     assert "abc" not in repr(service().http.with_raw_response("GET", X).result(10))
 
@@ -218,7 +218,7 @@ def raw(body: bytes) -> APIResponse:
     return APIResponse(200, {}, "GET", X, body, 1.0, 0)
 
 
-def test_an_answer_is_parsed_as_it_is_through_a_function_or_as_a_type():
+def test_answer_is_parsed_plain_by_function_or_as_type():
     answer = raw(b'{"status": "ok"}')
     assert answer.parse() == {"status": "ok"}
     assert answer.parse(lambda data: data["status"].upper()) == "OK"
@@ -235,7 +235,7 @@ class Read:
         return cls(data)
 
 
-def test_an_answer_is_parsed_as_a_class_that_reads_json_or_as_one_of_pythons_own():
+def test_answer_is_parsed_as_class_with_from_json_or_built_in_type():
     answer = raw(b'{"a": 1}')
     assert answer.parse(Read).data == answer.parse(to=Read).data == {"a": 1}
     assert answer.parse(to=dict) == answer.parse(to=dict[str, int]) == {"a": 1}
@@ -245,7 +245,7 @@ def test_an_answer_is_parsed_as_a_class_that_reads_json_or_as_one_of_pythons_own
     assert (raw(b"x").parse(to=bytes), raw(b"x").parse(to=type(None))) == (b"x", None)
 
 
-def test_an_answer_can_be_read_in_every_way():
+def test_answer_can_be_read_as_bytes_text_lines_and_json():
     answer = raw(b'{"a":\n"\xc3\xa4"}')
     assert (answer.read(), answer.json()) == (answer.body, {"a": "ä"})
     assert answer.text() == '{"a":\n"ä"}' == "".join(answer.iter_text(2))
@@ -259,12 +259,12 @@ def test_an_answer_can_be_read_in_every_way():
 
 
 @pytest.mark.parametrize(("charset", "text"), [("latin-1", "Ã¤"), ("UTF-8", "ä"), ("made-up", "ä")])
-def test_text_is_read_as_its_content_type_says(charset, text):
+def test_text_is_decoded_with_charset_of_content_type(charset, text):
     headers = {"content-type": f"text/plain; charset={charset}"}
     assert APIResponse(200, headers, "GET", X, "ä".encode(), 1.0, 0).text() == text
 
 
-def test_what_a_parser_raises_is_raised():
+def test_error_of_parser_is_raised():
     with pytest.raises(KeyError):
         raw(b"{}").parse(lambda data: data["absent"])
     with pytest.raises(DecodeError):
@@ -275,11 +275,11 @@ def test_what_a_parser_raises_is_raised():
         raw(b"{}").parse("json")
 
 
-# -- answers that are still arriving --------------------------------------------------------------
+# -- streams --------------------------------------------------------------------------------------
 
 
 class Feed:
-    """A server that sends what the test hands it, when the test hands it over."""
+    """A server that sends the parts that the test passes to it, when it passes them."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes | None] = []
@@ -334,7 +334,7 @@ def fed(feed: Feed, service: Service, clock: FakeClock) -> Any:
     return service(base_url=feed.url).http
 
 
-def test_events_are_handed_out_while_the_answer_is_still_arriving(feed, fed):
+def test_events_are_yielded_while_answer_is_still_arriving(feed, fed):
     async def work() -> None:
         async with fed.stream_get(X, query={"q": 1}) as response:
             assert (response.status, response.method) == (200, "GET")
@@ -361,7 +361,7 @@ def test_events_are_handed_out_while_the_answer_is_still_arriving(feed, fed):
         (lambda event: event.event, "tick"),
     ],
 )
-def test_events_are_parsed_as_asked(feed, fed, parser, expected):
+def test_events_are_parsed_by_chosen_parser(feed, fed, parser, expected):
     async def work() -> list[Any]:
         async with fed.with_streaming_response("GET", X) as response:
             feed.send(b'event: tick\r\nid: 7\r\ndata: {"a": 1}\r\n\r\n')
@@ -390,7 +390,7 @@ def test_a_streamed_request_carries_body_key_and_idempotency_key(feed, fed):
     assert headers["x-idempotency-key"]
 
 
-def test_bytes_of_a_stream_come_as_they_are(feed, fed):
+def test_stream_bytes_are_unchanged(feed, fed):
     async def work() -> None:
         async with fed.with_streaming_response("GET", X) as response:
             parts = response.iter_bytes()
@@ -411,7 +411,7 @@ def read(http: Any) -> Any:
     return asyncio.run(work())
 
 
-def test_an_error_status_of_a_stream_is_raised_with_its_facts(server, service):
+def test_error_status_of_stream_is_raised_as_typed_error(server, service):
     server.on(f"GET {X}", Answer({"detail": "no"}, 404, {"x-request-id": "q-1"}))
     with pytest.raises(NotFoundError, match="no") as raised:
         read(service().http)
@@ -421,13 +421,13 @@ def test_an_error_status_of_a_stream_is_raised_with_its_facts(server, service):
 @pytest.mark.parametrize(
     "broken", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\ndata: 1\n\n", b"SSH-2.0\r\n"]
 )
-def test_a_stream_that_breaks_is_a_connection_error(server, service, broken):
+def test_truncated_stream_is_connection_error(server, service, broken):
     server.on(f"GET {X}", Raw(broken))
     with pytest.raises(APIConnectionError):
         read(service().http)
 
 
-def test_a_stream_that_does_not_begin_is_a_timeout(server, service):
+def test_stream_that_does_not_start_is_timeout(server, service):
     server.on(f"GET {X}", Hang())
     with pytest.raises(APITimeoutError):
         read(service(timeout=0.05).http)
@@ -441,7 +441,7 @@ def test_a_closed_client_opens_no_stream(server, service):
     assert server.requests == []
 
 
-def test_a_stream_survives_on_the_loop_it_was_opened_on_when_the_client_is_closed(feed, service):
+def test_open_stream_can_be_read_after_client_is_closed(feed, service):
     client = service(base_url=feed.url)
 
     async def work() -> None:
@@ -454,7 +454,7 @@ def test_a_stream_survives_on_the_loop_it_was_opened_on_when_the_client_is_close
     asyncio.run(work())
 
 
-def test_an_error_of_the_reader_is_the_readers_own(server, service):
+def test_error_in_code_of_stream_reader_is_unchanged(server, service):
     server.on(f"GET {X}", Answer(b"data: 1\n\n"))
 
     async def work() -> None:

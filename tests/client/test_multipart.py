@@ -21,7 +21,7 @@ X = "/api/v1/upload"
 
 
 def parse(body: bytes, content_type: str) -> list[Message]:
-    """The parts, as an independent reader sees them."""
+    """The parts, read by an independent parser."""
     head = f"Content-Type: {content_type}\r\n\r\n".encode()
     message = BytesParser().parsebytes(head + body)
     assert message.is_multipart()
@@ -129,7 +129,7 @@ def test_a_path_is_read_and_a_string_never_is(tmp_path):
     assert content(file_of(("other", path))) == b"on disk"
     assert content(file_of(str(path))) == str(path).encode()
     with os.scandir(tmp_path) as entries:
-        entry = next(entries)  # a path, though no `Path`
+        entry = next(entries)  # a path-like object that is not a `Path`
     assert (file_of(entry).get_filename(), content(file_of(entry))) == ("data.bin", b"on disk")
 
 
@@ -142,7 +142,7 @@ def test_an_open_file_is_named_after_itself(tmp_path):
 
 
 @pytest.mark.parametrize("file", [5, None, object(), (), ("a",), ("a", b"", "b", {}, "c")])
-def test_what_is_no_file_is_refused_by_name(file):
+def test_invalid_file_is_refused_with_field_name(file):
     with pytest.raises(InvalidInputError, match=r"files\.f"):
         encode_multipart({}, {"f": file})
 
@@ -161,7 +161,7 @@ def test_a_name_may_carry_several_files():
     ]
 
 
-def test_names_cannot_break_out_of_their_line():
+def test_names_cannot_inject_header_lines():
     body, _ = encode_multipart({'a"\r\nX: 1': "x"}, {'f"\n': ('n"\r\nX: 1', b"")})
     assert b"\r\nX: 1" not in body
     assert b'name="f%22%0A"; filename="n%22%0D%0AX: 1"' in body
@@ -170,12 +170,12 @@ def test_names_cannot_break_out_of_their_line():
 @pytest.mark.parametrize(
     "file", [("n", b"", "text/x\r\nX: 1"), ("n", b"", None, {"Y": "1\nX: 1"}), ("n", b"", "a\rb")]
 )
-def test_a_header_of_a_file_that_would_become_two_is_refused(file):
+def test_file_header_with_line_break_is_refused(file):
     with pytest.raises(InvalidInputError, match="line break"):
         encode_multipart({}, {"f": file})
 
 
-# -- the whole ------------------------------------------------------------------------------------
+# -- complete body --------------------------------------------------------------------------------
 
 
 def test_the_body_is_laid_out_as_the_standard_says():
@@ -199,13 +199,13 @@ def test_the_body_is_laid_out_as_the_standard_says():
         'Multipart/Form-Data; charset=utf-8; BOUNDARY="with space"; x=y',
     ],
 )
-def test_a_boundary_of_the_callers_own_is_kept(given):
+def test_boundary_of_caller_is_kept(given):
     body, content_type = encode_multipart({}, {"f": b"x"}, given)
     assert content_type == given
     assert content(parse(body, content_type)[0]) == b"x"
 
 
-def test_a_boundary_is_made_where_there_is_none():
+def test_boundary_is_generated_if_none_is_given():
     _, first = encode_multipart({}, {"f": b"x"}, "multipart/form-data")
     _, second = encode_multipart({}, {"f": b"x"})
     boundaries = {text.partition("boundary=")[2] for text in (first, second)}
@@ -214,14 +214,14 @@ def test_a_boundary_is_made_where_there_is_none():
 
 
 @given(st.binary(max_size=200), st.text(st.characters(codec="ascii", categories=["L", "N"])))
-def test_any_content_comes_through(data, value):
+def test_any_content_survives_encoding(data, value):
     parts = parse(*encode_multipart({"value": value}, {"f": data}))
     assert content(parts[0]) == value.encode()
     body, _ = encode_multipart({"value": value}, {"f": data}, "multipart/form-data; boundary=B")
     assert b"\r\n\r\n" + data + b"\r\n--B--\r\n" in body
 
 
-# -- over the wire --------------------------------------------------------------------------------
+# -- over HTTP ------------------------------------------------------------------------------------
 
 
 def test_files_make_a_call_multipart(server, service):
@@ -253,7 +253,7 @@ def test_a_multipart_content_type_makes_a_call_multipart(server, service, kind):
     assert request.body.startswith(b"--mine\r\n")
 
 
-def test_a_retried_upload_is_the_same_to_the_last_byte(server, service):
+def test_retried_upload_sends_identical_bytes(server, service):
     server.on(f"PUT {X}", Answer({}, 503), Raw(b"HTTP/1.1 2"), Answer({}))
     stream = io.BytesIO(b"can be read only once")
     service().http.put(X, {"a": 1}, files={"f": stream}).result(10)
@@ -263,9 +263,7 @@ def test_a_retried_upload_is_the_same_to_the_last_byte(server, service):
     assert b"can be read only once" in server.requests[2].body
 
 
-def test_an_upload_that_cannot_be_read_is_refused_before_anything_is_sent(
-    server, service, tmp_path
-):
+def test_unreadable_upload_is_refused_before_sending(server, service, tmp_path):
     with pytest.raises(InvalidInputError, match=r"files\.f"):
         service().http.post(X, files={"f": tmp_path / "absent"}).result(10)
     assert server.requests == []

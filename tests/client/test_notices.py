@@ -1,4 +1,4 @@
-"""Nobody waits without being told for what."""
+"""Log messages about slow calls, slow work and retries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = "/api/v1/x"
 
 
 class Told(logging.Handler):
-    """Collects what was said and when."""
+    """Collects log messages and their times."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def nowhere() -> Iterator[str]:
 # -- a service that cannot be reached -------------------------------------------------------------
 
 
-def test_a_service_that_cannot_be_reached_is_told_of_within_three_seconds(told, service, nowhere):
+def test_unreachable_service_is_reported_within_three_seconds(told, service, nowhere):
     with pytest.raises(APIConnectionError):
         service(base_url=nowhere, max_retries=4).http.get(X).result(10)
     assert told.times[0] <= 3
@@ -72,7 +72,7 @@ def test_a_service_that_cannot_be_reached_is_told_of_within_three_seconds(told, 
     assert "Tried 3 times in 2 s, next try in 2.0 s, giving up after try 5." in what
 
 
-def test_the_same_failure_is_mentioned_every_thirty_seconds_at_most(told, service, nowhere):
+def test_same_failure_is_reported_at_most_every_thirty_seconds(told, service, nowhere):
     clock = FakeClock(long=1e9)
     told._clock = clock
     with pytest.raises(APIConnectionError):
@@ -83,7 +83,7 @@ def test_the_same_failure_is_mentioned_every_thirty_seconds_at_most(told, servic
     )
 
 
-def test_a_call_with_a_window_says_how_long_it_goes_on(told, server, service, clock):
+def test_report_names_end_of_retry_window(told, server, service, clock):
     server.on("GET /api/v1/healthz", *[Raw(b"")] * 4, Answer({"status": "ok"}))
     service().health()
     (line,) = told.lines
@@ -91,7 +91,7 @@ def test_a_call_with_a_window_says_how_long_it_goes_on(told, server, service, cl
     assert line.endswith("giving up 300 s after the first.")
 
 
-def test_a_call_with_a_timeout_says_how_much_of_it_is_left(told, server, service):
+def test_report_names_remaining_timeout(told, server, service):
     server.on(f"GET {X}", Answer({"detail": "busy"}, 503))
     with pytest.raises(InternalServerError):
         service().http.get(X, timeout=9.5).result(10)
@@ -99,7 +99,7 @@ def test_a_call_with_a_timeout_says_how_much_of_it_is_left(told, server, service
     assert told.lines[0].endswith("giving up when the call's own timeout ends in 8 s.")
 
 
-def test_a_bill_that_is_not_paid_is_told_of_at_once(told, server, service):
+def test_unpaid_bill_is_reported_at_once(told, server, service):
     server.on(f"GET {X}", Answer({"detail": "please pay"}, 402), Answer({}))
     service().http.get(X).result(10)
     assert told.times == [0.0]
@@ -107,7 +107,7 @@ def test_a_bill_that_is_not_paid_is_told_of_at_once(told, server, service):
     assert told.lines[0].endswith("giving up 3600 s after the first.")
 
 
-def test_opening_a_session_with_nobody_there_is_told_of(told, service, nowhere):
+def test_unreachable_service_is_reported_while_opening_session(told, service, nowhere):
     client = service(base_url=nowhere, max_retries=3)
     with pytest.raises(APIConnectionError):
         client.create_lora_training_client("some/model")
@@ -115,7 +115,7 @@ def test_opening_a_session_with_nobody_there_is_told_of(told, service, nowhere):
     assert told.lines[0].startswith("client_config: Connection failed")
 
 
-def test_calls_that_work_at_once_or_with_the_second_try_are_not_worth_a_word(told, server, service):
+def test_call_that_succeeds_within_two_attempts_is_not_reported(told, server, service):
     server.on(f"GET {X}", Answer({}, 503), Answer({}))
     client = service()
     for _ in range(5):
@@ -123,7 +123,7 @@ def test_calls_that_work_at_once_or_with_the_second_try_are_not_worth_a_word(tol
     assert told.lines == []
 
 
-def test_passwords_in_the_address_are_not_told(told, service, nowhere):
+def test_password_in_url_is_not_logged(told, service, nowhere):
     client = service(base_url=nowhere.replace("http://", "http://me:secret@"), max_retries=3)
     with pytest.raises(APIConnectionError):
         client.http.get(X).result(10)
@@ -134,7 +134,7 @@ def test_passwords_in_the_address_are_not_told(told, service, nowhere):
 # -- a service that does not answer ---------------------------------------------------------------
 
 
-def test_a_call_without_an_answer_is_told_of(told, server, service, clock):
+def test_call_without_answer_is_reported(told, server, service, clock):
     server.on(f"GET {X}", Hang())
     future = service(timeout=60).http.get(X)
     server.wait_for(f"GET {X}")
@@ -145,7 +145,7 @@ def test_a_call_without_an_answer_is_told_of(told, server, service, clock):
     assert not future.done()
 
 
-def test_a_stream_that_does_not_begin_is_told_of(told, server, service, clock):
+def test_stream_that_does_not_start_is_reported(told, server, service, clock):
     server.on("POST /api/v1/stream_sample", Hang())
     sampler = service().create_sampling_client(base_model="some/model")
 
@@ -168,7 +168,7 @@ def test_a_stream_that_does_not_begin_is_told_of(told, server, service, clock):
 
 
 @pytest.mark.parametrize("status", [200, 408])
-def test_a_paused_queue_is_told_of(told, server, service, status):
+def test_paused_queue_is_reported(told, server, service, status):
     paused = {"type": "try_again", "queue_state": "paused_rate_limit"}
     server.on("POST /api/v1/optim_step", promise("step"))
     server.on_future(
@@ -181,8 +181,8 @@ def test_a_paused_queue_is_told_of(told, server, service, status):
     assert told.lines == ["Training is paused for s-1:train:0. Reason: too many runs"]
 
 
-def test_work_that_takes_long_is_told_of(told, server, service, clock):
-    """The service is well and answers every poll; so does one that never finishes."""
+def test_slow_work_is_reported(told, server, service, clock):
+    """The service answers every poll, but a healthy service may still never finish the work."""
     server.on("POST /api/v1/optim_step", promise("step"))
     polled = threading.Event()
 
@@ -203,7 +203,7 @@ def test_work_that_takes_long_is_told_of(told, server, service, clock):
     future.cancel()
 
 
-def test_samples_that_are_held_back_are_told_of(told, server, service):
+def test_throttled_samples_are_reported(told, server, service):
     server.on("POST /api/v1/asample", Answer({"detail": "slowly"}, 429), promise("sample"))
     server.on_future("sample", Answer({"sequences": []}))
     sampler = service().create_sampling_client(base_model="some/model")
@@ -216,7 +216,7 @@ def test_samples_that_are_held_back_are_told_of(told, server, service):
     assert server.url in line
 
 
-def test_polls_that_get_no_answer_are_one_line_for_all_of_a_kind(told, server, service):
+def test_failing_polls_of_one_kind_are_one_line(told, server, service):
     def forward(request: Any) -> Answer:
         return promise(f"step-{request.json['seq_id']}")
 
@@ -232,11 +232,11 @@ def test_polls_that_get_no_answer_are_one_line_for_all_of_a_kind(told, server, s
     assert told.lines[0].startswith("optim_step (step-")
 
 
-# -- by itself, on a clock that runs ahead --------------------------------------------------------
+# -- Notices alone, on a simulated clock ----------------------------------------------------------
 
 
 class Ahead(asyncio.SelectorEventLoop):
-    """Time jumps to the next timer as soon as nothing else is to be done."""
+    """An event loop whose time jumps to the next timer when no callback is ready."""
 
     _jumped = 0.0
 
@@ -252,7 +252,7 @@ class Ahead(asyncio.SelectorEventLoop):
 
 
 def hear(work: Callable[[Notices], Awaitable[None]]) -> list[tuple[int, str]]:
-    """What is said while `work` goes on, and in which second."""
+    """The messages logged while `work` runs, each with its second."""
     said: list[tuple[int, str]] = []
 
     async def main() -> None:
@@ -275,7 +275,7 @@ def hear(work: Callable[[Notices], Awaitable[None]]) -> list[tuple[int, str]]:
     return said
 
 
-def test_silence_is_explained_after_two_seconds_and_then_every_thirty():
+def test_missing_answer_is_reported_after_two_seconds_then_every_thirty():
     async def work(notices: Notices) -> None:
         notices.begin("sample", 60)
         await asyncio.sleep(95)
@@ -285,7 +285,7 @@ def test_silence_is_explained_after_two_seconds_and_then_every_thirty():
     assert said[0][1].endswith("to sample, sent 2 s ago, given up after 60 s.")
 
 
-def test_quick_calls_are_never_mentioned():
+def test_quick_calls_are_never_reported():
     async def work(notices: Notices) -> None:
         for _ in range(50):
             flight = notices.begin("sample", 60)
@@ -295,7 +295,7 @@ def test_quick_calls_are_never_mentioned():
     assert hear(work) == []
 
 
-def test_many_silent_calls_are_one_line():
+def test_many_late_calls_are_one_line():
     async def work(notices: Notices) -> None:
         for name in ("save", "load", "load"):
             notices.begin(name, 60)
@@ -305,7 +305,7 @@ def test_many_silent_calls_are_one_line():
     assert "to save and 2 other calls, sent" in line
 
 
-def test_a_stream_of_silent_calls_is_one_line_in_thirty_seconds():
+def test_continuous_late_calls_are_one_line_per_thirty_seconds():
     async def work(notices: Notices) -> None:
         for _ in range(60):
             notices.begin("sample", 60)
@@ -314,7 +314,7 @@ def test_a_stream_of_silent_calls_is_one_line_in_thirty_seconds():
     assert [second for second, _ in hear(work)] == [2, 32]
 
 
-def test_another_kind_of_call_that_falls_silent_is_mentioned_too():
+def test_late_call_of_another_kind_is_reported_too():
     async def work(notices: Notices) -> None:
         notices.begin("first", 60)
         await asyncio.sleep(10)
@@ -326,7 +326,7 @@ def test_another_kind_of_call_that_falls_silent_is_mentioned_too():
     assert "to second and another call, sent" in said[1][1]
 
 
-def test_a_call_that_falls_silent_after_others_were_answered_is_news():
+def test_late_call_after_answered_ones_is_reported_again():
     async def work(notices: Notices) -> None:
         first = notices.begin("sample", 60)
         await asyncio.sleep(5)
@@ -338,7 +338,7 @@ def test_a_call_that_falls_silent_after_others_were_answered_is_news():
     assert [second for second, _ in hear(work)] == [2, 9]
 
 
-def test_work_is_mentioned_when_it_takes_longer_than_such_work_did():
+def test_work_is_reported_when_slower_than_earlier_work():
     async def work(notices: Notices) -> None:
         for seconds in (12, 30, 40):
             promised = notices.expect("pass", "r-1")
@@ -348,12 +348,12 @@ def test_work_is_mentioned_when_it_takes_longer_than_such_work_did():
         await asyncio.sleep(50)
 
     said = hear(work)
-    # The first pass at 10 s; the second is usual up to 36 s, the third up to 90; then the first step of all.
+    # Reported: the first pass at 10 s. The second is normal until 36 s, the third until 90 s. Then the first step.
     assert [second for second, _ in said] == [10, 92, 122]
     assert said[1][1].startswith("Waiting for step (r-2) for 10 s")
 
 
-def test_calls_and_work_are_told_of_apart():
+def test_calls_and_work_are_reported_separately():
     async def work(notices: Notices) -> None:
         for number in range(3):
             notices.begin("sample", 60)
@@ -365,7 +365,7 @@ def test_calls_and_work_are_told_of_apart():
     assert promises[1].startswith("Waiting for sample (r-0) and 2 other requests for 10 s")
 
 
-def test_nothing_is_said_after_the_end():
+def test_nothing_is_reported_after_close():
     async def work(notices: Notices) -> None:
         notices.begin("sample", 60)
         notices.close()
@@ -378,7 +378,7 @@ def retry(notices: Notices, what: str, elapsed: float, wait: float, error: Tinke
     notices.retry(what, error, 0, elapsed, wait, "giving up soon")
 
 
-def test_retries_are_mentioned_once_they_take_longer_than_two_seconds():
+def test_retries_are_reported_after_two_seconds():
     async def work(notices: Notices) -> None:
         retry(notices, "a", 0.0, 1.9, APIConnectionError(None, "Refused."))
         retry(notices, "b", 1.0, 1.0, APIConnectionError(None, "Refused."))
@@ -390,7 +390,7 @@ def test_retries_are_mentioned_once_they_take_longer_than_two_seconds():
     ]
 
 
-def test_different_kinds_of_calls_are_mentioned_each_and_each_seldom():
+def test_each_kind_of_call_is_reported_separately_and_rarely():
     async def work(notices: Notices) -> None:
         for _ in range(61):
             for number, what in enumerate(("save", "load")):
@@ -401,7 +401,7 @@ def test_different_kinds_of_calls_are_mentioned_each_and_each_seldom():
     assert said == ["save", "load"] * 3
 
 
-def test_a_note_of_the_service_is_repeated_only_when_it_changes():
+def test_deprecation_note_is_logged_once_per_text():
     async def work(notices: Notices) -> None:
         for note in ("upgrade", "upgrade", "upgrade now"):
             notices.deprecated(note, None)
@@ -412,7 +412,7 @@ def test_a_note_of_the_service_is_repeated_only_when_it_changes():
     ]
 
 
-def test_work_whose_polls_fail_is_told_of_with_their_error():
+def test_report_of_work_names_error_of_its_polls():
     notices = Notices("http://x", FakeClock())
 
     async def complaints() -> list[str]:

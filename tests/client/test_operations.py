@@ -1,4 +1,4 @@
-"""Operations by name: typed, as a promise, raw."""
+"""Operations by name: typed result, promise, raw answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INFO_ANSWER = Answer({"model_id": "m", "model_data": {"model_name": "some/model"
 
 
 @pytest.mark.parametrize("request_", [types.GetInfoRequest(model_id="m"), {"model_id": "m"}])
-def test_an_operation_answered_at_once_gives_its_type(server, service, request_):
+def test_immediate_operation_returns_typed_result(server, service, request_):
     server.on(INFO, INFO_ANSWER)
     info = service().api.call("get_info", request_).result(10)
     assert isinstance(info, types.GetInfoResponse)
@@ -38,7 +38,7 @@ def test_a_queued_operation_is_waited_for(server, service):
     assert seen == [types.QueueState.PAUSED_CAPACITY]
 
 
-def test_a_promise_can_be_had_alone_and_polled_later(server, service):
+def test_promise_can_be_submitted_and_polled_later(server, service):
     client = service()
     request = types.CreateModelRequest(session_id="s-1", model_seq_id=0, base_model="some/model")
     promised = client.api.submit("create_model", request).result(10)
@@ -48,7 +48,7 @@ def test_a_promise_can_be_had_alone_and_polled_later(server, service):
     assert client.poll(promised.request_id).result(10) == {"model_id": "s-1:train:0"}
 
 
-def test_what_is_answered_at_once_has_no_promise(service):
+def test_submit_refuses_operation_that_is_not_queued(service):
     with pytest.raises(InvalidInputError, match="use call"):
         service().api.submit("get_info", {"model_id": "m"})
 
@@ -79,7 +79,7 @@ def test_a_raw_call_sends_query_and_body_as_the_operation_does(server, service):
         ("get_info", "m", "request"),
     ],
 )
-def test_bad_requests_are_refused_before_anything_is_sent(server, service, name, request_, field):
+def test_invalid_request_is_refused_before_sending(server, service, name, request_, field):
     with pytest.raises(InvalidInputError) as refused:
         service().api.call(name, request_)
     assert refused.value.field == field

@@ -1,4 +1,4 @@
-"""What happens to a client when names, networks and machines go away for a while and come back."""
+"""Clients during temporary outages: name resolution, network, and a machine that sleeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DONE = Answer({"metrics": {"x": 1.0}})
 
 
 class Nameless:
-    """An HTTP client whose resolver does not know the service, until it does."""
+    """An HTTP client whose first requests fail to resolve the host name."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures
@@ -46,17 +46,17 @@ class Nameless:
         await self._client.aclose()
 
 
-# -- names ---------------------------------------------------------------------------------------
+# -- host names------------------------------------------------------------------------------------
 
 
-def test_a_name_that_resolves_again_is_only_a_delay(server, service, clock):
+def test_call_succeeds_once_host_name_resolves_again(server, service, clock):
     answer_training(server)
     client = service(http_client=Nameless(4))
     new_trainer(client).optim_step().result(10)
     assert len(clock.slept) == 4
 
 
-def test_a_name_that_never_resolves_is_a_connection_error_in_the_end(service):
+def test_host_name_that_never_resolves_ends_as_connection_error(service):
     patient = FakeClock(long=float("inf"))
     client = service(http_client=Nameless(10**9), clock=patient)
     with pytest.raises(APIConnectionError, match="name resolution"):
@@ -64,7 +64,7 @@ def test_a_name_that_never_resolves_is_a_connection_error_in_the_end(service):
     assert len(patient.slept) == 10
 
 
-def test_a_name_that_cannot_be_looked_up_is_a_connection_error(clock):
+def test_invalid_host_name_is_connection_error(clock):
     client = tinkex.ServiceClient(
         base_url="http://nobody.invalid", api_key="tml-test", clock=clock, max_retries=1
     )
@@ -73,11 +73,11 @@ def test_a_name_that_cannot_be_looked_up_is_a_connection_error(clock):
     client.close().result(10)
 
 
-# -- a machine that slept ------------------------------------------------------------------------
+# -- sleeping machine ----------------------------------------------------------------------------
 
 
 def leap(clock: FakeClock, seconds: float, answer: Any) -> Any:
-    """An answer before which the clock leaps."""
+    """An answer before which the clock jumps forward."""
 
     def reply(_: Any) -> Any:
         clock.now += seconds
@@ -86,7 +86,7 @@ def leap(clock: FakeClock, seconds: float, answer: Any) -> Any:
     return reply
 
 
-def test_a_poll_goes_on_after_a_night_in_which_nobody_answered(server, service, clock):
+def test_poll_continues_after_machine_slept(server, service, clock):
     answer_training(server)
     trainer = new_trainer(service())
     server.on(STEP, promise("r"))
@@ -94,7 +94,7 @@ def test_a_poll_goes_on_after_a_night_in_which_nobody_answered(server, service, 
     assert trainer.optim_step().result(10).metrics == {"x": 1.0}
 
 
-def test_a_dispatch_goes_on_after_a_night_in_which_nobody_answered(server, service, clock):
+def test_dispatch_continues_after_machine_slept(server, service, clock):
     answer_training(server)
     trainer = new_trainer(service())
     server.on(STEP, leap(clock, 9 * 3600, Raw()), Raw(), promise("r"))
@@ -102,11 +102,11 @@ def test_a_dispatch_goes_on_after_a_night_in_which_nobody_answered(server, servi
     assert trainer.optim_step().result(10).metrics == {"x": 1.0}
 
 
-def test_a_timeout_that_passed_in_the_sleep_is_told_at_once(server, service, clock):
+def test_timeout_that_ended_during_sleep_is_raised_at_once(server, service, clock):
     answer_training(server)
     trainer = new_trainer(service())
     server.on(STEP, promise("r"))
     server.on_future("r", leap(clock, 9 * 3600, Answer({}, 408)))
     with pytest.raises(APITimeoutError):
         trainer.optim_step(timeout=600).result(10)
-    assert len(server.asked(POLL)) == 2  # of the model and of the step
+    assert len(server.asked(POLL)) == 2  # one for the model and one for the step

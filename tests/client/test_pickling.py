@@ -1,4 +1,4 @@
-"""Sampling clients in other processes: the same session, numbers of their own, no keys in plain sight."""
+"""Sampling clients in other processes: same session, separate numbers, no visible keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STRIDE = 1_000_000_000
 
 @pytest.fixture
 def copies() -> Iterator[Any]:
-    """Copies through pickle, closed at the end of the test."""
+    """Makes copies with pickle and closes them at the end of the test."""
     made: list[tinkex.SamplingClient] = []
 
     def make(client: tinkex.SamplingClient) -> tinkex.SamplingClient:
@@ -68,7 +68,7 @@ def test_a_copy_keeps_its_settings(server, service, copies):
     assert copied.holder.config == original.holder.config
 
 
-def test_callbacks_of_recovery_stay_behind(server, service, copies):
+def test_recovery_callbacks_are_not_pickled(server, service, copies):
     policy = RecoveryPolicy(enabled=True, on_recovery=lambda *_: None)
     copied = copies(new_sampler(service(recovery=policy)))
     assert copied.holder.config.recovery is None
@@ -76,7 +76,7 @@ def test_callbacks_of_recovery_stay_behind(server, service, copies):
     assert sample(copied).result(10).sequences[0].tokens == [7]
 
 
-def test_copies_are_numbered_by_the_service_where_it_offers_that(server, service, copies):
+def test_copies_get_clone_number_from_service_if_supported(server, service, copies):
     flags(server, sample_join_sampling_session=True)
     server.on(JOIN, Answer({"client_counter": 3}), Answer({"client_counter": 4}))
     answer_samples(server)
@@ -91,7 +91,7 @@ def test_copies_are_numbered_by_the_service_where_it_offers_that(server, service
     ] * 2
 
 
-def test_a_copy_that_cannot_join_says_so_and_tries_again_next_time(server, service, copies):
+def test_copy_that_cannot_join_raises_and_retries_on_next_call(server, service, copies):
     flags(server, sample_join_sampling_session=True)
     server.on(JOIN, Answer({"detail": "no"}, 403), Answer({"client_counter": 1}))
     answer_samples(server)
@@ -102,11 +102,11 @@ def test_a_copy_that_cannot_join_says_so_and_tries_again_next_time(server, servi
     assert seq_ids(server.asked(SAMPLE)) == [STRIDE]
 
 
-def test_copies_are_numbered_at_random_otherwise_and_never_collide(server, service, copies):
+def test_copies_otherwise_get_random_numbers_that_never_collide(server, service, copies):
     answer_samples(server)
     original = new_sampler(service())
     for client in (original, *(copies(original) for _ in range(8))):
-        random.seed(0)  # as workers often do, all alike
+        random.seed(0)  # workers often set the same seed
         sample(client).result(10)
         sample(client).result(10)
     numbers = seq_ids(server.asked(SAMPLE))
@@ -115,7 +115,7 @@ def test_copies_are_numbered_at_random_otherwise_and_never_collide(server, servi
     assert all(STRIDE <= number < 10**18 for number in numbers[2:])
 
 
-def test_a_copy_of_a_copy_has_numbers_of_its_own(server, service, copies):
+def test_copy_of_copy_has_its_own_numbers(server, service, copies):
     answer_samples(server)
     first = copies(new_sampler(service()))
     second = copies(first)
@@ -125,7 +125,7 @@ def test_a_copy_of_a_copy_has_numbers_of_its_own(server, service, copies):
     assert one // STRIDE != two // STRIDE
 
 
-def test_copying_in_the_same_process_is_no_different(server, service):
+def test_copy_in_same_process_behaves_like_in_another(server, service):
     answer_samples(server)
     original = new_sampler(service())
     copied = copy.copy(original)
@@ -164,7 +164,7 @@ def test_a_client_works_in_spawned_processes(server, service):
 # -- handles -------------------------------------------------------------------------------------
 
 
-def test_a_handle_makes_the_client_elsewhere(server, service):
+def test_handle_recreates_client_in_another_process(server, service):
     answer_samples(server, 7)
     client = new_sampler(service())
     elsewhere = tinkex.SamplingClient.from_sampler_handle(
@@ -180,7 +180,7 @@ def test_a_handle_makes_the_client_elsewhere(server, service):
     assert server.asked(FINISH) == []
 
 
-def test_a_handle_holds_no_key(service):
+def test_handle_contains_no_key(service):
     handle = new_sampler(service(api_key="tml-very-secret")).get_sampler_handle()
     facts = json.loads(base64.urlsafe_b64decode(handle))
     assert set(facts) == {"base_url", "session_id", "sampling_session_id"}
@@ -264,12 +264,12 @@ def test_handle_with_a_bad_address_is_refused(address):
 @pytest.mark.parametrize(
     "handle", ["", "x", "!!!", base64.urlsafe_b64encode(b"[]").decode(), "e30="]
 )
-def test_a_handle_that_is_none_is_refused(handle):
+def test_invalid_handle_is_refused(handle):
     with pytest.raises(InvalidInputError, match="handle"):
         tinkex.SamplingClient.from_sampler_handle(handle, api_key="tml-x")
 
 
-def test_nothing_that_is_printed_holds_a_key(service):
+def test_repr_contains_no_key(service):
     client = service(api_key="tml-very-secret", default_headers={"authorization": "Bearer secret"})
     sampler = new_sampler(client)
     shown = [client, sampler, client.config, sampler.holder, client.create_rest_client()]

@@ -1,4 +1,4 @@
-"""Waiting for a promised result: what each answer of the service leads to."""
+"""Waiting for a promised result: how the client reacts to each answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Polls:
         return future
 
     def finish(self, *replies: Reply | Callable[[Request], Reply], **options: Any) -> None:
-        """Run it to its good end."""
+        """Run the operation with these answers; it must succeed."""
         assert self.start(*replies, **options).result(10).metrics == {"x": 1.0}
 
     def fail(self, *replies: Reply | Callable[[Request], Reply], **options: Any) -> BaseException:
@@ -87,7 +87,7 @@ class Polls:
         return self.server.asked(POLL)
 
     def after(self, seconds: float, answer: Answer) -> Callable[[Request], Reply]:
-        """An answer that takes that long."""
+        """An answer that takes `seconds`."""
 
         def reply(_: Request) -> Reply:
             self.clock.now += seconds
@@ -115,13 +115,13 @@ def polls(server, service):
         {"status": "completed", "metrics": {"x": 1.0}},
     ],
 )
-def test_any_other_object_is_the_result(polls, body):
+def test_other_json_object_is_the_result(polls, body):
     polls.finish(Answer(body))
     assert polls.clock.slept == []
 
 
 @pytest.mark.parametrize("body", [b"[1, 2]", b'"done"', b"7", b"null", b"{", b"<html>", b"\xff"])
-def test_what_is_not_a_json_object_is_an_error_that_names_the_request(polls, body):
+def test_answer_that_is_not_json_object_is_error_with_request_id(polls, body):
     error = polls.fail(Answer(body))
     assert isinstance(error, APIResponseValidationError)
     assert error.request_id == "r-1"
@@ -129,24 +129,24 @@ def test_what_is_not_a_json_object_is_an_error_that_names_the_request(polls, bod
     assert len(polls.asked) == 1
 
 
-def test_a_result_that_does_not_fit_its_type_is_an_error(polls):
+def test_result_of_wrong_type_is_error(polls):
     error = polls.fail(Answer({"metrics": [1]}))
     assert isinstance(error, APIResponseValidationError)
     assert "metrics" in str(error)
 
 
-def test_an_empty_answer_is_an_empty_result(polls):
+def test_empty_answer_is_empty_result(polls):
     assert polls.start(Answer(b"")).result(10).metrics is None
 
 
-def test_an_answer_given_at_once_is_not_polled_for(polls):
+def test_immediate_result_is_not_polled(polls):
     polls.server.on(STEP, DONE)
     polls.finish(Answer({}, 500))
     assert polls.asked == []
 
 
 @pytest.mark.parametrize("category", list(RequestErrorCategory))
-def test_failed_work_ends_the_poll_with_its_category(polls, category):
+def test_failed_work_raises_error_with_its_category(polls, category):
     error = polls.fail(failed("out of memory", category.value.upper()))
     assert isinstance(error, RequestFailedError)
     assert (error.message, error.request_id, error.category) == ("out of memory", "r-1", category)
@@ -169,7 +169,7 @@ def test_failed_work_ends_the_poll_with_its_category(polls, category):
         ),
     ],
 )
-def test_failed_work_in_the_older_wrapping_ends_the_poll_too(polls, body, message, category):
+def test_failed_work_in_older_format_raises_error(polls, body, message, category):
     error = polls.fail(Answer(body))
     assert isinstance(error, RequestFailedError)
     assert (error.message, error.category) == (message, category)
@@ -220,24 +220,27 @@ def test_immediate_try_again_waits_a_tenth_of_a_second_doubling_to_five(polls, s
     assert polls.clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
 
-def test_a_held_answer_ends_a_row_of_immediate_ones(polls):
+def test_held_answer_resets_wait_after_immediate_answers(polls):
     at_once = Answer(not_yet("active"))
     polls.finish(at_once, at_once, polls.after(30, at_once), at_once, DONE)
     assert polls.clock.slept == pytest.approx([0.1, 0.2, 0.1])
 
 
-def test_a_bare_408_after_a_hold_means_not_yet_for_as_long_as_it_takes(polls):
+def test_bare_408_after_hold_means_not_yet_without_limit(polls):
     polls.finish(*[polls.after(300, Answer({"detail": "timeout"}, 408))] * 100, DONE)
     assert polls.clock.slept == []
 
 
-def test_the_time_a_failed_poll_took_is_part_of_the_wait(polls):
+def test_duration_of_failed_poll_is_part_of_wait(polls):
     gateway_timeout = polls.after(3, Answer({}, 504))
     polls.finish(*[gateway_timeout] * 4, DONE)
-    assert polls.clock.slept == [1, 5]  # 1 - 3 and 2 - 3 are none, 4 - 3, 8 - 3
+    assert polls.clock.slept == [
+        1,
+        5,
+    ]  # the first two waits are shorter than the 3 s poll; then 4 - 3 and 8 - 3
 
 
-def test_a_poll_waits_as_retry_after_asks(polls):
+def test_poll_waits_as_long_as_retry_after_asks(polls):
     polls.finish(Answer({}, 503, {"retry-after": "7"}), Answer({}, 429, {"retry-after": "3"}), DONE)
     assert polls.clock.slept == [7, 3]
 
@@ -263,38 +266,38 @@ def test_waits_between_polls_have_full_jitter(polls, chance):
         (Answer({"status": "pending"}), 1500),
     ],
 )
-def test_a_service_that_answers_at_once_is_not_stormed(polls, answer, most):
+def test_service_that_answers_immediately_is_not_flooded(polls, answer, most):
     error = polls.fail(answer, timeout=3600)
     assert isinstance(error, APITimeoutError)
     assert 10 < len(polls.asked) <= most  # in one hour
 
 
 @pytest.mark.parametrize("other", [Answer({}, 409), Answer({}, 502), Answer({}, 429)])
-def test_answers_that_alternate_are_no_way_around_the_waits(polls, other):
+def test_alternating_answers_do_not_reset_waits(polls, other):
     error = polls.fail(*[other, Answer(not_yet())] * 2000, timeout=600)
     assert isinstance(error, APITimeoutError)
     assert len(polls.asked) < 300  # in ten minutes
 
 
-def test_a_wait_of_a_millisecond_is_not_granted(polls):
+def test_retry_after_below_minimum_is_raised_to_100_ms(polls):
     polls.finish(Answer({}, 503, {"retry-after-ms": "1"}), DONE)
     assert polls.clock.slept == [0.1]
 
 
 @pytest.mark.parametrize("status", [408, 500, 502, 503])
-def test_errors_without_a_useful_answer_are_given_up_after_two_hours(polls, status):
+def test_poll_gives_up_after_two_hours_without_useful_answer(polls, status):
     error = polls.fail(Answer({"detail": "no"}, status))
     assert isinstance(error, APIStatusError)
     assert error.status_code == status
     assert sum(polls.clock.slept) == pytest.approx(7200, abs=30)
 
 
-def test_a_useful_answer_starts_the_two_hours_again(polls):
+def test_useful_answer_resets_two_hour_limit(polls):
     refused = [polls.after(700, Answer({}, 502))] * 10
     polls.finish(*refused, Answer(not_yet()), *refused, DONE)
 
 
-def test_the_log_says_what_was_answered_how_often_and_when_it_is_polled_again(polls, caplog):
+def test_log_names_last_answer_attempts_and_next_poll(polls, caplog):
     polls.finish(*[Answer({"detail": "no upstream"}, 502)] * 3, DONE)
     (line,) = [each.getMessage() for each in caplog.records if "no upstream" in each.getMessage()]
     assert "optim_step (r-1): no upstream" in line
@@ -302,13 +305,13 @@ def test_the_log_says_what_was_answered_how_often_and_when_it_is_polled_again(po
     assert "giving up after 2 h without a useful answer" in line
 
 
-def test_a_poll_is_never_repeated_by_the_layer_below(polls):
+def test_transport_does_not_retry_polls(polls):
     polls.finish(Answer({}, 500), DONE, max_retries=5)
     assert len(polls.asked) == 2
     assert [request.headers["x-stainless-retry-count"] for request in polls.asked] == ["0", "0"]
 
 
-def test_poll_backoff_slows_408_and_5xx_down(polls):
+def test_poll_backoff_sets_wait_after_408_and_5xx(polls):
     polls.finish(
         Answer({}, 408), Answer({}, 500), Answer({}, 408), DONE, poll_backoff=("exponential", 1, 3)
     )
@@ -327,7 +330,7 @@ def test_poll_backoff_may_be_a_function_of_the_iteration(polls):
     assert polls.clock.slept == [0.1, 0.2]
 
 
-def test_poll_backoff_concerns_no_other_answer(polls):
+def test_poll_backoff_does_not_affect_other_answers(polls):
     polls.finish(
         Answer(not_yet("paused_capacity")),
         Answer({}, 429),
@@ -341,29 +344,29 @@ def test_poll_backoff_concerns_no_other_answer(polls):
 # -- errors --------------------------------------------------------------------------------------
 
 
-def test_410_is_a_lost_result_that_may_be_asked_for_anew(polls):
+def test_410_is_raised_as_lost_result(polls):
     error = polls.fail(Answer({"detail": "expired"}, 410))
     assert isinstance(error, GoneError)
     assert error.retryable
     assert error.request_id == "r-1"
 
 
-def test_a_410_without_a_word_says_what_to_do(polls):
+def test_blank_410_error_says_what_to_do(polls):
     assert "submit the request again" in str(polls.fail(Answer(b"", 410)))
 
 
 @pytest.mark.parametrize("status", [409, 410])
-def test_a_conflict_and_a_lost_result_are_believed_when_they_are_repeated(polls, status):
+def test_repeated_409_and_410_are_final(polls, status):
     said = Answer({"detail": "no"}, status)
     polls.finish(*[said] * 5, Answer({}, 408), *[said] * 5, DONE)
-    assert polls.clock.slept == [1, 2, 4, 8, 1, 1, 2, 4, 8]  # the first is repeated at once
+    assert polls.clock.slept == [1, 2, 4, 8, 1, 1, 2, 4, 8]  # the first repetition has no wait
     assert polls.fail(said).status_code == status
 
 
-def test_answers_of_two_kinds_are_doubted_each_by_itself(polls):
+def test_repetitions_are_counted_per_status(polls):
     conflict, bad = Answer({"detail": "no"}, 409), Answer(b"", 400)
     polls.finish(*[conflict] * 5, *[bad] * 3, DONE)
-    assert polls.fail(*[conflict, bad] * 9).status_code == 400  # and not for ever
+    assert polls.fail(*[conflict, bad] * 9).status_code == 400  # ends after a limited number
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 413, 418, 422])
@@ -380,12 +383,12 @@ def test_429_waits_1_2_4_up_to_30_seconds(polls):
     assert polls.clock.slept == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_429_waits_begin_anew_after_any_other_answer(polls):
+def test_429_waits_restart_after_another_answer(polls):
     polls.finish(Answer({}, 429), Answer({}, 429), Answer(not_yet()), Answer({}, 429), DONE)
     assert polls.clock.slept == [1, 2, 0.1, 1]
 
 
-def test_429_can_go_on_for_days(polls):
+def test_429_is_polled_without_limit(polls):
     polls.finish(*[Answer({}, 429)] * 1100, DONE)
     assert polls.clock.slept[-1] == 30
 
@@ -397,7 +400,7 @@ def test_402_is_polled_every_5_seconds_for_as_long_as_the_service_allows(polls):
     assert polls.clock.slept == [5.0] * 4
 
 
-def test_402_that_is_paid_in_time_is_forgotten(polls):
+def test_402_window_restarts_after_payment(polls):
     flags(polls.server, billing_exception_max_pause_duration_sec=10)
     unpaid = Answer({"detail": "out of credit"}, 402)
     polls.finish(unpaid, unpaid, Answer(not_yet()), unpaid, unpaid, DONE)
@@ -411,7 +414,7 @@ def test_400_is_polled_three_times_more_and_then_raised(polls):
     assert polls.clock.slept == [1, 2]
 
 
-def test_400_is_counted_anew_after_any_other_answer(polls):
+def test_400_count_restarts_after_another_answer(polls):
     bad = [Answer(b"", 400)] * 3
     metadata = Answer({"status": "complete_metadata", "response_payload_size": 1})
     polls.finish(*bad, Answer({}, 408), *bad, metadata, *bad, DONE)
@@ -422,12 +425,12 @@ def test_no_answer_waits_1_2_4_up_to_30_seconds(polls):
     assert polls.clock.slept == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_the_waits_for_an_answer_begin_anew_after_one(polls):
+def test_waits_without_answer_restart_after_an_answer(polls):
     polls.finish(NO_ANSWER, NO_ANSWER, Answer(not_yet()), NO_ANSWER, DONE)
     assert polls.clock.slept == [1, 2, 0.1, 1]
 
 
-def test_a_service_that_does_not_answer_for_two_hours_is_given_up(polls):
+def test_poll_gives_up_after_two_hours_without_any_answer(polls):
     error = polls.fail(NO_ANSWER)
     assert isinstance(error, APIConnectionError)
     assert sum(polls.clock.slept) == pytest.approx(7200, abs=30)
@@ -436,7 +439,7 @@ def test_a_service_that_does_not_answer_for_two_hours_is_given_up(polls):
 # -- deadlines -----------------------------------------------------------------------------------
 
 
-def test_the_deadline_ends_endless_408s_with_the_last_of_them(polls):
+def test_deadline_error_names_last_408(polls):
     error = polls.fail(polls.after(30, Answer({"detail": "still busy"}, 408)), timeout=100)
     assert isinstance(error, APITimeoutError)
     assert "still busy" in str(error)
@@ -445,27 +448,27 @@ def test_the_deadline_ends_endless_408s_with_the_last_of_them(polls):
     assert len(polls.asked) == 4
 
 
-def test_the_deadline_remembers_the_last_error_of_any_kind(polls):
+def test_deadline_error_names_last_error_of_any_kind(polls):
     slow = polls.after(60, Answer(not_yet("active")))
     error = polls.fail(Answer({"detail": "broken"}, 500), slow, slow, DONE, timeout=100)
     assert isinstance(error.__cause__, InternalServerError)
 
 
-def test_a_deadline_without_any_error_is_a_plain_timeout(polls):
+def test_deadline_without_error_is_plain_timeout(polls):
     error = polls.fail(polls.after(60, Answer(not_yet("active"))), timeout=100)
     assert isinstance(error, APITimeoutError)
     assert error.__cause__ is None
     assert "optim_step (r-1)" in str(error)
 
 
-def test_the_deadline_ends_a_silence(polls):
+def test_deadline_ends_poll_without_answer(polls):
     error = polls.fail(NO_ANSWER, timeout=10)
     assert isinstance(error, APITimeoutError)
     assert isinstance(error.__cause__, APIConnectionError)
-    assert polls.clock.slept == [1, 2, 4, 2]  # the last poll comes a second before the deadline
+    assert polls.clock.slept == [1, 2, 4, 2]  # the last poll is sent 1 s before the deadline
 
 
-def test_the_time_limit_of_a_call_is_the_deadline_of_its_polls(server, service, clock):
+def test_timeout_of_call_is_deadline_of_its_polls(server, service, clock):
     def late(_: Request) -> Reply:
         clock.now += 10
         return Answer({"detail": "still busy"}, 408)
@@ -498,18 +501,18 @@ def test_errors_between_announcement_and_result_do_not_announce_it_again(polls):
 
 
 @pytest.mark.parametrize("size", [None, -1, "100", 1.5])
-def test_an_announcement_of_nonsense_is_an_error(polls, size):
+def test_invalid_announcement_is_error(polls, size):
     error = polls.fail(Answer({**METADATA, "response_payload_size": size}))
     assert isinstance(error, APIResponseValidationError)
 
 
-def test_a_second_announcement_is_an_error(polls):
+def test_second_announcement_is_error(polls):
     error = polls.fail(Answer(METADATA), Answer(METADATA))
     assert isinstance(error, APIResponseValidationError)
     assert len(polls.asked) == 2
 
 
-def test_large_results_are_fetched_only_while_there_is_room(server, service):
+def test_large_result_waits_for_room_in_byte_budget(server, service):
     flags(server, inflight_response_bytes_semaphore_size=100)
     held = threading.Event()
     fetched_early: list[bool] = []
@@ -525,19 +528,19 @@ def test_large_results_are_fetched_only_while_there_is_room(server, service):
     server.on_future("third", DONE)
     trainer = new_trainer(service())
     first = trainer.optim_step()
-    server.wait_for(POLL, 3)  # the model's, the announcement, the fetch that is held
+    server.wait_for(POLL, 3)  # the model's poll, the announcement, and the fetch that hangs
     later = trainer.optim_step()
     server.wait_for(POLL, 4)
-    trainer.optim_step().result(10)  # what is small needs no room
+    trainer.optim_step().result(10)  # small results need no room
     held.set()
     assert [first.result(10).metrics, later.result(10).metrics] == [{"x": 1.0}] * 2
     assert fetched_early == [False]
 
 
-# -- what a poll says of itself ------------------------------------------------------------------
+# -- headers of a poll ---------------------------------------------------------------------------
 
 
-def test_polls_say_what_they_wait_for_and_how_often_they_asked(polls):
+def test_poll_headers_name_request_type_and_iteration(polls):
     polls.finish(Answer({}, 408), Answer({}, 408), DONE)
     headers = [request.headers for request in polls.asked]
     assert [each["x-tinker-request-iteration"] for each in headers] == ["0", "1", "2"]
@@ -566,7 +569,7 @@ def test_a_sample_may_arrive_as_protobuf(server, service):
     assert "application/json" in server.asked(POLL)[0].headers["accept"]
 
 
-def test_sequences_in_json_are_named_by_the_promise_too(server, service):
+def test_json_sequences_get_ids_from_promise(server, service):
     server.on(SAMPLE, promise("s", sample_sequence_ids=["q-1", "q-2"]))
     sequence = {"stop_reason": "length", "tokens": [1]}
     server.on_future("s", Answer({"sequences": [sequence, sequence]}))
@@ -584,7 +587,7 @@ def test_the_output_of_a_pass_may_arrive_as_protobuf(server, service):
     assert (got.loss_fn_output_type, got.metrics) == ("kind", {"loss:sum": 3.0})
 
 
-def test_protobuf_that_does_not_decode_is_an_error(server, service):
+def test_invalid_protobuf_is_error(server, service):
     server.on(PASS, promise("p"))
     server.on_future("p", proto(b"\xff\xff"))
     with pytest.raises(APIResponseValidationError) as caught:
@@ -592,7 +595,7 @@ def test_protobuf_that_does_not_decode_is_an_error(server, service):
     assert caught.value.request_id == "p"
 
 
-def test_protobuf_for_what_has_none_is_an_error(polls):
+def test_unexpected_protobuf_is_error(polls):
     error = polls.fail(proto(b""))
     assert isinstance(error, APIResponseValidationError)
 
@@ -610,7 +613,7 @@ def test_the_output_of_a_pass_may_arrive_as_json(server, service):
 CAPACITY, RATE = QueueState.PAUSED_CAPACITY, QueueState.PAUSED_RATE_LIMIT
 
 
-def test_observers_hear_of_every_change_once(polls):
+def test_observers_are_called_once_per_change(polls):
     heard: list[Any] = []
     polls.finish(
         Answer(not_yet("paused_capacity", "full")),
@@ -631,11 +634,11 @@ def test_observers_hear_of_every_change_once(polls):
 
 
 @pytest.mark.parametrize("status", [200, 408, 429, 503])
-def test_states_are_read_from_every_answer_that_carries_one(polls, status):
+def test_queue_state_is_read_from_any_answer(polls, status):
     heard: list[Any] = []
     polls.finish(
         Answer(not_yet("paused_rate_limit", "slow down"), status),
-        Answer({}, status if status >= 400 else 408),  # says nothing, so nothing has changed
+        Answer({}, status if status >= 400 else 408),  # no queue state in the body: no change
         Answer(not_yet("paused_rate_limit", "slow down"), status),
         DONE,
         observers=[lambda *change: heard.append(change)],
@@ -643,7 +646,7 @@ def test_states_are_read_from_every_answer_that_carries_one(polls, status):
     assert heard == [(RATE, "slow down")]
 
 
-def test_an_unknown_state_is_reported_and_a_reason_that_is_no_text_is_not(polls):
+def test_unknown_state_is_reported_and_non_text_reason_is_ignored(polls):
     heard: list[Any] = []
     polls.finish(
         Answer({**not_yet("on holiday"), "queue_state_reason": 7}),
@@ -674,7 +677,7 @@ def test_observers_may_take_one_argument_two_or_be_objects(polls):
     assert two == watcher.heard == [(CAPACITY, "full")]
 
 
-def test_an_observer_that_fails_is_logged_and_harms_nobody(polls, caplog):
+def test_failing_observer_is_logged_and_ignored(polls, caplog):
     heard: list[Any] = []
     polls.finish(
         Answer(not_yet("paused_capacity")), DONE, observers=[lambda _: 1 / 0, heard.append]

@@ -20,14 +20,14 @@ from tinkex.errors import APIConnectionError, TinkerError
 from ..scripted import Answer, ScriptedServer
 
 HEALTH = "GET /api/v1/healthz"
-SERVICE = "http://service.invalid"  # a name that only a proxy could know
+SERVICE = "http://service.invalid"  # does not resolve: only a proxy can answer for it
 CREDENTIALS = f"Basic {b64encode(b'me:p@ss').decode()}"
 Service = Callable[..., tinkex.ServiceClient]
 
 
 @pytest.fixture
 def proxy(server: ScriptedServer) -> ScriptedServer:
-    """The scripted server in the part of a proxy that answers for the service."""
+    """The scripted server, used as a proxy that answers for the service."""
     server.on(HEALTH, Answer({"status": "ok"}))
     return server
 
@@ -36,7 +36,7 @@ def through(proxy: ScriptedServer, userinfo: str = "") -> str:
     return proxy.url.replace("http://", f"http://{userinfo}")
 
 
-def test_a_proxy_sees_every_request(proxy, service):
+def test_proxy_receives_every_request(proxy, service):
     assert service(base_url=SERVICE, proxy=proxy.url).health().status == "ok"
     assert [request.headers["host"] for request in proxy.requests] == ["service.invalid"] * 2
     (request,) = proxy.asked(HEALTH)
@@ -44,12 +44,12 @@ def test_a_proxy_sees_every_request(proxy, service):
     assert "proxy-authorization" not in request.headers
 
 
-def test_without_a_proxy_the_service_is_asked_directly(proxy, service):
+def test_service_is_called_directly_without_proxy(proxy, service):
     service(proxy="").health()
     assert proxy.asked(HEALTH)[0].headers["host"] == proxy.url.removeprefix("http://")
 
 
-def test_a_proxy_may_be_given_by_its_parts(proxy, service):
+def test_proxy_can_be_given_as_parts(proxy, service):
     given = ("http", "127.0.0.1", proxy.port, {"headers": [("x-proxy", "1")]})
     service(base_url=SERVICE, proxy=given).health()
     assert proxy.asked(HEALTH)[0].headers["x-proxy"] == "1"
@@ -60,7 +60,7 @@ def test_credentials_of_a_proxy_become_its_authorization(proxy, service):
     assert proxy.asked(HEALTH)[0].headers["proxy-authorization"] == CREDENTIALS
 
 
-def test_headers_for_the_proxy_replace_those_its_address_implies(proxy, service):
+def test_proxy_headers_override_credentials_in_proxy_url(proxy, service):
     service(
         base_url=SERVICE,
         proxy=through(proxy, "me:p%40ss@"),
@@ -107,7 +107,7 @@ def test_a_download_goes_through_the_proxy(proxy, tmp_path):
 
 @pytest.fixture
 def refusing() -> Iterator[tuple[str, list[bytes]]]:
-    """A proxy that lets nobody through, and what it was asked."""
+    """A proxy that refuses every connection, and the requests that it received."""
     heads: list[bytes] = []
 
     def serve(listening: socket.socket) -> None:
@@ -131,7 +131,7 @@ def refusing() -> Iterator[tuple[str, list[bytes]]]:
     thread.join()
 
 
-def test_a_download_behind_tls_comes_through_a_tunnel(refusing, tmp_path):
+def test_https_download_uses_tunnel(refusing, tmp_path):
     proxy, heads = refusing
     config = Config(
         api_key="tml-test",
@@ -145,7 +145,7 @@ def test_a_download_behind_tls_comes_through_a_tunnel(refusing, tmp_path):
     assert f"Proxy-Authorization: {CREDENTIALS}".encode() in heads[0]
 
 
-def test_a_service_behind_tls_is_reached_through_a_tunnel(refusing, service):
+def test_https_service_is_reached_through_tunnel(refusing, service):
     proxy, heads = refusing
     client = service(base_url="https://service.invalid", proxy=proxy, max_retries=0)
     with pytest.raises(APIConnectionError) as raised:
@@ -156,7 +156,7 @@ def test_a_service_behind_tls_is_reached_through_a_tunnel(refusing, service):
     assert_hidden(str(raised.value))
 
 
-def test_a_proxy_that_is_not_there_is_a_connection_error(service):
+def test_unreachable_proxy_is_connection_error(service):
     with socket.socket() as taken:  # bound but not listening
         taken.bind(("127.0.0.1", 0))
         address = f"http://me:p%40ss@127.0.0.1:{taken.getsockname()[1]}"
@@ -165,7 +165,7 @@ def test_a_proxy_that_is_not_there_is_a_connection_error(service):
     assert_hidden(str(raised.value))
 
 
-def test_the_environment_may_name_the_proxy(proxy):
+def test_proxy_can_be_set_in_environment(proxy):
     config = Config.from_environ(
         {"TINKEX_PROXY": through(proxy, "me:p%40ss@"), "TINKER_API_KEY": "tml-test"},
         base_url=SERVICE,

@@ -1,4 +1,4 @@
-"""When a call is tried again, and after how long."""
+"""When a call is retried, and after which wait."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ def wait(
     return seconds
 
 
-# -- what is tried again --------------------------------------------------------------------------
+# -- which errors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", RETRYABLE)
-def test_a_status_that_may_pass_is_tried_again(status):
+def test_temporary_status_is_retried(status):
     assert retryable_status(status)
     assert wait(failure(status)) == 0.5
 
 
 @pytest.mark.parametrize("status", FINAL)
-def test_a_status_that_will_not_change_is_final(status):
+def test_permanent_status_is_not_retried(status):
     assert not retryable_status(status)
     assert wait(failure(status)) is None
 
 
 @pytest.mark.parametrize("error", [APIConnectionError(), APITimeoutError()])
-def test_no_answer_is_tried_again(error):
+def test_request_without_answer_is_retried(error):
     assert wait(error) == 0.5
 
 
@@ -91,12 +91,12 @@ def test_no_answer_is_tried_again(error):
         InvalidInputError("no"),
     ],
 )
-def test_what_is_no_matter_of_the_connection_is_final(error):
+def test_error_unrelated_to_connection_is_not_retried(error):
     assert wait(error) is None
 
 
 @pytest.mark.parametrize("most", [0, 1, 10])
-def test_a_call_is_repeated_max_retries_times(most):
+def test_call_is_retried_max_retries_times(most):
     policy = HTTPRetryPolicy(most)
     waits = [wait(failure(503), attempt, policy=policy) for attempt in range(most + 1)]
     assert None not in waits[:-1]
@@ -104,41 +104,41 @@ def test_a_call_is_repeated_max_retries_times(most):
 
 
 @pytest.mark.parametrize("word", ["true", "True", "TRUE"])
-def test_the_service_can_force_a_retry(word):
+def test_x_should_retry_true_forces_retry(word):
     assert wait(failure(400, x_should_retry=word)) == 0.5
     assert wait(failure(404, x_should_retry=word), 10) is None
 
 
 @pytest.mark.parametrize("word", ["false", "False", "FALSE"])
 @pytest.mark.parametrize("body", [b"", b'{"detail": "no"}'])
-def test_the_service_can_forbid_a_retry(word, body):
+def test_x_should_retry_false_prevents_retry(word, body):
     for status in (400, 409, 500):
         assert wait(failure(status, body, x_should_retry=word)) is None
 
 
-def test_other_words_about_retries_say_nothing():
+def test_other_values_of_x_should_retry_are_ignored():
     assert wait(failure(500, x_should_retry="maybe")) == 0.5
     assert wait(failure(404, x_should_retry="1")) is None
 
 
-def test_a_refusal_holds_in_the_dispatch_window_and_a_demand_ends_with_the_retries():
+def test_in_dispatch_window_x_should_retry_false_stops_and_true_adds_no_retries():
     policy = HTTPRetryPolicy(2, DISPATCH_WINDOW)
     assert wait(failure(503, x_should_retry="false"), 2, 1.0, policy=policy) is None
     assert wait(failure(404, x_should_retry="true"), 2, 1.0, policy=policy) is None
 
 
-# -- how long -------------------------------------------------------------------------------------
+# -- delays ---------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 5000), chances)
-def test_a_delay_lies_in_the_upper_quarter_of_the_capped_exponential(attempt, chance):
+def test_delay_is_75_to_100_percent_of_capped_exponential(attempt, chance):
     full = min(0.5 * 2.0 ** min(attempt, 100), 10.0)
     assert 0.75 * full <= retry_delay(attempt, chance=chance) <= full
     if attempt < 10:
         assert wait(failure(503), attempt, chance=chance) == retry_delay(attempt, chance=chance)
 
 
-def test_the_first_delay_is_half_a_second_and_the_longest_ten():
+def test_delays_start_at_half_a_second_and_are_capped_at_ten():
     assert retry_delay(0, chance=0.0) == 0.5
     assert retry_delay(0, chance=1.0) == 0.375
     assert [retry_delay(attempt, chance=0.0) for attempt in (1, 4, 5, 20)] == [1, 8, 10, 10]
@@ -158,7 +158,7 @@ def test_the_first_delay_is_half_a_second_and_the_longest_ten():
         ({"retry_after_ms": "soon", "retry_after": "30"}, 30.0),
     ],
 )
-def test_the_service_says_how_long_to_wait(status, headers, seconds):
+def test_retry_after_sets_the_wait(status, headers, seconds):
     error = failure(status, **headers)
     assert wait(error) == seconds
     assert error.retry_after == seconds
@@ -168,54 +168,54 @@ def test_the_service_says_how_long_to_wait(status, headers, seconds):
     "asked",
     ["61", "-1", "0", "nan", "inf", "soon", "", formatdate(NOW + 90), formatdate(NOW - 5)],
 )
-def test_a_wait_that_makes_no_sense_is_not_kept(asked):
+def test_invalid_retry_after_is_ignored(asked):
     assert wait(failure(503, retry_after=asked), 1) == 1.0
 
 
-def test_what_was_asked_for_is_kept_on_the_error_even_when_it_is_too_long():
+def test_error_keeps_retry_after_even_if_too_long_to_wait():
     error = failure(429, retry_after="120")
     assert error.retry_after == 120.0
     assert error.retry_after_ms == 120_000
 
 
-# -- the service wants money ----------------------------------------------------------------------
+# -- billing errors -------------------------------------------------------------------------------
 
 
-def test_a_billing_problem_pauses_for_as_long_as_the_service_allows():
+def test_billing_error_is_retried_within_billing_window():
     policy = HTTPRetryPolicy(0, billing_window=20.0)
     waits = [wait(failure(402), n, 5.0 * n, policy=policy) for n in range(5)]
     assert waits == [5.0, 5.0, 5.0, 5.0, None]
 
 
-def test_a_billing_pause_lasts_an_hour_unless_the_service_says_otherwise():
+def test_billing_window_defaults_to_one_hour():
     assert wait(failure(402), 700, 3595.0) == 5.0
     assert wait(failure(402), 700, 3596.0) is None
 
 
-def test_no_billing_pause_is_allowed_where_the_service_allows_none():
+def test_billing_error_is_final_with_empty_billing_window():
     assert wait(failure(402), policy=HTTPRetryPolicy(billing_window=0.0)) is None
 
 
-# -- a 400 without a word -------------------------------------------------------------------------
+# -- 400 with empty body --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"  \r\n", b'""'])
-def test_a_blank_400_is_repeated_three_times_at_once(body):
+def test_blank_400_is_retried_three_times_without_wait(body):
     assert [wait(failure(400, body), attempt) for attempt in range(4)] == [0.0, 0.0, 0.0, None]
 
 
-def test_a_blank_400_is_not_repeated_more_often_than_anything_else():
+def test_blank_400_is_retried_at_most_max_retries_times():
     assert wait(failure(400, b""), 1, policy=HTTPRetryPolicy(1)) is None
 
 
-def test_a_blank_400_that_asks_for_a_retry_is_a_failure_like_others():
+def test_blank_400_with_x_should_retry_uses_normal_delays():
     assert wait(failure(400, b"", x_should_retry="true"), 5) == 10.0
 
 
 # -- the dispatch window --------------------------------------------------------------------------
 
 
-def test_after_the_retries_a_dispatch_goes_on_until_its_window_ends():
+def test_dispatch_is_retried_until_window_ends_after_max_retries():
     policy = HTTPRetryPolicy(10, DISPATCH_WINDOW)
     error = APIConnectionError()
     waits = [wait(error, attempt, 60.0, policy=policy) for attempt in range(10, 18)]
@@ -225,22 +225,22 @@ def test_after_the_retries_a_dispatch_goes_on_until_its_window_ends():
     assert wait(error, 19, 300.0, policy=policy) is None
 
 
-def test_in_the_window_the_service_still_says_how_long_to_wait():
+def test_retry_after_applies_in_dispatch_window():
     policy = HTTPRetryPolicy(0, DISPATCH_WINDOW)
     assert wait(failure(503, retry_after="3"), 0, 0.0, policy=policy) == 3.0
     assert wait(failure(503, retry_after="45"), 9, 280.0, policy=policy) == 20.0
 
 
-def test_the_window_is_five_minutes_and_only_for_what_may_pass():
+def test_dispatch_window_is_five_minutes_and_only_for_temporary_errors():
     assert DISPATCH_WINDOW == 300.0
     assert wait(failure(404), 10, 1.0, policy=HTTPRetryPolicy(10, DISPATCH_WINDOW)) is None
 
 
-# -- the loop -------------------------------------------------------------------------------------
+# -- retry loop -----------------------------------------------------------------------------------
 
 
 def run(failures: list[BaseException], policy: Any = None, **options: Any) -> tuple[Any, FakeClock]:
-    """Fail as listed, then return the number of the attempt that succeeded."""
+    """Fail with the listed errors, then return the number of the successful attempt."""
     clock = FakeClock(long=1e9)
 
     async def once(attempt: int) -> int:
@@ -258,26 +258,26 @@ def run(failures: list[BaseException], policy: Any = None, **options: Any) -> tu
         return error, clock
 
 
-def test_a_call_is_repeated_until_it_succeeds():
+def test_call_is_retried_until_it_succeeds():
     result, clock = run([failure(503), failure(429, retry_after="3"), APIConnectionError()])
     assert result == 3
     assert clock.slept == [0.5, 3.0, 2.0]
 
 
-def test_the_last_error_is_raised_as_it_came():
+def test_last_error_is_raised_unchanged():
     last = failure(503)
     result, _ = run([failure(500), failure(500), last], HTTPRetryPolicy(2))
     assert result is last
 
 
-def test_a_wait_across_the_deadline_is_not_begun():
+def test_no_wait_starts_that_would_cross_deadline():
     second = failure(503)
     result, clock = run([failure(503), second, failure(503)], within=1.5)
     assert result is second
     assert clock.slept == [0.5]
 
 
-def test_whoever_listens_hears_of_every_wait_before_it_begins():
+def test_listener_is_called_before_every_wait():
     heard: list[tuple[int, float, float]] = []
     first = failure(503)
 
@@ -290,7 +290,7 @@ def test_whoever_listens_hears_of_every_wait_before_it_begins():
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), asyncio.CancelledError()])
-def test_what_is_no_error_of_ours_is_never_repeated(error):
+def test_foreign_error_is_never_retried(error):
     async def once(_: int) -> None:
         raise error
 
@@ -300,7 +300,7 @@ def test_what_is_no_error_of_ours_is_never_repeated(error):
     assert clock.slept == []
 
 
-def test_the_real_clock_is_the_machines_own():
+def test_real_clock_uses_machine_time():
     clock = Clock()
     assert clock.monotonic() <= clock.monotonic()
     assert clock.wall() > 1_700_000_000
@@ -314,7 +314,7 @@ def sample_wait(error: Exception, attempt: int = 0, chance: float = 0.5, **optio
     return wait(error, attempt, 0.0, chance, SampleRetryPolicy(RetryConfig(**options)))
 
 
-def test_the_defaults_of_sampling_are_the_documented_ones():
+def test_retry_config_defaults_match_documentation():
     config = RetryConfig()
     assert (config.max_connections, config.max_retries) == (1000, None)
     assert (config.progress_timeout, config.jitter_factor) == (7200, 0.25)
@@ -347,47 +347,47 @@ def test_the_defaults_of_sampling_are_the_documented_ones():
         ("retry_delay_base", True),
     ],
 )
-def test_a_setting_of_sampling_that_cannot_work_is_refused(field, value):
+def test_invalid_retry_config_is_refused(field, value):
     with pytest.raises(InvalidInputError) as refused:
         RetryConfig(**{field: value})
     assert refused.value.field == field
 
 
-def test_the_limits_of_sampling_may_be_lifted():
+def test_retry_config_limits_may_be_none():
     config = RetryConfig(max_connections=None, max_retries=0, jitter_factor=0, retry_delay_max=0.5)
     assert config.max_connections is None
 
 
 @pytest.mark.parametrize("error", [APITimeoutError(), APIConnectionError(), failure(410)])
-def test_a_sample_outlives_lost_connections_and_lost_results(error):
+def test_sample_is_retried_after_lost_connection_or_lost_result(error):
     assert sample_wait(error, 10_000) == 10.0
 
 
 @pytest.mark.parametrize("status", RETRYABLE)
-def test_a_sample_outlives_a_status_that_may_pass(status):
+def test_sample_is_retried_after_temporary_status(status):
     assert sample_wait(failure(status)) == 0.5
 
 
 @pytest.mark.parametrize(
     "error", [failure(400), failure(404), RequestFailedError("no"), InvalidInputError("no")]
 )
-def test_a_sample_that_was_refused_is_final(error):
+def test_refused_sample_is_not_retried(error):
     assert sample_wait(error) is None
 
 
-def test_sampling_retries_can_be_limited_or_switched_off():
+def test_sample_retries_can_be_limited_or_disabled():
     assert sample_wait(failure(503), 1, max_retries=2) == 1.0
     assert sample_wait(failure(503), 2, max_retries=2) is None
     assert sample_wait(failure(503), enable_retry_logic=False) is None
 
 
-def test_a_sample_pauses_for_an_account_that_cannot_pay():
+def test_sample_waits_while_account_is_unpaid():
     policy = SampleRetryPolicy(RetryConfig(enable_retry_logic=False, max_retries=0), 3600.0)
     assert wait(failure(402), 719, 3595.0, policy=policy) == 5.0
     assert wait(failure(402), 720, 3596.0, policy=policy) is None
 
 
-def test_settings_of_sampling_may_be_changed_later():
+def test_retry_config_fields_can_be_assigned():
     config = RetryConfig()
     config.progress_timeout = 60
     assert config == RetryConfig(progress_timeout=60)
@@ -398,13 +398,13 @@ class ForeignError(Exception):
     pass
 
 
-def test_exceptions_of_others_can_be_declared_passing():
+def test_foreign_exceptions_can_be_declared_retryable():
     assert sample_wait(ForeignError(), retryable_exceptions=(ForeignError,)) == 0.5
     assert sample_wait(ForeignError()) is None
     assert HTTPRetryPolicy().wait_before_retry(ForeignError(), Tried(0)) is None
 
 
-def test_more_exceptions_can_be_declared_passing():
+def test_more_api_errors_can_be_declared_retryable():
     chosen = (BadRequestError,)
     assert sample_wait(failure(400), retryable_exceptions=chosen) == 0.5
     assert sample_wait(GoneError("gone"), retryable_exceptions=chosen) is None
@@ -412,7 +412,7 @@ def test_more_exceptions_can_be_declared_passing():
 
 
 @given(st.integers(0, 5000), chances, st.floats(0, 1), st.floats(0.01, 100), st.floats(1, 100))
-def test_a_sample_waits_about_the_capped_exponential(attempt, chance, jitter, base, factor):
+def test_sample_wait_is_capped_exponential_with_jitter(attempt, chance, jitter, base, factor):
     most = base * factor
     waited = sample_wait(
         APIConnectionError(),

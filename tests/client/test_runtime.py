@@ -1,4 +1,4 @@
-"""Futures and the one loop behind them: any thread, any event loop, any process."""
+"""Futures and the shared runtime loop: from any thread, event loop and process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(
 
 
 class Gated:
-    """Work on the runtime's loop that ends when the test says so, and remembers how it ended."""
+    """Work on the runtime's loop that ends when the test releases it, and records how it ended."""
 
     def __init__(self, kind: Callable[[], APIFuture[Any]] = APIFuture) -> None:
         self.gate: APIFuture[Any] = APIFuture()
@@ -95,7 +95,7 @@ def test_a_result_can_be_awaited_on_any_loop():
     assert asyncio.run(wait()) == 7
 
 
-def test_a_finished_future_gives_its_result_to_whoever_comes_later():
+def test_finished_future_returns_result_to_late_waiters():
     future = start(give(7))
     future.result(10)
 
@@ -129,7 +129,7 @@ def test_a_thousand_futures_are_awaited_together():
     assert asyncio.run(wait()) == list(range(1000))
 
 
-def test_a_blocking_wait_that_runs_out_leaves_the_future_alone():
+def test_timed_out_blocking_wait_does_not_affect_future():
     gated = Gated()
     with pytest.raises(TimeoutError):
         gated.future.result(0)
@@ -139,7 +139,7 @@ def test_a_blocking_wait_that_runs_out_leaves_the_future_alone():
     assert gated.future.result(10) == 7
 
 
-def test_an_awaiting_wait_that_runs_out_leaves_the_operation_alone():
+def test_timed_out_await_does_not_affect_operation():
     gated = Gated()
 
     async def wait() -> None:
@@ -151,21 +151,21 @@ def test_an_awaiting_wait_that_runs_out_leaves_the_operation_alone():
     assert gated.future.result(10) == 7
 
 
-def test_result_async_gives_the_result_within_its_time():
+def test_result_async_returns_result_within_timeout():
     async def wait() -> Any:
         return await start(give(7)).result_async(10)
 
     assert asyncio.run(wait()) == 7
 
 
-def test_many_are_awaited_in_order_and_failures_are_returned():
+def test_await_many_returns_results_and_errors_in_order():
     error = TinkerError("no")
     futures = [start(give(1)), start(fail_with(error)), start(give(3))]
     assert tinkex.await_many(futures, 10) == [1, error, 3]
     assert tinkex.await_many([]) == []
 
 
-def test_awaiting_many_gives_a_timeout_error_for_what_is_not_done():
+def test_await_many_returns_timeout_error_for_unfinished_future():
     never: APIFuture[int] = APIFuture()
     done, late = tinkex.await_many([start(give(1)), never], 0.01)
     assert done == 1
@@ -174,14 +174,14 @@ def test_awaiting_many_gives_a_timeout_error_for_what_is_not_done():
     assert not never.done()
 
 
-def test_awaiting_many_returns_a_cancelled_future_as_its_error():
+def test_await_many_returns_cancelled_error():
     cancelled: APIFuture[int] = APIFuture()
     cancelled.cancel()
     (outcome,) = tinkex.await_many([cancelled])
     assert isinstance(outcome, concurrent.futures.CancelledError)
 
 
-def test_the_future_is_its_own_concurrent_future():
+def test_future_is_its_own_concurrent_future():
     future = start(give(7))
     assert isinstance(future, concurrent.futures.Future)
     assert future.future() is future
@@ -202,7 +202,7 @@ def test_an_event_loop_that_waited_is_not_kept_alive():
     assert loop() is None
 
 
-def test_a_result_that_arrives_after_its_waiters_loop_was_closed_is_kept():
+def test_result_is_kept_if_loop_of_waiter_is_closed():
     gated = Gated()
 
     async def give_up() -> None:
@@ -233,7 +233,7 @@ def test_a_done_callback_is_called_once_and_can_read_the_result():
     assert called == [7]
 
 
-def test_a_done_callback_that_fails_harms_nobody(caplog):
+def test_failing_done_callback_does_not_affect_result(caplog):
     first, second = Gated(), Gated()
     first.future.add_done_callback(lambda _: 1 / 0)
     first.gate.set_result(1)
@@ -285,7 +285,7 @@ def test_wrap_future_works():
 @pytest.mark.parametrize(
     "error", [RequestFailedError("no", "r-1"), KeyError("x"), OSError(5, "io")]
 )
-def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
+def test_exceptions_are_delivered_unchanged(error: Exception) -> None:
     future = start(fail_with(error))
     with pytest.raises(type(error)) as blocked:
         future.result(10)
@@ -300,7 +300,7 @@ def test_exceptions_arrive_as_they_were_raised(error: Exception) -> None:
     assert awaited.value is error
 
 
-def test_an_error_answer_arrives_as_its_class(server, service):
+def test_error_answer_is_raised_as_typed_error(server, service):
     server.on(STEP, Answer({"detail": "learning rate?"}, 400))
     with pytest.raises(BadRequestError, match="learning rate"):
         new_trainer(service()).optim_step(AdamParams()).result(10)
@@ -375,7 +375,7 @@ def test_a_cancelled_await_cancels_a_sample():
     assert gated.outcome == "cancelled"
 
 
-def test_cancelling_an_operation_drops_its_result_and_lets_it_go_on():
+def test_cancelled_operation_continues_without_result():
     gated = Gated()
     assert gated.future.cancel()
     gated.gate.set_result(7)
@@ -385,21 +385,21 @@ def test_cancelling_an_operation_drops_its_result_and_lets_it_go_on():
         gated.future.result(10)
 
 
-def test_cancelling_a_sample_ends_its_work():
+def test_cancelling_sample_cancels_its_work():
     gated = Gated(SampleFuture)
     assert gated.future.cancel()
     assert gated.ended.wait(10)
     assert gated.outcome == "cancelled"
 
 
-def test_a_sample_whose_future_failed_early_ends_its_work():
+def test_sample_work_is_cancelled_when_its_future_fails():
     gated = Gated(SampleFuture)
     gated.future.set_exception(TimeoutError())
     assert gated.ended.wait(10)
     assert gated.outcome == "cancelled"
 
 
-def test_a_cancelled_future_is_a_cancelled_error_to_who_awaits_it():
+def test_awaiting_cancelled_future_raises_cancelled_error():
     gated = Gated()
 
     async def wait() -> None:
@@ -420,7 +420,7 @@ def test_a_finished_future_cannot_be_cancelled():
     assert future.result(10) == 7
 
 
-def test_a_training_step_goes_on_when_its_awaiting_task_is_cancelled(server, service):
+def test_training_step_continues_when_awaiting_task_is_cancelled(server, service):
     held = threading.Event()
     server.on(STEP, promise("step"))
     server.on_future("step", Answer({"metrics": {"x": 1.0}}, wait_for=held))
@@ -431,7 +431,7 @@ def test_a_training_step_goes_on_when_its_awaiting_task_is_cancelled(server, ser
     assert step.result(10).metrics == {"x": 1.0}
 
 
-def test_a_sample_ends_when_its_awaiting_task_is_cancelled(server, service):
+def test_sample_is_cancelled_with_awaiting_task(server, service):
     server.on(DYNAMIC, Answer({"sample_cancel_enabled": True}))
     server.on(SAMPLE, promise("sample"))
     server.on_future("sample", Hang())
@@ -446,7 +446,7 @@ def test_a_sample_ends_when_its_awaiting_task_is_cancelled(server, service):
 # -- groups --------------------------------------------------------------------------------------
 
 
-def test_closing_a_group_fails_what_is_under_way_and_what_comes_later():
+def test_closing_group_fails_running_and_later_work():
     group, gate = TaskGroup(), APIFuture[Any]()
 
     async def wait() -> Any:
@@ -485,7 +485,7 @@ def draw(): return sampler.sample(prompt, 1, params)
         "import asyncio; asyncio.run(sampler.sample_async(prompt, 1, params))",
     ],
 )
-def test_a_script_that_forgets_to_close_exits_with_code_0_and_says_nothing(server, end):
+def test_script_without_close_exits_with_code_0_and_no_output(server, end):
     server.on(SAMPLE, sampled(7), sampled(7), Hang())
     body = "sampler = client.create_sampling_client(base_model='m')\nprint(draw().result().sequences)\n"
     assert "tokens=[7]" in run_script(SCRIPT.format(url=server.url) + body + end)
@@ -517,7 +517,7 @@ def test_a_client_used_before_a_fork_works_in_the_child_and_in_the_parent(server
     assert (first, last) == (0, 1)
     assert child >= 1_000_000_000
     assert seq_ids(server.asked(STEP)) == [1, 2]
-    # One session for both, which its owner ends; samplers of the child have numbers of their own.
+    # Both processes share one session, and its owner finishes it. Samplers of the child have separate numbers.
     assert len(server.asked(CREATE_SESSION)) == 1
     assert len(server.asked("POST /api/v1/sessions/s-1/finish")) == 1
     own, inherited = (
@@ -546,7 +546,7 @@ print([each.result(10).sequences[0].tokens[0] for each in drawing])
 """
 
 
-def test_a_fork_leaves_what_is_under_way_to_the_parent(server):
+def test_work_in_flight_stays_with_parent_after_fork(server):
     released = threading.Event()
     server.on(SAMPLE, lambda request: answer(request.json["seq_id"]))
     answers = {f"r-{number}": number for number in range(20)}
@@ -554,7 +554,7 @@ def test_a_fork_leaves_what_is_under_way_to_the_parent(server):
     def answer(seq_id: int) -> Answer:
         if seq_id < 1_000_000_000:
             return promise(f"r-{seq_id}")
-        released.set()  # the child has drawn its own
+        released.set()  # the child has finished its own sample
         return sampled(8)
 
     for request_id, number in answers.items():
@@ -584,7 +584,7 @@ client.close().result(10)
     assert len(server.asked("POST /api/v1/sessions/b/finish")) == 1
 
 
-def test_a_fork_of_a_tls_client_says_what_to_do_instead_of_hanging():
+def test_tls_client_raises_advice_after_fork_instead_of_hanging():
     out = run_script("""
 import os, sys, warnings, tinkex
 warnings.filterwarnings("ignore", "This process .* is multi-threaded")

@@ -1,4 +1,4 @@
-"""A session with a service: when it begins, how it is kept, how it ends."""
+"""A session with a service: opening, heartbeats, closing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def paths(server: ScriptedServer) -> list[str]:
 
 
 def wait_until_beating(server: ScriptedServer, clock: Any, beats: int) -> None:
-    """Let the clock run until so many heartbeats have been sent, ten seconds each."""
+    """Advance the clock in steps of 10 s until `beats` heartbeats have been sent."""
     for beat in range(len(server.asked(HEARTBEAT)), beats):
         until(lambda: clock.sleeping == 2)  # the heartbeat and the dynamic configuration
         clock.advance(10)
@@ -65,14 +65,14 @@ def wait_until_beating(server: ScriptedServer, clock: Any, beats: int) -> None:
 # -- opening -------------------------------------------------------------------------------------
 
 
-def test_making_a_client_sends_nothing(server, service):
+def test_creating_client_sends_nothing(server, service):
     client = service()
     client.create_rest_client()
     assert client.holder.session_id is None
     assert server.requests == []
 
 
-def test_the_first_call_asks_for_flags_and_then_opens_the_session(server, service):
+def test_first_call_fetches_flags_then_opens_session(server, service):
     client = service(user_metadata={"run": "7"}, project_id="p-1", display_name="mine", tags=["a"])
     new_sampler(client)
     assert paths(server)[:2] == ["client/config", "create_session"]
@@ -87,7 +87,7 @@ def test_the_first_call_asks_for_flags_and_then_opens_the_session(server, servic
     assert client.holder.session_id == "s-1"
 
 
-def test_whoever_asks_for_its_id_opens_a_session(server, service):
+def test_get_session_id_opens_session(server, service):
     client = service()
     assert client.holder.get_session_id() == client.holder.get_session_id() == "s-1"
     assert len(server.asked(CREATE_SESSION)) == 1
@@ -99,7 +99,7 @@ def test_a_call_that_needs_no_session_opens_none(server, service):
     assert paths(server) == ["client/config", "get_server_capabilities"]
 
 
-def test_calls_that_come_together_open_one_session(server, service):
+def test_concurrent_calls_open_one_session(server, service):
     held = threading.Event()
     server.on(CREATE_SESSION, Answer({"session_id": "s-1"}, wait_for=held))
     client = service()
@@ -130,7 +130,7 @@ def test_unknown_flags_and_nulls_are_ignored(server, service):
     assert client.holder.flags.sample_no_retries
 
 
-def test_flags_decide_how_much_may_be_under_way(server, service):
+def test_flags_set_limits_on_bytes_in_flight(server, service):
     flags(
         server,
         sample_dispatch_bytes_semaphore_size=11,
@@ -144,7 +144,7 @@ def test_flags_decide_how_much_may_be_under_way(server, service):
     assert client.holder.service.sample_budget._bytes.size == 11
 
 
-def test_an_open_that_failed_is_tried_again_by_the_next_call(server, service):
+def test_failed_open_is_retried_by_next_call(server, service):
     server.on(
         CREATE_SESSION,
         Answer({"detail": "key?"}, 401),
@@ -161,7 +161,7 @@ def test_an_open_that_failed_is_tried_again_by_the_next_call(server, service):
     assert len(server.asked(CONFIG)) == 1
 
 
-def test_flags_that_failed_are_asked_for_again_by_the_next_call(server, service):
+def test_failed_flags_request_is_retried_by_next_call(server, service):
     server.on(CONFIG, Answer({}, 403), Answer({"sample_no_retries": True}))
     client = service()
     with pytest.raises(tinkex.PermissionDeniedError):
@@ -170,7 +170,7 @@ def test_flags_that_failed_are_asked_for_again_by_the_next_call(server, service)
     assert client.holder.flags.sample_no_retries
 
 
-def test_one_impatient_caller_does_not_take_the_session_from_the_others(server, service):
+def test_cancelled_caller_does_not_cancel_opening_for_others(server, service):
     held = threading.Event()
     server.on(CREATE_SESSION, Answer({"session_id": "s-1"}, wait_for=held))
     client = service()
@@ -220,41 +220,41 @@ def test_models_and_samplers_are_numbered_by_the_session(server, service):
     assert models == samplers == [0, 1]
 
 
-def test_options_nobody_knows_are_ignored_with_a_warning():
+def test_unknown_options_are_ignored_with_warning():
     with pytest.warns(FutureWarning, match="colour"):
         tinkex.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test", colour="red")
 
 
-def test_a_timeout_by_phases_is_ignored_with_a_warning(service):
+def test_timeout_per_phase_is_ignored_with_warning(service):
     with pytest.warns(FutureWarning, match="timeout"):
         client = service(timeout=Timeout(60.0))
     assert client.config == service().config
 
 
-def test_an_option_that_is_none_is_not_given(server, service):
+def test_option_none_keeps_configured_value(server, service):
     config = tinkex.Config(base_url=server.url, api_key="tml-test", timeout=5)
     client = service(config=config, timeout=None, default_headers=None)
     assert client.config.timeout == 5
 
 
-def test_headers_on_top_leave_the_others(server, service, monkeypatch):
+def test_default_headers_overrides_keep_other_headers(server, service, monkeypatch):
     monkeypatch.setenv("TINKEX_DEFAULT_HEADERS", '{"x-a": "1", "x-b": "1"}')
     new_sampler(service(default_headers_overrides={"X-B": "2"}))
     sent = server.requests[0].headers
     assert (sent["x-a"], sent["x-b"]) == ("1", "2")
 
 
-def test_the_password_of_an_address_is_not_shown():
+def test_password_in_url_is_not_shown():
     client = tinkex.ServiceClient(base_url="http://u:secret@127.0.0.1:9", api_key="tml-test")
     assert "127.0.0.1:9" in repr(client)
     assert "secret" not in repr(client)
 
 
-# -- requests sent by hand -----------------------------------------------------------------------
+# -- polling raw requests ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_request_sent_by_hand_is_waited_for(server, service, whole):
+def test_promise_of_raw_request_can_be_polled(server, service, whole):
     server.on("POST /api/v1/made_up", promise("r-7"))
     server.on_future("r-7", Answer({"type": "try_again"}), Answer({"answer": 42}))
     client = service()
@@ -267,7 +267,7 @@ def test_a_request_sent_by_hand_is_waited_for(server, service, whole):
     ]
 
 
-def test_the_wait_between_polls_may_be_the_calls_own(server, service, clock):
+def test_poll_backoff_can_be_set_per_call(server, service, clock):
     server.on_future("r-7", Answer({}, 500), Answer({"answer": 42}))
     service().poll("r-7", poll_backoff=("exponential", 7.0, 7.0)).result(10)
     assert clock.slept == [7.0]
@@ -281,14 +281,14 @@ def test_a_poll_may_have_an_observer_of_its_queue_state(server, service):
     assert seen == [(types.QueueState.PAUSED_CAPACITY, "busy")]
 
 
-def test_a_request_that_failed_is_an_error_to_who_polls_it(server, service):
+def test_polling_failed_request_raises_error(server, service):
     server.on_future("r-7", failed("torn"))
     with pytest.raises(tinkex.RequestFailedError, match="torn"):
         service().poll("r-7").result(10)
 
 
 @pytest.mark.parametrize("request_id", [7, {}, {"request_id": 7}, None])
-def test_what_is_no_promise_cannot_be_polled(server, service, request_id):
+def test_only_promise_can_be_polled(server, service, request_id):
     with pytest.raises(InvalidInputError):
         service().poll(request_id)
     assert server.requests == []
@@ -297,13 +297,13 @@ def test_what_is_no_promise_cannot_be_polled(server, service, request_id):
 # -- heartbeats ----------------------------------------------------------------------------------
 
 
-def test_an_open_session_beats_every_ten_seconds(server, service, clock):
+def test_open_session_sends_heartbeat_every_ten_seconds(server, service, clock):
     new_sampler(service())
     wait_until_beating(server, clock, 3)
     assert [request.json["session_id"] for request in server.asked(HEARTBEAT)] == ["s-1"] * 3
 
 
-def test_a_session_finished_elsewhere_stops_beating(server, service, clock, caplog):
+def test_heartbeat_stops_when_session_is_finished_elsewhere(server, service, clock, caplog):
     caplog.set_level(logging.INFO, "tinkex")
     server.on(HEARTBEAT, Answer({}), Answer({"detail": "finished"}, 410))
     client = service()
@@ -315,25 +315,25 @@ def test_a_session_finished_elsewhere_stops_beating(server, service, clock, capl
     assert len(server.asked(HEARTBEAT)) == 4
 
 
-def test_one_word_that_a_session_is_finished_does_not_stop_its_heartbeat(server, service, clock):
+def test_single_410_does_not_stop_heartbeat(server, service, clock):
     server.on(HEARTBEAT, Answer({}, 410), Answer({}, 410), Answer({}), Answer({}, 410))
     new_sampler(service())
     wait_until_beating(server, clock, 5)
 
 
-def test_after_a_long_sleep_of_the_machine_one_heartbeat_goes_out_at_once(server, service, clock):
+def test_after_machine_slept_one_heartbeat_is_sent_at_once(server, service, clock):
     new_sampler(service())
     wait_until_beating(server, clock, 1)
     until(lambda: clock.sleeping == 2)
     clock.advance(9 * 3600)
     server.wait_for(HEARTBEAT, 2)
     until(lambda: clock.sleeping == 2)
-    assert len(server.asked(HEARTBEAT)) == 2  # not the three thousand that were missed
+    assert len(server.asked(HEARTBEAT)) == 2  # not the 3000 heartbeats missed during the sleep
     wait_until_beating(server, clock, 3)
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_heartbeats_go_on_after_errors_and_warn_after_two_minutes(
+def test_heartbeats_continue_after_errors_and_warn_after_two_minutes(
     server, service, clock, caplog, status
 ):
     server.on(HEARTBEAT, Answer({"detail": "what?"}, status))
@@ -358,7 +358,7 @@ def test_heartbeat_interval_and_warning_can_be_set(server, service, clock, caplo
     assert "for 20 s" not in caplog.text
 
 
-def test_a_heartbeat_that_succeeds_starts_the_two_minutes_anew(server, service, clock, caplog):
+def test_successful_heartbeat_resets_warning_time(server, service, clock, caplog):
     lost = Answer({}, 500)
     server.on(HEARTBEAT, *[lost] * 11, Answer({}), lost)
     new_sampler(service())
@@ -374,7 +374,7 @@ def test_a_heartbeat_that_succeeds_starts_the_two_minutes_anew(server, service, 
         ({"heartbeat_max_silence": 25}, 3),
     ],
 )
-def test_a_session_may_be_given_up_after_so_many_failures(
+def test_session_is_given_up_after_heartbeat_max_failures(
     server, service, clock, caplog, limit, beats
 ):
     server.on(HEARTBEAT, Answer({}, 401))
@@ -384,7 +384,7 @@ def test_a_session_may_be_given_up_after_so_many_failures(
     drawing = sample(sampler)
     wait_until_beating(server, clock, beats)
     until(lambda: "Session s-1 is given up" in caplog.text)
-    for each in (drawing, sample(sampler)):  # what is under way, and what comes later
+    for each in (drawing, sample(sampler)):  # running work, and later work
         with pytest.raises(APIConnectionError, match="given up") as caught:
             each.result(10)
         assert isinstance(caught.value.__cause__, AuthenticationError)
@@ -393,7 +393,7 @@ def test_a_session_may_be_given_up_after_so_many_failures(
     assert len(server.asked(HEARTBEAT)) == beats
 
 
-def test_a_heartbeat_that_succeeds_starts_counting_anew(server, service, clock):
+def test_successful_heartbeat_resets_failure_count(server, service, clock):
     failed = Answer({}, 500)
     server.on(HEARTBEAT, failed, Answer({}), failed, Answer({}), failed, Answer({}))
     new_sampler(service(heartbeat_max_failures=1))
@@ -401,7 +401,7 @@ def test_a_heartbeat_that_succeeds_starts_counting_anew(server, service, clock):
 
 
 @pytest.mark.parametrize("body", [b"", b"ok", b"null", b'{"type": "heartbeat"}'])
-def test_what_a_heartbeat_is_answered_does_not_matter(server, service, clock, body):
+def test_body_of_heartbeat_answer_is_ignored(server, service, clock, body):
     server.on(HEARTBEAT, Answer(body))
     client = service(heartbeat_max_failures=0)
     new_sampler(client)
@@ -410,7 +410,7 @@ def test_what_a_heartbeat_is_answered_does_not_matter(server, service, clock, bo
 
 
 class Moody(HTTP1Client):
-    """An HTTP client with errors of its own, one for each heartbeat."""
+    """A custom HTTP client that raises a different error for each heartbeat."""
 
     async def post(self, url: str, headers: Any, content: bytes | None = None) -> Any:
         response = await super().post(url, headers, content)
@@ -419,14 +419,14 @@ class Moody(HTTP1Client):
         return response
 
 
-def test_no_error_of_an_http_client_ends_the_heartbeat(server, service, clock, caplog):
+def test_error_of_custom_http_client_does_not_stop_heartbeat(server, service, clock, caplog):
     new_sampler(service(http_client=Moody))
     wait_until_beating(server, clock, 14)
     until(lambda: "an error of this library" in caplog.text)
 
 
 @pytest.mark.parametrize("status", [402, 500])
-def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock, status):
+def test_heartbeat_is_never_retried(server, service, clock, status):
     server.on(HEARTBEAT, Answer({}, status))
     new_sampler(service(max_retries=5))
     wait_until_beating(server, clock, 2)
@@ -436,7 +436,7 @@ def test_a_heartbeat_is_sent_once_whatever_its_answer(server, service, clock, st
     ]
 
 
-def test_a_session_lives_as_long_as_anybody_uses_it(server, clock):
+def test_session_lives_while_any_client_uses_it(server, clock):
     options = {"api_key": "tml-test", "telemetry_enabled": False, "clock": clock}
     sampler = new_sampler(tinkex.ServiceClient(base_url=server.url, **options))
     gc.collect()
@@ -446,9 +446,7 @@ def test_a_session_lives_as_long_as_anybody_uses_it(server, clock):
 
 @pytest.mark.parametrize("telemetry", [False, True])
 @pytest.mark.parametrize("tokens", [False, True])
-def test_a_client_that_is_dropped_takes_its_heartbeat_and_connections_along(
-    server, clock, telemetry, tokens
-):
+def test_garbage_collected_client_ends_heartbeat_and_connections(server, clock, telemetry, tokens):
     flags(server, pjwt_auth_enabled=tokens)
     server.on("POST /api/v1/auth/token", Answer({"jwt": "eyJ.eyJleHAiOjEwMDAwMH0.x"}))
     server.on(TELEMETRY, Answer({"status": "accepted"}))
@@ -471,13 +469,13 @@ def test_a_client_that_is_dropped_takes_its_heartbeat_and_connections_along(
     assert told == (["SESSION_START", "SESSION_END"] if telemetry else [])
 
 
-# -- flags that change ---------------------------------------------------------------------------
+# -- dynamic flags -------------------------------------------------------------------------------
 
 
-def test_the_dynamic_configuration_is_asked_for_again_when_it_says(server, service, clock):
+def test_dynamic_configuration_is_fetched_at_its_refresh_interval(server, service, clock):
     server.on(
         DYNAMIC,
-        Answer({"refresh_interval_sec": 1}),  # less than ten seconds is not honoured
+        Answer({"refresh_interval_sec": 1}),  # below the minimum of 10 s, so 10 s is used
         Answer({"sample_cancel_enabled": True, "refresh_interval_sec": 10}),
         Answer({}, 500),
         Answer({"sample_cancel_enabled": False}),
@@ -493,7 +491,7 @@ def test_the_dynamic_configuration_is_asked_for_again_when_it_says(server, servi
     assert enabled == [False, True, True, False]
 
 
-def test_a_service_without_dynamic_configuration_is_asked_once(server, service, clock):
+def test_missing_dynamic_configuration_is_requested_once(server, service, clock):
     server.on(DYNAMIC, Answer({}, 404))
     new_sampler(service())
     server.wait_for(DYNAMIC)
@@ -515,24 +513,24 @@ def test_a_service_without_dynamic_configuration_is_asked_once(server, service, 
         (("interrupted",), {"reason": {"type": "interrupted"}}),
     ],
 )
-def test_closing_tells_the_service_why(server, service, arguments, sent):
+def test_closing_sends_reason_to_service(server, service, arguments, sent):
     client = service()
     new_sampler(client)
     client.close(*arguments).result(10)
     assert [request.json for request in server.asked(FINISH)] == [sent]
 
 
-def test_a_reason_the_protocol_does_not_have_is_refused(service):
+def test_unknown_close_reason_is_refused(service):
     with pytest.raises(InvalidInputError, match="status"):
         service().close("bored")
 
 
-def test_a_client_never_used_closes_without_a_word(server, service):
+def test_unused_client_closes_without_any_request(server, service):
     service().close().result(10)
     assert server.requests == []
 
 
-def test_a_with_block_that_ends_well_finishes_with_success(server, service):
+def test_with_block_finishes_session_with_success(server, service):
     with service() as client:
         new_sampler(client)
     assert server.asked(FINISH)[0].json == {"reason": {"type": "success"}}
@@ -547,7 +545,7 @@ def test_a_with_block_that_ends_well_finishes_with_success(server, service):
         (SystemExit(3), "interrupted"),
     ],
 )
-def test_a_with_block_that_fails_says_how_and_lets_the_error_pass(server, service, error, reason):
+def test_failed_with_block_finishes_session_as_errored_and_reraises(server, service, error, reason):
     def fail() -> None:
         with service() as client:
             new_sampler(client)
@@ -583,7 +581,7 @@ def test_closing_from_many_threads_finishes_once(server, service):
     assert len(server.asked(FINISH)) == 1
 
 
-def test_work_under_way_fails_when_the_client_is_closed(server, service):
+def test_running_work_fails_when_client_is_closed(server, service):
     answer_training(server)
     server.on(STEP, promise("step"))
     server.on_future("step", Hang())
@@ -650,14 +648,14 @@ def test_nothing_is_sent_after_closing(server, service, clock):
     assert paths(server) == sent
 
 
-def test_a_service_that_cannot_be_told_does_not_make_closing_fail(server, service):
+def test_close_succeeds_if_finish_request_fails(server, service):
     client = service(max_retries=0)
     new_sampler(client)
     server.on(FINISH, Answer({}, 500))
     client.close().result(10)
 
 
-def test_a_service_that_is_gone_does_not_make_closing_fail(service):
+def test_close_succeeds_if_service_is_gone(service):
     with ScriptedServer() as short_lived:
         client = service(base_url=short_lived.url, max_retries=0)
         new_sampler(client)
@@ -675,10 +673,10 @@ def test_connections_are_closed_with_the_client(server, service):
     until(lambda: server.open_connections == 0)
 
 
-# -- time limits ---------------------------------------------------------------------------------
+# -- timeouts ------------------------------------------------------------------------------------
 
 
-def test_a_call_that_takes_too_long_frees_its_caller(server, service):
+def test_timeout_releases_caller(server, service):
     server.on(CREATE_SESSION, Hang())
     with pytest.raises(tinkex.APITimeoutError, match=r"0\.05 s"):
         new_sampler(service(), timeout=0.05)

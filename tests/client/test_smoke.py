@@ -1,4 +1,4 @@
-"""One step of everything, over real sockets."""
+"""One training step and one sample over real sockets."""
 
 from __future__ import annotations
 

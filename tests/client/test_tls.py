@@ -1,4 +1,4 @@
-"""Services behind TLS, with a certificate authority of one's own."""
+"""Services behind TLS, with a test certificate authority."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Service = Callable[..., tinkex.ServiceClient]
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an authority and a certificate for 127.0.0.1 that it signed."""
+    """A directory with a certificate authority and a certificate for 127.0.0.1 signed by it."""
     where = tmp_path_factory.mktemp("certificates")
     (where / "names").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
 
@@ -78,9 +78,7 @@ def secure(server: ScriptedServer, certificates: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_a_service_behind_tls_is_asked_like_any_other(
-    server, secure, service, certificates, monkeypatch
-):
+def test_tls_service_can_be_called(server, secure, service, certificates, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
     server.on("GET /api/v1/healthz", Answer({}, 503), Raw(b""), Answer({"status": "ok"}))
     client = service(base_url=secure)
@@ -92,7 +90,7 @@ def test_a_service_behind_tls_is_asked_like_any_other(
     assert counts == ["0", "1", "2"]
 
 
-def test_a_stream_behind_tls_is_read_to_its_end(server, secure, service, certificates, monkeypatch):
+def test_tls_stream_is_read_to_its_end(server, secure, service, certificates, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
     server.on("GET /x", Answer(b"data: 1\n\ndata: 2\n\n", content_type="text/event-stream"))
 
@@ -103,14 +101,14 @@ def test_a_stream_behind_tls_is_read_to_its_end(server, secure, service, certifi
     assert asyncio.run(work()) == [1, 2]
 
 
-def test_a_certificate_nobody_vouches_for_is_not_accepted(server, secure, service, monkeypatch):
+def test_untrusted_certificate_is_refused(server, secure, service, monkeypatch):
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with pytest.raises(APIConnectionError, match="certificate"):
         service(base_url=secure, max_retries=0).http.get("/x").result(10)
     assert server.requests == []
 
 
-def test_tls_spoken_to_a_service_without_it_is_a_connection_error(service):
+def test_https_to_plain_http_service_is_connection_error(service):
     with socket.create_server(("127.0.0.1", 0)) as plain:
 
         def serve() -> None:

@@ -58,7 +58,7 @@ Use = Callable[..., Any]
 
 @pytest.fixture(params=["http1", "pyqwest"])
 def library(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options that choose an HTTP library: the lean one, or the one for TLS and proxies."""
+    """Options that select the HTTP library: HTTP1Client, or pyqwest for TLS and proxies."""
     if request.param == "http1":
         return {}
     return {"http_client": pyqwest.Client(pyqwest.HTTPTransport(follow_redirects=False))}
@@ -90,7 +90,8 @@ def use(server: ScriptedServer) -> Use:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    with socket.socket() as taken:  # bound but not listening: refused, and nobody else gets it
+    # Bound but not listening: connections are refused, and no other process can take the port.
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
 
@@ -136,7 +137,7 @@ WELL = Answer({"status": "ok"})
         (599, "InternalServerError"),
     ],
 )
-def test_each_status_has_its_error_with_all_its_facts(server, use, status, kind):
+def test_each_status_raises_its_typed_error(server, use, status, kind):
     on_health(server, Answer({"detail": "no"}, status, {"X-Request-Id": "q-7"}))
     error = failed(use, max_retries=0)
     assert type(error) is getattr(errors, kind)
@@ -160,9 +161,7 @@ def test_each_status_has_its_error_with_all_its_facts(server, use, status, kind)
         (500, {"category": "odd"}, "unknown"),
     ],
 )
-def test_the_category_is_what_the_body_names_else_what_the_status_implies(
-    server, use, status, body, category
-):
+def test_category_comes_from_body_or_else_from_status(server, use, status, body, category):
     on_health(server, Answer(body, status))
     assert failed(use, max_retries=0).category is RequestErrorCategory(category)
 
@@ -179,7 +178,7 @@ def test_the_category_is_what_the_body_names_else_what_the_status_implies(
         (b"\xff\xfe", "\ufffd\ufffd"),
     ],
 )
-def test_an_error_says_what_the_service_said(server, use, body, message):
+def test_error_carries_message_of_service(server, use, body, message):
     on_health(server, Answer(body, 404))
     assert failed(use).message == message
 
@@ -188,7 +187,7 @@ def test_an_error_says_what_the_service_said(server, use, body, message):
     "body", [{"detail": "Not Found"}, {"detail": "Method Not Allowed"}, b"", [1], b"404 Not Found."]
 )
 @pytest.mark.parametrize("status", [404, 405])
-def test_an_error_names_the_call_that_the_service_does_not_have(server, use, body, status):
+def test_error_names_missing_endpoint(server, use, body, status):
     on_health(server, Answer(body, status))
     error = failed(use)
     assert error.message == f"The service at {server.url} has no GET /api/v1/healthz."
@@ -196,7 +195,7 @@ def test_an_error_names_the_call_that_the_service_does_not_have(server, use, bod
     assert error.body == (body.decode() or None if isinstance(body, bytes) else body)
 
 
-def test_what_is_not_there_is_told_from_a_call_that_is_not_there(server, use):
+def test_missing_object_is_distinguished_from_missing_endpoint(server, use):
     on_health(server, Answer({"detail": "Checkpoint not found: a/b"}, 404))
     error = failed(use)
     assert error.message == "Checkpoint not found: a/b"
@@ -215,7 +214,7 @@ def test_a_204_is_an_empty_object(server, service):
 
 
 @pytest.mark.parametrize(("encoding", "encode"), [("gzip", gzip.compress), ("zstd", compress)])
-def test_compressed_answers_are_unpacked(server, use, library, encoding, encode):
+def test_compressed_answers_are_decompressed(server, use, library, encoding, encode):
     on_health(server, Answer(encode(b'{"status": "ok"}'), headers={"content-encoding": encoding}))
     assert use(health, **library).status == "ok"
 
@@ -230,9 +229,7 @@ def test_compressed_answers_are_unpacked(server, use, library, encoding, encode)
         Answer(b"\xff", headers={"x-request-id": "q-7"}),
     ],
 )
-def test_a_good_status_with_a_body_that_is_no_answer_is_an_error_of_its_own(
-    server, use, library, answer
-):
+def test_undecodable_body_of_success_is_validation_error(server, use, library, answer):
     on_health(server, answer)
     error = failed(use, **library)
     assert type(error) is APIResponseValidationError
@@ -242,7 +239,7 @@ def test_a_good_status_with_a_body_that_is_no_answer_is_an_error_of_its_own(
     assert len(server.requests) == 1
 
 
-def test_a_redirect_is_not_followed_and_only_some_calls_expect_one(server, use, library):
+def test_redirect_is_not_followed_and_is_error_for_most_calls(server, use, library):
     archive = operation("get_checkpoint_archive_url")
     path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
     moved = Answer(b"", 302, {"Location": f"{server.url}/elsewhere"})
@@ -255,14 +252,12 @@ def test_a_redirect_is_not_followed_and_only_some_calls_expect_one(server, use, 
     assert server.asked("GET /elsewhere") == []
 
 
-# -- trying again ---------------------------------------------------------------------------------
+# -- retries --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
 @pytest.mark.parametrize("most", [0, 3])
-def test_a_status_that_may_pass_is_asked_for_once_and_max_retries_times_more(
-    server, use, status, most
-):
+def test_temporary_status_is_retried_max_retries_times(server, use, status, most):
     on_health(server, Answer({}, status))
     client_config = operation("client_config")
     server.on("POST /api/v1/client/config", Answer({}, status))
@@ -272,19 +267,19 @@ def test_a_status_that_may_pass_is_asked_for_once_and_max_retries_times_more(
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_status_that_will_not_change_is_asked_for_once(server, use, status):
+def test_permanent_status_is_not_retried(server, use, status):
     on_health(server, Answer({"detail": "no"}, status))
     failed(use)
     assert len(server.requests) == 1
 
 
-def test_a_call_that_is_its_own_retry_is_sent_once(server, use):
+def test_heartbeat_is_not_retried(server, use):
     server.on("POST /api/v1/session_heartbeat", Answer({}, 503))
     failed(use, lambda transport: transport.call(BEAT, {"session_id": "s-1"}))
     assert len(server.requests) == 1
 
 
-def test_a_dispatch_is_tried_for_five_minutes_when_nothing_answers(use, closed_port):
+def test_dispatch_is_retried_for_five_minutes_without_answer(use, closed_port):
     clock = FakeClock(long=1e9)
     error = failed(use, clock=clock, base_url=f"http://127.0.0.1:{closed_port}", max_retries=2)
     assert type(error) is APIConnectionError
@@ -292,7 +287,7 @@ def test_a_dispatch_is_tried_for_five_minutes_when_nothing_answers(use, closed_p
     assert sum(clock.slept) == 300
 
 
-def test_waits_follow_the_service_and_the_formula(server, use, library):
+def test_waits_follow_retry_after_or_backoff_formula(server, use, library):
     clock = FakeClock(long=1e9)
     on_health(
         server,
@@ -306,7 +301,7 @@ def test_waits_follow_the_service_and_the_formula(server, use, library):
     assert clock.slept == [7.0, 0.25, 2.0, 4.0]
 
 
-def test_the_service_may_force_and_forbid_retries(server, use):
+def test_x_should_retry_forces_and_prevents_retries(server, use):
     on_health(server, Answer({"detail": "x"}, 400, {"X-Should-Retry": "TRUE"}), WELL)
     assert use(health).status == "ok"
     on_health(server, Answer({}, 503, {"X-Should-Retry": "False"}))
@@ -314,7 +309,7 @@ def test_the_service_may_force_and_forbid_retries(server, use):
     assert len(server.requests) == 3
 
 
-def test_a_blank_400_is_repeated_at_once_and_three_times(server, use):
+def test_blank_400_is_retried_three_times_without_wait(server, use):
     clock = FakeClock()
     on_health(server, Answer(b"", 400))
     assert failed(use, clock=clock).status_code == 400
@@ -322,7 +317,7 @@ def test_a_blank_400_is_repeated_at_once_and_three_times(server, use):
     assert clock.slept == []
 
 
-def test_a_billing_pause_ends_when_the_service_says_or_the_bill_is_paid(server, service, clock):
+def test_billing_pause_ends_with_window_or_payment(server, service, clock):
     server.on(
         "POST /api/v1/client/config", Answer({"billing_exception_max_pause_duration_sec": 10})
     )
@@ -342,14 +337,14 @@ def test_a_billing_pause_ends_when_the_service_says_or_the_bill_is_paid(server, 
 @pytest.mark.parametrize(
     "name", ["create_session", "create_model", "create_sampling_session", "session_heartbeat"]
 )
-def test_what_opens_something_says_at_once_that_a_bill_is_open(server, use, name):
+def test_opening_calls_raise_billing_error_at_once(server, use, name):
     row = operation(name)
     server.on(f"POST {row.path}", Answer({"detail": "pay"}, 402))
     assert isinstance(failed(use, lambda transport: transport.call(row, {})), errors.BillingError)
     assert len(server.requests) == 1
 
 
-def test_what_creates_a_sampler_is_not_tried_for_minutes(use, closed_port):
+def test_creating_sampler_has_no_retry_window(use, closed_port):
     clock = FakeClock(long=1e9)
     row = operation("create_sampling_session")
     options = {"base_url": f"http://127.0.0.1:{closed_port}", "max_retries": 1}
@@ -358,13 +353,13 @@ def test_what_creates_a_sampler_is_not_tried_for_minutes(use, closed_port):
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"done", b"[]"])
-def test_what_is_done_is_done_whatever_is_said_of_it(server, use, body):
+def test_body_of_empty_response_is_ignored(server, use, body):
     server.on("POST /api/v1/sessions/s-1/finish", Answer(body))
     done = use(lambda transport: transport.call(FINISH, {}, path=FINISH_PATH))
     assert isinstance(done, EmptyResponse)
 
 
-def test_a_call_with_a_deadline_is_not_tried_beyond_it(server, use):
+def test_call_is_not_retried_beyond_deadline(server, use):
     clock = FakeClock(long=1e9)
     on_health(server, Answer({}, 503))
     failed(use, lambda transport: transport.call(HEALTH, deadline=clock.now + 4), clock=clock)
@@ -385,7 +380,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_an_answer_that_is_none_is_a_connection_error_and_tried_again(server, use, library, broken):
+def test_malformed_answer_is_connection_error_and_retried(server, use, library, broken):
     server.on("POST /api/v1/session_heartbeat", Raw(broken))
     error = failed(use, lambda transport: transport.call(BEAT), **library)
     assert type(error) is APIConnectionError
@@ -408,7 +403,7 @@ def test_a_refused_connection_is_a_connection_error(use, library, closed_port):
     assert error.status_code is None
 
 
-def test_a_path_that_went_dead_is_found_out_once_and_not_once_per_kept_connection(server, use):
+def test_dead_network_path_costs_one_timeout_not_one_per_connection(server, use):
     async def work(transport: Transport) -> None:
         server.on("POST /api/v1/session_heartbeat", Answer({}))
         await asyncio.gather(*(transport.call(BEAT, {}) for _ in range(5)))
@@ -422,7 +417,7 @@ def test_a_path_that_went_dead_is_found_out_once_and_not_once_per_kept_connectio
     use(work)
 
 
-def test_no_answer_in_time_is_a_timeout(server, use, library):
+def test_missing_answer_is_timeout(server, use, library):
     server.on("POST /api/v1/asample", Hang())
     error = failed(use, lambda t: t.call(operation("asample"), {}), timeout=0.05, **library)
     assert (type(error), str(error)) == (APITimeoutError, "No answer within 0.05 s")
@@ -430,7 +425,7 @@ def test_no_answer_in_time_is_a_timeout(server, use, library):
 
 
 @pytest.mark.parametrize("left", [0.05, 0.0, -5.0])
-def test_an_exchange_takes_no_longer_than_the_call_it_belongs_to(server, use, library, left):
+def test_exchange_ends_at_deadline_of_call(server, use, library, left):
     server.on("POST /api/v1/session_heartbeat", Hang())
     clock = FakeClock()
     error = failed(use, lambda t: t.call(BEAT, deadline=clock.now + left), clock=clock, **library)
@@ -438,7 +433,7 @@ def test_an_exchange_takes_no_longer_than_the_call_it_belongs_to(server, use, li
     assert left > 0 or server.requests == []
 
 
-def test_a_connection_that_is_not_made_in_time_names_its_own_limit(use):
+def test_connect_timeout_is_named_in_error(use):
     with socket.socket() as full, socket.socket() as one, socket.socket() as two:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -458,7 +453,7 @@ def test_a_connection_that_is_not_made_in_time_names_its_own_limit(use):
 # -- headers --------------------------------------------------------------------------------------
 
 
-def test_a_request_carries_the_headers_of_the_protocol(server, use, library):
+def test_request_has_protocol_headers(server, use, library):
     on_health(server, WELL)
     use(health, timeout=60, **library)
     headers = dict(server.requests[0].headers)
@@ -491,11 +486,11 @@ def test_a_request_carries_the_headers_of_the_protocol(server, use, library):
         ("plan9", "riscv64", ("Unknown", "unknown")),
     ],
 )
-def test_the_machine_is_named_in_the_words_of_the_protocol(system, machine, named):
+def test_machine_headers_use_protocol_terms(system, machine, named):
     assert tuple(machine_headers(system, machine).values()) == named
 
 
-def test_a_body_says_what_it_is(server, use, library):
+def test_body_has_content_type(server, use, library):
     use(lambda transport: transport.call(BEAT, {"session_id": "s-1"}), **library)
     request = server.requests[0]
     assert request.headers["content-type"] == "application/json"
@@ -503,7 +498,7 @@ def test_a_body_says_what_it_is(server, use, library):
     assert request.json == {"session_id": "s-1"}
 
 
-def test_an_idempotency_key_stays_for_all_attempts_and_changes_with_the_call(server, use):
+def test_idempotency_key_is_same_for_retries_and_new_for_each_call(server, use):
     finish = "POST /api/v1/sessions/s-1/finish"
     server.on(finish, Answer({}, 503), Answer({}, 503), Answer({}))
 
@@ -519,7 +514,7 @@ def test_an_idempotency_key_stays_for_all_attempts_and_changes_with_the_call(ser
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_every_call_that_changes_something_has_an_idempotency_key(server, use, method):
+def test_every_modifying_call_has_idempotency_key(server, use, method):
     name = "set_checkpoint_ttl" if method == "PUT" else "delete_checkpoint"
     path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
     failed(use, lambda t: t.call(operation(name), {"ttl_seconds": 5}, path=path))
@@ -527,19 +522,19 @@ def test_every_call_that_changes_something_has_an_idempotency_key(server, use, m
     assert server.requests[0].headers["x-idempotency-key"]
 
 
-def test_reading_needs_no_idempotency_key(server, use):
+def test_get_has_no_idempotency_key(server, use):
     on_health(server, Answer({}, 503), WELL)
     use(health)
     assert all("x-idempotency-key" not in request.headers for request in server.requests)
 
 
-def test_a_key_of_the_callers_own_is_kept(server, use):
+def test_idempotency_key_of_caller_is_kept(server, use):
     own = {"X-Idempotency-Key": "mine"}
     use(lambda transport: transport.call(FINISH, {}, path=FINISH_PATH, headers=own))
     assert server.requests[0].headers["x-idempotency-key"] == "mine"
 
 
-def test_cloudflare_headers_are_sent_where_they_are_set(server, use):
+def test_cloudflare_headers_are_sent_if_configured(server, use):
     on_health(server, WELL)
     use(health)
     use(health, cf_access_client_id="id", cf_access_client_secret="secret")
@@ -586,7 +581,7 @@ def test_later_headers_win_whatever_their_case(server, use):
         ({}, {"x-a": "SEC\0RET"}),
     ],
 )
-def test_a_header_that_would_become_two_is_refused_without_being_shown(
+def test_header_with_line_break_is_refused_without_quoting_it(
     server, use, library, options, headers
 ):
     error = failed(use, lambda t: t.call(HEALTH, headers=headers), **library, **options)
@@ -595,7 +590,7 @@ def test_a_header_that_would_become_two_is_refused_without_being_shown(
     assert server.requests == []
 
 
-def test_credentials_in_the_address_become_a_header_and_are_never_shown(server, use, caplog):
+def test_credentials_in_url_become_header_and_are_never_shown(server, use, caplog):
     url = server.url.replace("http://", "http://me:p%40ss@") + "/sub"
     server.on("GET /sub/api/v1/healthz", Answer({"detail": "no"}, 404))
     caplog.set_level(logging.INFO, "tinkex")
@@ -607,7 +602,7 @@ def test_credentials_in_the_address_become_a_header_and_are_never_shown(server, 
     assert "bWU6cEBzcw" not in caplog.text
 
 
-def test_dumped_headers_show_everything_but_secrets(server, use, caplog):
+def test_header_dump_redacts_secrets(server, use, caplog):
     caplog.set_level(logging.INFO, "tinkex")
     server.on("POST /api/v1/session_heartbeat", Answer({}))
     use(
@@ -637,13 +632,13 @@ def test_dumped_headers_show_everything_but_secrets(server, use, caplog):
         ("https://host:80/x", "https://host:80/x"),
     ],
 )
-def test_a_dump_hides_the_port_that_the_scheme_implies(caplog, url, shown):
+def test_dump_hides_default_port(caplog, url, shown):
     caplog.set_level(logging.INFO, "tinkex")
     _dump("GET", url, 0, {}, None)
     assert caplog.records[0].message.startswith(f"GET {shown} (attempt 0)")
 
 
-def test_a_streamed_request_is_dumped_unless_it_goes_elsewhere(server, use, caplog):
+def test_streamed_request_is_dumped_unless_on_another_host(server, use, caplog):
     caplog.set_level(logging.INFO, "tinkex")
     server.on(f"GET {X}", Answer({}))
 
@@ -662,7 +657,7 @@ def test_a_streamed_request_is_dumped_unless_it_goes_elsewhere(server, use, capl
     assert "tml-test" not in record.getMessage()
 
 
-def test_a_large_or_binary_body_is_dumped_by_its_size(server, use, caplog):
+def test_large_or_binary_body_is_dumped_as_size(server, use, caplog):
     caplog.set_level(logging.INFO, "tinkex")
 
     async def work(transport: Transport) -> None:
@@ -675,7 +670,7 @@ def test_a_large_or_binary_body_is_dumped_by_its_size(server, use, caplog):
     assert "<50000 bytes>" in caplog.text
 
 
-def test_without_dumping_nothing_is_logged(server, use, caplog):
+def test_nothing_is_logged_without_dump_headers(server, use, caplog):
     caplog.set_level(logging.DEBUG, "tinkex")
     on_health(server, WELL)
     use(health)
@@ -683,7 +678,7 @@ def test_without_dumping_nothing_is_logged(server, use, caplog):
 
 
 @pytest.mark.parametrize(("level", "logged"), [("warning", "WARNING"), ("error", "ERROR")])
-def test_the_service_announces_what_will_go_away_once(server, use, caplog, level, logged):
+def test_deprecation_note_is_logged_once(server, use, caplog, level, logged):
     note = {"x-deprecation-note": "upgrade soon", "x-deprecation-level": level}
     on_health(server, Answer({"status": "ok"}, headers=note))
 
@@ -696,7 +691,7 @@ def test_the_service_announces_what_will_go_away_once(server, use, caplog, level
     assert "upgrade soon" in caplog.text
 
 
-# -- addresses ------------------------------------------------------------------------------------
+# -- URLs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -715,7 +710,7 @@ def test_the_service_announces_what_will_go_away_once(server, use, caplog, level
         (f"{X}?a=path&b=", {"a": "call"}, {"a": "default"}, {"a": "call", "b": ""}),
     ],
 )
-def test_queries_merge_from_the_default_over_the_path_to_the_call(
+def test_query_precedence_is_default_then_path_then_call(
     server, service, path, query, default, expected
 ):
     server.on(f"GET {X}", Answer())
@@ -723,7 +718,7 @@ def test_queries_merge_from_the_default_over_the_path_to_the_call(
     assert server.requests[0].query == expected
 
 
-def test_a_name_that_stands_in_a_path_twice_stays_so(use):
+def test_repeated_query_name_in_path_is_kept(use):
     async def url(transport: Transport) -> str:
         return transport.url("/x?tag=a&tag=b&c=1", {"c": 2})
 
@@ -731,13 +726,13 @@ def test_a_name_that_stands_in_a_path_twice_stays_so(use):
 
 
 @pytest.mark.parametrize("query", [{"": 1}, {" ": 1}, {"a": [1]}, {"a": {"b": 1}}, {"a": b"x"}])
-def test_a_query_that_has_no_text_is_refused(server, service, query):
+def test_query_value_that_is_not_text_or_number_is_refused(server, service, query):
     with pytest.raises(InvalidInputError, match="query"):
         service().http.get(X, query=query).result(10)
     assert server.requests == []
 
 
-def test_a_path_needs_no_slash_and_never_leaves_the_service(server, service):
+def test_path_needs_no_leading_slash_and_cannot_leave_service(server, service):
     client = service(base_url=f"{server.url}/base/")
     for path in ("a/b", "/a/b", "http://example.org/a"):
         with pytest.raises(errors.NotFoundError):
@@ -746,11 +741,11 @@ def test_a_path_needs_no_slash_and_never_leaves_the_service(server, service):
     assert paths == ["/base/a/b", "/base/a/b", "/base/http://example.org/a"]
 
 
-# -- an HTTP client of one's own ------------------------------------------------------------------
+# -- custom HTTP client ---------------------------------------------------------------------------
 
 
 class Recorder:
-    """A client that answers without any network."""
+    """A custom HTTP client that answers without a network."""
 
     made: list[Recorder] = []
 
@@ -781,7 +776,7 @@ class Recorder:
         return await self._call("DELETE", url)
 
 
-def test_any_object_with_the_verbs_replaces_the_network(server, use):
+def test_custom_http_client_replaces_network(server, use):
     recorder = Recorder()
     assert use(health, http_client=recorder).status == "ok"
     use(lambda t: t.call(FINISH, {}, path=FINISH_PATH), http_client=recorder)
@@ -792,13 +787,13 @@ def test_any_object_with_the_verbs_replaces_the_network(server, use):
     assert server.requests == []
 
 
-def test_a_replacement_may_be_named_by_where_it_is(use):
+def test_custom_http_client_may_be_import_path(use):
     Recorder.made.clear()
     assert use(health, http_client=f"{__name__}:Recorder").status == "ok"
     assert len(Recorder.made) == 1
 
 
-def test_a_replacement_is_closed_by_whoever_made_it(use):
+def test_custom_http_client_is_closed_by_its_creator(use):
     given = Recorder()
     use(health, http_client=given)
     assert given.closed == 0
@@ -807,7 +802,7 @@ def test_a_replacement_is_closed_by_whoever_made_it(use):
     assert [made.closed for made in Recorder.made] == [1]
 
 
-def test_a_replacement_without_put_or_stream_says_so(use):
+def test_custom_http_client_without_put_or_stream_is_reported(use):
     path = {"training_run_id": "r", "checkpoint_id": "weights/1"}
     ttl = operation("set_checkpoint_ttl")
     error = failed(use, lambda t: t.call(ttl, {}, path=path), http_client=Recorder())
@@ -821,7 +816,7 @@ def test_a_replacement_without_put_or_stream_says_so(use):
     assert "'stream'" in str(failed(use, stream, http_client=Recorder()))
 
 
-def test_header_names_of_a_replacement_may_have_any_case(use):
+def test_custom_http_client_may_return_header_names_in_any_case(use):
     answer = SimpleNamespace(
         status=404, headers={"X-Request-ID": "Q", "Retry-After": "5"}, content=b""
     )
@@ -847,7 +842,7 @@ def test_header_names_of_a_replacement_may_have_any_case(use):
         (pyqwest.ConnectTimeout("slow"), APITimeoutError),
     ],
 )
-def test_whatever_an_http_library_raises_is_an_error_of_ours(use, raised, kind):
+def test_errors_of_http_library_become_connection_errors(use, raised, kind):
     error = failed(
         use, lambda transport: transport.call(BEAT), http_client=Recorder(raised), max_retries=0
     )
@@ -856,7 +851,7 @@ def test_whatever_an_http_library_raises_is_an_error_of_ours(use, raised, kind):
     assert str(raised) in str(error)
 
 
-def test_a_bug_in_a_replacement_is_shown_as_it_is(use):
+def test_bug_in_custom_http_client_is_raised_unchanged(use):
     with pytest.raises(ZeroDivisionError):
         use(health, http_client=Recorder(ZeroDivisionError()))
 
@@ -864,7 +859,7 @@ def test_a_bug_in_a_replacement_is_shown_as_it_is(use):
 # -- pools and limits -----------------------------------------------------------------------------
 
 
-def test_each_purpose_has_a_client_of_its_own(use):
+def test_each_pool_has_its_own_http_client(use):
     Recorder.made.clear()
 
     async def work(transport: Transport) -> None:
@@ -877,7 +872,7 @@ def test_each_purpose_has_a_client_of_its_own(use):
     assert len(Recorder.made) == len(Pool)
 
 
-def test_a_flood_of_samples_takes_its_own_connections_only(server, use):
+def test_many_samples_use_only_sampling_connections(server, use):
     server.on("POST /api/v1/asample", Hang())
     on_health(server, WELL)
     asample = operation("asample")
@@ -894,7 +889,7 @@ def test_a_flood_of_samples_takes_its_own_connections_only(server, use):
     use(work, pool_size=3)
 
 
-def test_samples_that_wait_long_open_more_connections_up_to_pool_count(server, use, monkeypatch):
+def test_waiting_samples_add_connections_up_to_pool_count(server, use, monkeypatch):
     monkeypatch.setattr("tinkex._client.transport._PATIENCE", 0.0)
     server.on("POST /api/v1/asample", Hang())
     on_health(server, WELL)
@@ -912,7 +907,7 @@ def test_samples_that_wait_long_open_more_connections_up_to_pool_count(server, u
     use(work, pool_size=2, pool_count=3)
 
 
-def test_a_flood_of_requests_by_hand_does_not_stop_the_heartbeat(server, service, clock):
+def test_many_raw_requests_do_not_block_heartbeat(server, service, clock):
     server.on(f"GET {X}", Hang())
     client = service()
     flood = [client.http.get(X) for _ in range(60)]
@@ -926,12 +921,10 @@ def test_a_flood_of_requests_by_hand_does_not_stop_the_heartbeat(server, service
 
 
 @pytest.mark.skipif((_file_limit() or 1024) < 1024, reason="hundreds of connections are opened")
-def test_a_training_step_does_not_wait_behind_samples_nor_one_sample_behind_another(
-    server, service
-):
+def test_polls_of_samples_do_not_block_training_or_each_other(server, service):
     answer_training(server)
     server.on(SAMPLE, promise_by_seq)
-    many = 410  # one more than had places once
+    many = 410  # more than the 400 connections of the pool for other polls
     for number in range(many):
         server.on_future(f"r-{number}", Hang())
     server.on_future(f"r-{many - 1}", sampled(7))
@@ -947,12 +940,12 @@ def test_a_training_step_does_not_wait_behind_samples_nor_one_sample_behind_anot
 
 
 @pytest.mark.parametrize(("files", "sockets"), [(256, 128), (1024, 512), (1, 1)])
-def test_polls_of_samples_leave_files_to_the_rest_of_the_program(files, sockets):
+def test_polls_of_samples_use_half_of_file_limit(files, sockets):
     assert _spare_sockets(files) == sockets
     assert _spare_sockets(None) > 1_000_000
 
 
-def test_a_place_is_given_back_however_a_request_ends(server, use):
+def test_slot_is_returned_however_request_ends(server, use):
     sample = "POST /api/v1/asample"
     server.on(sample, Answer({}, 500), Raw(b"HTTP/1.1 2"), Hang(), Answer({"request_id": "r"}))
     asample = operation("asample")
@@ -992,7 +985,7 @@ def test_a_closed_client_refuses_at_once(server, service):
     assert server.requests == []
 
 
-def test_closing_ends_what_is_under_way_and_what_waits_for_a_place(server, use):
+def test_closing_ends_requests_in_flight_and_waiting(server, use):
     server.on("POST /api/v1/asample", Hang())
     asample = operation("asample")
 
@@ -1014,7 +1007,7 @@ def test_closing_ends_what_is_under_way_and_what_waits_for_a_place(server, use):
     assert len(server.requests) == 1
 
 
-def test_closing_a_client_fails_its_calls_with_a_word_about_it(server, service):
+def test_closing_client_fails_its_calls_with_client_closed_error(server, service):
     server.on(f"GET {X}", Hang())
     client = service()
     future = client.http.get(X)
@@ -1051,18 +1044,18 @@ def test_a_streamed_operation_carries_the_same_headers(server, use, library):
 
 
 @pytest.mark.parametrize("broken", BROKEN[:4])
-def test_a_stream_that_breaks_off_is_a_connection_error(server, use, library, broken):
+def test_truncated_stream_is_connection_error(server, use, library, broken):
     server.on("POST /api/v1/stream_sample", Raw(broken))
     assert type(failed(use, read_stream(STREAM), **library)) is APIConnectionError
 
 
-def test_a_stream_that_does_not_begin_in_time_is_a_timeout(server, use, library):
+def test_stream_that_does_not_start_in_time_is_timeout(server, use, library):
     server.on("POST /api/v1/stream_sample", Hang())
     error = failed(use, read_stream(STREAM), timeout=0.05, **library)
     assert (type(error), str(error)) == (APITimeoutError, "No answer within 0.05 s")
 
 
-def test_what_goes_wrong_in_the_readers_own_code_stays_what_it_is(server, use, library):
+def test_error_in_code_of_stream_reader_is_unchanged(server, use, library):
     server.on("POST /api/v1/stream_sample", Answer(b"data: 1\n\n"))
 
     async def work(transport: Transport) -> None:
@@ -1073,7 +1066,7 @@ def test_what_goes_wrong_in_the_readers_own_code_stays_what_it_is(server, use, l
         use(work, **library)
 
 
-def test_answers_are_plain_json_to_the_last_digit(server, service):
+def test_json_numbers_and_text_are_exact(server, service):
     body = {"big": 2**60, "small": 1e-300, "text": "☃", "deep": [[[]]]}
     server.on(f"GET {X}", Answer(json.dumps(body).encode()))
     assert service().http.get(X).result(10) == body

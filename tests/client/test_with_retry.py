@@ -1,4 +1,4 @@
-"""The retry loop for functions of the caller's own."""
+"""The retry loop for the caller's own functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUICK = tinkex.RetryConfig(max_retries=2, retry_delay_base=0.2, jitter_factor=0)
 
 
 def failing(*errors: Exception) -> Callable[[], str]:
-    """Raises each of the errors once, then succeeds."""
+    """A function that raises each of the errors once, then succeeds."""
     left = list(errors)
 
     def flaky() -> str:
@@ -49,7 +49,7 @@ def test_a_coroutine_function_is_retried_too_and_the_future_can_be_awaited(clock
 
 
 @pytest.mark.parametrize("error", [BadRequestError("no"), ZeroDivisionError()])
-def test_what_cannot_pass_is_raised_at_once(clock, error):
+def test_permanent_error_is_raised_at_once(clock, error):
     with pytest.raises(type(error)) as raised:
         tinkex.with_retry(failing(error), QUICK, clock=clock).result(10)
     assert raised.value is error
@@ -69,7 +69,7 @@ def test_the_last_error_is_raised_when_retries_are_used_up(clock):
     assert raised.value is errors[2]
 
 
-def test_no_wait_goes_beyond_the_progress_timeout(clock):
+def test_waits_stay_within_progress_timeout(clock):
     config = tinkex.RetryConfig(progress_timeout=1, retry_delay_base=0.4, jitter_factor=0)
     with pytest.raises(InternalServerError):
         tinkex.with_retry(failing(*[InternalServerError("down")] * 9), config, clock=clock).result(
@@ -78,7 +78,7 @@ def test_no_wait_goes_beyond_the_progress_timeout(clock):
     assert clock.slept == [0.4]
 
 
-def test_attempts_are_told_with_the_metadata_given(clock, quiet_bus):
+def test_attempt_events_carry_given_metadata(clock, quiet_bus):
     told: list[Any] = []
     number = attach(told.append, RetryEvent)
     flaky = failing(APIConnectionError())

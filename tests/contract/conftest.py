@@ -1,4 +1,4 @@
-"""Official clients, each in an environment of its own under `.scratch`, talked to line by line."""
+"""Official clients, each in its own environment under `.scratch`, with one JSON line per question and answer."""
 
 import json
 import os
@@ -20,11 +20,11 @@ RELEASES = ("0.7.0", "0.18.2", "0.25.0", "0.36.0")
 
 
 def environment(version: str) -> Path:
-    """The Python that has `tinker==version`; made once, kept until `make clean`."""
+    """The Python interpreter with `tinker==version`. Created once, kept until `make clean`."""
     home = ROOT / ".scratch" / f"tinker-{version}"
     python, ready = home / "bin" / "python", home / ".ready"
     home.parent.mkdir(exist_ok=True)
-    with FileLock(f"{home}.lock"):  # the tests run in more than one process
+    with FileLock(f"{home}.lock"):  # tests run in several processes
         if not ready.exists():
             _install(home, python, version)
             ready.touch()
@@ -43,13 +43,13 @@ def _install(home: Path, python: Path, version: str) -> None:
     )
     if install.returncode:
         said = install.stderr.strip().splitlines() or ["pip gave no reason"]
-        # Advice to upgrade pip may come after what went wrong.
+        # pip may print advice to upgrade after the actual error.
         reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         pytest.skip(f"official client {version} could not be installed: {reason}")
 
 
 class OfficialClient:
-    """A process in which the official package is loaded; `ask` calls a function of the helper."""
+    """A process with the official package loaded. `ask` calls a function in `official_side.py`."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -71,7 +71,7 @@ class OfficialClient:
         return answer["value"]
 
     def run(self, script: str, **variables: str) -> str:
-        """What `script` prints, run by a fresh interpreter of this environment."""
+        """Run `script` in a new interpreter of this environment; returns its output."""
         finished = subprocess.run(
             [self.python, "-c", script],
             env=os.environ | variables,

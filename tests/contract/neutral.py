@@ -1,6 +1,6 @@
-"""Values as plain JSON, so that two packages in two processes can talk about the same ones.
+"""Values as plain JSON, so that two packages in two processes can exchange them.
 
-Imported by the tests and, in its own environment, by `official_side.py`: only numpy may be needed.
+Imported by the tests and, in the environment of an official client, by `official_side.py`: it may need only numpy.
 """
 
 import base64
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def build(description: Any, types: Any) -> Any:
-    """Make the value a description stands for out of the classes in `types`.
+    """Build the described value with the classes in `types`.
 
     `{"$": name, ...}` is an instance of a class, `$ints` a ModelInput of token ids, `$array` a numpy
     array with its dtype, `$bytes` base64.
@@ -32,7 +32,7 @@ def build(description: Any, types: Any) -> Any:
     return getattr(types, description["$"])(**fields) if "$" in description else fields
 
 
-# What these hold is stored under other names in some releases; these names exist in all.
+# Some releases store these values under other names; the names here exist in all releases.
 _PUBLIC_NAMES = {
     "TensorData": ("dtype", "shape", "data", "sparse_crow_indices", "sparse_col_indices"),
     "SampledSequence": ("stop_reason", "tokens", "logprobs", "topk_logprobs"),
@@ -48,7 +48,7 @@ _PUBLIC_NAMES = {
 
 
 def plain(value: Any) -> Any:
-    """Any value as JSON can carry it; what is None is left out."""
+    """Any value as plain JSON. None values are left out."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float) and math.isnan(value):

@@ -1,4 +1,4 @@
-"""Runs inside an official client's environment: one JSON question a line, one JSON answer a line."""
+"""Runs in the environment of an official client. It reads one JSON question per line and writes one JSON answer per line."""
 
 import base64
 import importlib
@@ -10,14 +10,14 @@ from typing import Any
 
 from neutral import build, plain  # type: ignore[import-not-found]  # beside this file when it runs
 
-answers, sys.stdout = sys.stdout, sys.stderr  # whatever the package prints must not look like one
+answers, sys.stdout = sys.stdout, sys.stderr  # prints of the package must not mix with the answers
 
 tinker = importlib.import_module("tinker")
 types = importlib.import_module("tinker.types")
 
 
 def _class(name: str) -> Any:
-    """Not every class of every release is listed in `tinker.types`."""
+    """Find a class of the package; not every release lists all of them in `tinker.types`."""
     if found := getattr(types, name, None):
         return found
     module = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
@@ -38,7 +38,7 @@ def plain_value(description: Any) -> Any:
 
 
 def encode_json(description: Any, unset: bool) -> Any:
-    """The body this release sends: until 0.16 what was set, later whatever is not None."""
+    """The body that this release sends: until 0.16 all fields that were set, later all that are not None."""
     value = build(description, _Types())
     if unset:
         return value.model_dump(exclude_unset=True, mode="json")
@@ -65,7 +65,7 @@ def encode_request(description: Any, forward_only: bool) -> Any:
 
 
 def same_request(description: Any, forward_only: bool, data: str) -> Any:
-    """Both requests as text: what this package would send, and what it reads in `data`."""
+    """Two requests as text: the one that this package would send, and the one that it reads from `data`."""
     expected = _request_message(description, forward_only)
     found = type(expected)()
     found.ParseFromString(base64.b64decode(data))
@@ -73,7 +73,7 @@ def same_request(description: Any, forward_only: bool, data: str) -> Any:
 
 
 def encode_result(name: str, message: Any) -> Any:
-    """A result message from its protobuf JSON form, written with this package's schema."""
+    """A result message in protobuf JSON form, serialised with this package's schema."""
     schema = importlib.import_module("tinker.proto.tinker_public_pb2")
     json_format = importlib.import_module("google.protobuf.json_format")
     written = json_format.ParseDict(message, getattr(schema, name)())

@@ -1,8 +1,8 @@
-"""One life of a training run, told as facts: `python service_life.py MODULE BASE_URL MODEL`.
+"""Runs one training run from start to end and prints its results: `python service_life.py MODULE BASE_URL MODEL`.
 
-Run by the interpreter of whichever client MODULE is, an official release or ours, so it uses what all of them have
-and looks before it uses anything else. It judges nothing: each chapter prints what came back, or why it was left
-out, or how it failed; `test_service_life.py` knows what should have come.
+MODULE is an official release or our package; its own interpreter runs this script. So the script uses features that all
+releases have, and checks for any other feature before using it. It asserts nothing: each chapter prints its results, why
+it was skipped, or how it failed. `test_service_life.py` checks the results.
 """
 
 import importlib
@@ -19,18 +19,18 @@ import urllib.request
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-TEXT = list(range(40, 104))  # bytes in order: easy to learn, easy to recognise
+TEXT = list(range(40, 104))  # consecutive bytes: easy to learn and to recognise
 PROMPT = TEXT[:8]
-CHUNK = 1024  # the most data that clients put into one request
+CHUNK = 1024  # the most items that clients put into one request
 SEED = 7
 
 
 class LeftOut(Exception):
-    """A chapter that this client cannot tell."""
+    """The chapter needs a feature that this client does not have."""
 
 
 class Life:
-    """What later chapters need of earlier ones."""
+    """State that later chapters need from earlier ones."""
 
     def __init__(self, module: str, base_url: str, model: str) -> None:
         os.environ |= {
@@ -75,10 +75,10 @@ class Life:
     def params(self, max_tokens: int = 12, temperature: float = 0.0, **others: Any) -> Any:
         return self.types.SamplingParams(max_tokens=max_tokens, temperature=temperature, **others)
 
-    # -- doing -------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------
 
     def step(self, client: Any, data: list[Any] | None = None) -> Any:
-        """One step whose parts are under way together; the result of the first."""
+        """Run forward_backward and optim_step together; returns the result of the first."""
         passed = client.forward_backward(data or self.batch(), "cross_entropy")
         stepped = client.optim_step(self.adam())
         result = passed.result()
@@ -90,7 +90,7 @@ class Life:
         return [value for output in result.loss_fn_outputs for value in output["logprobs"].data]
 
     def gradient(self, client: Any) -> float:
-        """The size of what has accumulated, which a step of length zero clears away."""
+        """The norm of the accumulated gradient. A step with learning rate 0 clears it."""
         result = client.optim_step(self.adam(0.0)).result()
         return float(result.metrics["grad_norm"])
 
@@ -115,7 +115,7 @@ def told(sequence: Any) -> dict[str, Any]:
 
 
 def refusal(attempt: Any) -> dict[str, str] | None:
-    """What was said against an attempt; None if nothing was."""
+    """The error of an attempt; None if it succeeded."""
     try:
         attempt()
     except Exception as error:
@@ -128,7 +128,7 @@ def difference(ours: list[float], others: list[float]) -> float:
 
 
 def fetched(url: str) -> bytes:
-    """As anybody would fetch it: without a key."""
+    """Download without a key, as any HTTP client can."""
     with urllib.request.urlopen(url) as response:
         content: bytes = response.read()
     return content
@@ -167,7 +167,7 @@ def tokenizer(life: Life) -> dict[str, Any]:
 
 
 def seeds(life: Life) -> dict[str, Any]:
-    """An adapter's first gradient depends on its seed, and on nothing else that is random."""
+    """The first gradient of an adapter depends on its seed and on no other random state."""
 
     def first_gradient(seed: int) -> float:
         client = life.service.create_lora_training_client(
@@ -180,7 +180,7 @@ def seeds(life: Life) -> dict[str, Any]:
 
 
 def training(life: Life) -> dict[str, Any]:
-    """Ten steps, all of them under way before the first result is read."""
+    """Ten steps, all submitted before the first result is read."""
     passes, steps = [], []
     for _ in range(10):
         passes.append(life.run.forward_backward(life.batch(), "cross_entropy"))
@@ -216,7 +216,7 @@ def gradients(life: Life) -> dict[str, Any]:
 
 
 def chunks(life: Life) -> dict[str, Any]:
-    """More data than a request holds, and the same as few data of more weight."""
+    """More items than one request holds, compared with fewer items of higher weight."""
     run, repeats = life.run, 12
     texts = [TEXT[start : start + 4 + start % 3] for start in range(50)] * 2
     many = [life.datum(text) for _ in range(repeats) for text in texts]
@@ -242,7 +242,7 @@ def chunks(life: Life) -> dict[str, Any]:
 
 
 def soft_targets(life: Life) -> dict[str, Any]:
-    """Two alternatives at each position, the second of no weight at all."""
+    """Two alternatives at each position; the second has weight 0."""
     types, targets, length = life.types, TEXT[1:], len(TEXT) - 1
     pairs = [token for target in targets for token in (target, target - 1)]
     shape = [length, 2]
@@ -268,7 +268,7 @@ def soft_targets(life: Life) -> dict[str, Any]:
 
 
 def policy_losses(life: Life) -> dict[str, Any]:
-    """Each loss on data drawn from a policy that was e^½ times less sure of every token."""
+    """Each loss on data sampled from a policy whose token probabilities were lower by a factor e^½."""
     answer = life.run.forward([life.datum(TEXT)], "cross_entropy").result()
     now = [float(value) for value in answer.loss_fn_outputs[0]["logprobs"].data]
     advantages = [0.5 + index % 3 for index in range(len(now))]
@@ -296,7 +296,7 @@ def policy_losses(life: Life) -> dict[str, Any]:
 
 
 def custom_loss(life: Life) -> dict[str, Any]:
-    """The negative sum of logprobs is the cross entropy, so both gradients must be the same."""
+    """The negative sum of logprobs is the cross entropy, so both gradients must be equal."""
     if not importlib.util.find_spec("torch"):
         raise LeftOut("torch is not installed beside this client")
 
@@ -316,7 +316,7 @@ def custom_loss(life: Life) -> dict[str, Any]:
 
 
 def resuming(life: Life) -> dict[str, Any]:
-    """One more step after a checkpoint, by the run itself and by all who take it up from there."""
+    """One more step after a checkpoint, in the run itself and in runs resumed from the checkpoint."""
     life.state = life.run.save_state("half").result().path
     saved = life.logprobs(life.run)
 
@@ -346,7 +346,7 @@ def resuming(life: Life) -> dict[str, Any]:
 
 
 def samplers(life: Life) -> dict[str, Any]:
-    """Unnamed and named samplers of one moment, and what training on does to them: nothing."""
+    """Unnamed and named samplers are snapshots: further training does not change them."""
     frozen = life.run.save_weights_and_get_sampling_client()
     path = life.run.save_weights_for_sampler("named").result().path
     before = life.greedy(frozen)
@@ -413,7 +413,7 @@ def sampling(life: Life) -> dict[str, Any]:
 
 
 def prompt_logprobs(life: Life) -> dict[str, Any]:
-    """The sampler and the trainer look at the same text with the same weights."""
+    """The sampler and the trainer score the same text with the same weights."""
     sampler = life.run.save_weights_and_get_sampling_client()
     computed = list(sampler.compute_logprobs(life.input(TEXT)).result())
     trained = life.run.forward([life.datum(TEXT)], "cross_entropy").result()
@@ -436,7 +436,7 @@ def prompt_logprobs(life: Life) -> dict[str, Any]:
 
 
 def base_sampler(life: Life) -> dict[str, Any]:
-    """Of the model as it came: not what the run has learned."""
+    """Samples the base model, without the trained adapter."""
     sampler = life.service.create_sampling_client(base_model=life.model)
     values = sampler.compute_logprobs(life.input(TEXT)).result()
     untrained = life.service.create_lora_training_client(base_model=life.model, rank=2)
@@ -445,7 +445,7 @@ def base_sampler(life: Life) -> dict[str, Any]:
 
 
 def pickled(life: Life) -> dict[str, Any]:
-    """A sampling client in a process of its own, while the original goes on."""
+    """A sampling client in another process, while the original stays in use."""
     if life.tinker.SamplingClient.__reduce__ is object.__reduce__:
         raise LeftOut("sampling clients of this release cannot be pickled")
     sampler = life.run.save_weights_and_get_sampling_client()
@@ -461,7 +461,7 @@ def _sampled_elsewhere(sampler: Any, prompt: Any, params: Any) -> dict[str, Any]
 
 
 def bad_input(life: Life) -> dict[str, Any]:
-    """What cannot be done is refused, and the run goes on as if nothing had been asked."""
+    """Invalid requests are refused, and the run continues unchanged."""
     before = life.logprobs(life.run)
     too_short = life.types.Datum(
         model_input=life.input(TEXT[:-1]),
@@ -661,7 +661,8 @@ CHAPTERS = (
 
 
 def main() -> None:
-    facts, sys.stdout = sys.stdout, sys.stderr  # whatever the package prints must not look like one
+    # Prints of the package must not mix with the results.
+    facts, sys.stdout = sys.stdout, sys.stderr
     life = Life(*sys.argv[1:4])
     found: dict[str, Any] = {"version": life.tinker.__version__}
     for chapter in CHAPTERS:

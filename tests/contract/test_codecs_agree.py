@@ -1,4 +1,4 @@
-"""The official package and ours, in two processes, must mean the same bytes by the same values."""
+"""The official package and ours, in two processes, must encode the same values to the same bytes."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ def to_text(data: bytes) -> str:
 
 
 def agrees(theirs: Any, ours: Any) -> bool:
-    """Equal in all that `theirs` has: an old release knows less."""
+    """Compare all fields that `theirs` has; an old release has fewer."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         return all(name in ours and agrees(value, ours[name]) for name, value in theirs.items())
     if isinstance(theirs, list) and isinstance(ours, list):
@@ -115,7 +115,7 @@ EVERYWHERE: dict[str, Any] = {
 }
 
 
-# Read by us alone: officially the field is required, and left out when it is None.
+# Only we read this: in the official types the field is required, but left out if it is None.
 WITHOUT_METADATA: dict[str, Any] = {
     "$": "CreateSessionRequest",
     "tags": [],
@@ -142,13 +142,13 @@ def test_they_read_the_json_requests_we_write(newest, description):
 
 @by_name(EVERYWHERE)
 @pytest.mark.parametrize("version", ["0.7.0", "0.36.0"])
-def test_a_description_means_the_same_to_both(official, version, description):
+def test_value_description_builds_same_value_on_both_sides(official, version, description):
     theirs = official(version).ask("plain_value", description)
     assert agrees(theirs, plain(ours(description)))
 
 
 @by_name(EVERYWHERE)
-def test_we_write_the_json_requests_word_for_word(newest, description):
+def test_we_write_json_requests_identically(newest, description):
     body = json.loads(json_codec.encode(ours(description)))
     theirs = newest.ask("encode_json", description, False)
     # The default optimizer is left out, as official clients before 0.26 do: TuFT refuses the field.
@@ -181,7 +181,7 @@ def test_optimizer_steps_are_the_same_both_ways(newest, params):
     assert json_codec.from_object(body, types.OptimStepRequest) == ours(step)
 
 
-# -- what only the newest release has ------------------------------------------------------------
+# -- fields of the newest release only -----------------------------------------------------------
 
 NEWEST: dict[str, Any] = {
     "sample with images, audio and targets": {
@@ -553,13 +553,13 @@ def test_binary_samples_are_the_same_both_ways(newest, message):
 
 @pytest.mark.parametrize("message", [SAMPLE, {}], ids=["full", "empty"])
 def test_they_read_the_json_samples_we_write(newest, message):
-    """Only up to 0.24, so what came later is left out."""
+    """Releases up to 0.24 read JSON samples, so later fields are left out."""
     known = {"sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens"}
     message = {name: value for name, value in message.items() if name in known}
     data = base64.b64decode(newest.ask("encode_result", "SampleResponse", message))
     read = proto_codec.decode_sample_response(data)
     theirs = newest.ask("decode_json", "SampleResponse", json.loads(json_codec.encode(read)))
-    assert theirs.pop("type") == "sample"  # a tag of the wire, not part of the value
+    assert theirs.pop("type") == "sample"  # a tag of the wire format, not part of the value
     assert agrees(theirs, plain(read))
 
 
@@ -606,7 +606,7 @@ print(json.dumps([described(ours), described(theirs)]))
     ],
     ids=["ours first", "theirs first"],
 )
-def test_both_schemas_load_in_one_process_and_say_the_same(newest: OfficialClient, order):
+def test_both_schemas_load_in_one_process_and_agree(newest: OfficialClient, order):
     printed = newest.run(ONE_PROCESS.format(order=order), PYTHONPATH=str(SOURCE))
     described, official = json.loads(printed)
     for name, fields in described.items():

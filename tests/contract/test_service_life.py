@@ -1,7 +1,7 @@
-"""The local service keeps the protocol's promises to our client and to official ones of every dialect.
+"""The local service follows the protocol with our client and with official clients of every dialect.
 
-Each client lives one life (`service_life.py`) in its own interpreter against one service; the tests read what it
-told. A release whose environment cannot be made is reported as not run, and so is what a release does not have.
+Each client runs `service_life.py` in its own interpreter against one service; the tests check what it printed. A release
+whose environment cannot be created is reported as skipped, and so are features that a release does not have.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.contract
 MODEL = "tinkex/tiny"
 SCRIPT = Path(__file__).with_name("service_life.py")
 SERVE = "from tinkex.cli.main import main; main()"
-#: Far more than a life takes; a client that hangs should fail its tests, not the whole run.
+#: Timeout in seconds, far more than a run needs: a client that hangs fails its own tests, not the whole suite.
 PATIENCE = 300
 
-#: What each client cannot do, so that nothing else is left out unnoticed.
+#: Chapters that each client cannot run. Skipping any other chapter fails a test.
 LEFT_OUT = {
     "tinkex": set(),
     "0.7.0": {"pickled", "time_to_live", "external", "copying", "closing"},
@@ -36,12 +36,12 @@ LEFT_OUT = {
     "0.25.0": {"custom_loss", "external", "copying", "closing"},
     "0.36.0": {"custom_loss", "archive"},
 }
-COUNTING = list(range(48, 60))  # how the text that was learned goes on after the prompt
+COUNTING = list(range(48, 60))  # the continuation of the learned text after the prompt
 
 
 @dataclass(frozen=True)
 class Life:
-    """What one client told."""
+    """The printed results of one client."""
 
     client: str
     facts: dict[str, Any]
@@ -63,7 +63,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (home / "log").open("w+") as log,
         subprocess.Popen(
             [*command, "--data-dir", home / "data"],
-            # A model this small is done before a second thread has begun, and idle threads spin.
+            # The model is so small that a second thread only costs time: idle threads spin.
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=log,
@@ -112,11 +112,11 @@ def same_sequence(sequence: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_the_client_is_the_one_that_was_asked_for(life: Life) -> None:
+def test_client_has_requested_version(life: Life) -> None:
     assert life.client in {"tinkex", life.facts["version"]}
 
 
-def test_only_what_a_client_lacks_is_left_out(life: Life) -> None:
+def test_only_unsupported_chapters_are_skipped(life: Life) -> None:
     left_out = {name for name, facts in life.facts.items() if "left_out" in facts}
     assert left_out == LEFT_OUT[life.client]
 
@@ -143,14 +143,14 @@ def test_the_tokenizer_loads_without_a_network(life: Life) -> None:
     assert tokenizer["text"] == "Añb"
 
 
-def test_a_seed_decides_how_a_run_begins(life: Life) -> None:
+def test_seed_determines_initial_adapter(life: Life) -> None:
     seeds = life.chapter("seeds")
     first, second = seeds["same"]
     assert first == second
     assert seeds["other"] != close(first, 1e-3)
 
 
-def test_steps_sent_ahead_lower_the_loss(life: Life) -> None:
+def test_pipelined_steps_lower_the_loss(life: Life) -> None:
     training = life.chapter("training")
     losses = training["losses"]
     assert len(losses) == 10
@@ -176,13 +176,13 @@ def test_gradients_add_up(life: Life) -> None:
     assert gradients["twice"] == close(2 * gradients["whole"])
 
 
-def test_a_forward_pass_leaves_gradients_alone(life: Life) -> None:
+def test_forward_pass_does_not_change_gradients(life: Life) -> None:
     gradients = life.chapter("gradients")
     assert gradients["with_a_forward"] == close(gradients["whole"])
     assert gradients["forward_alone"] == 0
 
 
-def test_a_batch_of_many_requests_is_one_batch(life: Life) -> None:
+def test_batch_split_into_requests_counts_as_one(life: Life) -> None:
     chunks = life.chapter("chunks")
     assert chunks["is_split"]
     split, whole = chunks["lengths"]
@@ -201,11 +201,11 @@ def test_targets_may_have_alternatives(life: Life) -> None:
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "ppo with a bound", "cispo", "dro"])
-def test_policy_losses_have_their_values(life: Life, name: str) -> None:
+def test_policy_losses_have_expected_values(life: Life, name: str) -> None:
     told = life.chapter("policy_losses")[name]
     assert told["loss"] == close(told["expected"])
     assert told["difference"] < 1e-4
-    if name.startswith("ppo"):  # every ratio lies beyond the bound, where the loss is flat
+    if name.startswith("ppo"):  # every ratio is outside the clipping bound, where the loss is flat
         assert told["gradient"] == 0
     else:
         assert told["gradient"] > 0
@@ -218,7 +218,7 @@ def test_a_custom_loss_has_its_own_gradient(life: Life) -> None:
     assert custom["outputs"] == 3
 
 
-# -- going on --------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------------
 
 
 def test_a_run_resumes_exactly_where_it_was_saved(life: Life) -> None:
@@ -230,40 +230,40 @@ def test_a_run_resumes_exactly_where_it_was_saved(life: Life) -> None:
     assert resuming["exact"] == 0
 
 
-def test_without_its_optimizer_a_run_goes_another_way(life: Life) -> None:
+def test_run_without_optimizer_state_diverges(life: Life) -> None:
     resuming = life.chapter("resuming")
     assert resuming["fresh_before"] == 0
     assert resuming["fresh_after"] > 1e-2
 
 
-def test_a_run_can_go_back_to_a_checkpoint(life: Life) -> None:
+def test_run_can_load_earlier_checkpoint(life: Life) -> None:
     resuming = life.chapter("resuming")
     assert resuming["loaded"] == 0
     assert resuming["loaded_exact"] == 0
 
 
-def test_a_checkpoint_is_not_replaced_unasked(life: Life) -> None:
+def test_checkpoint_name_already_in_use_is_refused(life: Life) -> None:
     assert "'half' already" in life.chapter("resuming")["taken_name"]["text"]
 
 
 # -- sampling --------------------------------------------------------------------------------------------
 
 
-def test_an_unnamed_sampler_stays_as_it_was(life: Life) -> None:
+def test_unnamed_sampler_is_a_snapshot(life: Life) -> None:
     samplers = life.chapter("samplers")
     assert samplers["before"]["tokens"] == COUNTING
     assert same_sequence(samplers["frozen"], samplers["before"])
     assert not same_sequence(samplers["current"], samplers["before"])
 
 
-def test_a_named_sampler_is_of_the_moment_it_was_saved(life: Life) -> None:
+def test_named_sampler_is_a_snapshot(life: Life) -> None:
     samplers = life.chapter("samplers")
     assert samplers["path"].endswith(":train:0/sampler_weights/named")
     assert same_sequence(samplers["named"], samplers["before"])
     assert samplers.get("base_model", MODEL) == MODEL
 
 
-def test_a_seed_repeats_samples_that_differ(life: Life) -> None:
+def test_seed_reproduces_samples_that_otherwise_differ(life: Life) -> None:
     sampling = life.chapter("sampling")
     first, again = sampling["seeded"]
     assert first == again
@@ -271,13 +271,13 @@ def test_a_seed_repeats_samples_that_differ(life: Life) -> None:
     assert sampling["other_seed"] != first
 
 
-def test_no_temperature_means_the_likeliest_tokens(life: Life) -> None:
+def test_temperature_zero_samples_likeliest_tokens(life: Life) -> None:
     first, again = life.chapter("sampling")["greedy"]
     assert first["tokens"] == again["tokens"] == COUNTING
     assert first["stop_reason"] == "length"
 
 
-def test_stops_are_part_of_what_is_sampled(life: Life) -> None:
+def test_sample_includes_stop_sequence(life: Life) -> None:
     sampling = life.chapter("sampling")
     assert sampling["stop_token"]["tokens"] == COUNTING[:5]
     assert sampling["stop_token"]["stop_reason"] == "stop"
@@ -291,11 +291,11 @@ def test_many_samples_at_once_all_arrive(life: Life) -> None:
     assert all(1 <= len(tokens) <= 4 for tokens in drawn)
 
 
-def test_sampled_logprobs_are_those_of_the_model(life: Life) -> None:
+def test_sampled_logprobs_match_the_model(life: Life) -> None:
     assert life.chapter("sampling")["to_recomputed"] < 1e-3
 
 
-def test_prompt_logprobs_are_those_of_the_trainer(life: Life) -> None:
+def test_prompt_logprobs_match_the_trainer(life: Life) -> None:
     prompt = life.chapter("prompt_logprobs")
     assert prompt["length"] == 64
     assert prompt["first"] == [None, None, None]
@@ -303,7 +303,7 @@ def test_prompt_logprobs_are_those_of_the_trainer(life: Life) -> None:
     assert prompt["to_included"] < 1e-3
 
 
-def test_the_likeliest_prompt_tokens_come_in_order(life: Life) -> None:
+def test_topk_prompt_tokens_are_sorted(life: Life) -> None:
     prompt = life.chapter("prompt_logprobs")
     for row, actual in zip(prompt["topk"], prompt["logprobs"], strict=True):
         logprobs = [logprob for _, logprob in row]
@@ -335,7 +335,7 @@ def test_a_sampling_client_works_in_another_process(life: Life) -> None:
         ("sampler", "sampler_weights/none"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_a_reason(life: Life, what: str, said: str) -> None:
+def test_invalid_input_is_refused_with_reason(life: Life, what: str, said: str) -> None:
     refusal = life.chapter("bad_input")[what]
     assert refusal is not None
     assert said in refusal["text"]
@@ -345,7 +345,7 @@ def test_a_prompt_outside_the_vocabulary_is_refused(life: Life) -> None:
     assert "outside the vocabulary" in life.chapter("sampling")["bad_prompt"]["text"]
 
 
-def test_a_refusal_leaves_the_run_as_it_was(life: Life) -> None:
+def test_refused_request_does_not_change_run(life: Life) -> None:
     told = life.chapter("bad_input")
     assert told["difference"] == 0
     assert told["gradient"] == 0
@@ -379,7 +379,7 @@ def test_checkpoints_are_listed(life: Life) -> None:
     assert checkpoints["mine"][0] == checkpoints["path"]
 
 
-def test_checkpoints_can_be_published_and_taken_back(life: Life) -> None:
+def test_checkpoints_can_be_published_and_unpublished(life: Life) -> None:
     assert life.chapter("checkpoints")["public"] == [False, True, False]
 
 
@@ -390,15 +390,16 @@ def test_a_deleted_checkpoint_is_gone(life: Life) -> None:
     assert checkpoints["twice"]["type"] == "NotFoundError"
 
 
-def test_a_checkpoint_lives_as_long_as_it_is_told_to(life: Life) -> None:
+def test_checkpoint_expires_after_its_ttl(life: Life) -> None:
     told = life.chapter("time_to_live")
     saved, longer, for_good = told["lifetimes"]
     assert saved == pytest.approx(7200, abs=1)
-    assert 86_400 <= longer < 86_400 + PATIENCE  # it counts from when it was set, not saved
+    # The TTL counts from when it was set, not from the save.
+    assert 86_400 <= longer < 86_400 + PATIENCE
     assert for_good is None
 
 
-def test_a_life_of_a_minute_is_refused(life: Life) -> None:
+def test_ttl_of_one_minute_is_refused(life: Life) -> None:
     told = life.chapter("time_to_live")
     assert "3600" in told["too_short"]["text"]
     assert "3600" in told["too_short_to_save"]["text"]
@@ -406,7 +407,7 @@ def test_a_life_of_a_minute_is_refused(life: Life) -> None:
 
 
 @pytest.mark.parametrize("chapter", ["archive", "external"])
-def test_weights_can_be_fetched_as_adapter_files(life: Life, chapter: str) -> None:
+def test_weights_can_be_downloaded_as_adapter_files(life: Life, chapter: str) -> None:
     told = life.chapter(chapter)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
     assert told["config"]["r"] == 4
@@ -416,7 +417,7 @@ def test_weights_can_be_fetched_as_adapter_files(life: Life, chapter: str) -> No
     assert all(".self_attn." in name for name in told["tensors"])
 
 
-def test_external_weights_are_checkpoints_of_their_own_kind(life: Life) -> None:
+def test_external_weights_are_separate_checkpoint_type(life: Life) -> None:
     external = life.chapter("external")
     assert external["path"].endswith("/external_weights/out")
     assert external["kinds"] == ["external"]
@@ -430,7 +431,7 @@ def test_weights_can_be_copied(life: Life) -> None:
     assert copying["difference"] == 0
 
 
-def test_closing_ends_the_session_and_keeps_what_was_saved(life: Life) -> None:
+def test_closing_ends_session_and_keeps_checkpoints(life: Life) -> None:
     closing = life.chapter("closing")
     assert "closed" in closing["after"]["text"]
     assert closing["session_id"] in closing["sessions"]

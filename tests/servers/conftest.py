@@ -27,7 +27,7 @@ def tuft() -> Iterator[TuFT]:
 
 @pytest.fixture
 def client_of(clock: FakeClock) -> Iterator[Callable[..., tinkex.ServiceClient]]:
-    """Make clients of a dialect, closed at the end of the test."""
+    """Creates clients of a dialect and closes them at the end of the test."""
     made: list[tinkex.ServiceClient] = []
 
     def make(server: Dialect, **options: Any) -> tinkex.ServiceClient:
@@ -42,5 +42,5 @@ def client_of(clock: FakeClock) -> Iterator[Callable[..., tinkex.ServiceClient]]
 
 @pytest.fixture
 def trainer(client: tinkex.ServiceClient) -> tinkex.TrainingClient:
-    """A new model of the server that the test's own module chooses with its fixture `client`."""
+    """A new model on the server that the test module selects with its fixture `client`."""
     return client.create_lora_training_client("some/model", rank=4)

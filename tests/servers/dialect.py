@@ -1,4 +1,4 @@
-"""What the recorded dialects of other servers share: routes by pattern, futures, and FastAPI's way to refuse."""
+"""Base of the recorded dialects of other servers: routes by pattern, futures, FastAPI's 422 answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PROTO = proto_codec.CONTENT_TYPE
 
 
 class Dialect(ScriptedServer):
-    """A server of the protocol that answers as another implementation does.
+    """A scripted server that answers like another implementation of the protocol.
 
-    `routes` maps `"POST /api/v1/asample"` to the name of a method; `{x}` stands for one path segment and `{x:path}`
-    for any number of them. A test may script single routes with `on`, as with every scripted server.
+    `routes` maps `"POST /api/v1/asample"` to the name of a method. `{x}` matches one path segment, `{x:path}` any number
+    of them. A test may script single routes with `on`, as with every scripted server.
     """
 
     routes: ClassVar[Mapping[str, str]] = {}
@@ -35,7 +35,7 @@ class Dialect(ScriptedServer):
 
     def reply_to(self, request: Request) -> Reply:
         scripted = self._route(request) in self._scripts
-        reply = super().reply_to(request)  # also remembers the request
+        reply = super().reply_to(request)  # also records the request
         return reply if scripted else self._answered(request)
 
     def _answered(self, request: Request) -> Reply:
@@ -56,7 +56,7 @@ class Dialect(ScriptedServer):
     # -- futures -----------------------------------------------------------------------------
 
     def later(self, answer: Callable[[Request], Answer] | Answer) -> str:
-        """Keep the result of a request; the id to poll for it."""
+        """Store the result of a request; returns the id to poll."""
         number = str(next(self._numbers))
         self._results[number] = (lambda _: answer) if isinstance(answer, Answer) else answer
         return number
@@ -78,7 +78,7 @@ def _pattern(route: str) -> re.Pattern[str]:
 
 
 def invalid(*complaints: tuple[str, str, str]) -> Answer:
-    """FastAPI's 422: kind, field and message of each complaint."""
+    """FastAPI's 422 answer, with type, field and message of each error."""
     detail = [
         {"type": kind, "loc": ["body", field], "msg": message}
         for kind, field, message in complaints

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no files, for commands that are tried against a dialect."""
+"""A tokenizer without files, for commands that run against a dialect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Letters"]
 
 
 class Letters:
-    """One token a letter; 2 is the end token, 3 the one that ends a turn."""
+    """One token per letter. Token 2 ends the text, token 3 ends a turn."""
 
     chat_template = "yes"
     eos_token_id = 2

@@ -1,4 +1,4 @@
-"""SkyRL's server with its JAX backend, as far as a client can tell: its routes, answers and refusals."""
+"""SkyRL's server with its JAX backend, as a client sees it: routes, answers and refusals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .dialect import Dialect, invalid, pass_answer, sampled_answer
 
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,255}")
 _RUN = "/api/v1/training_runs/{run}"
-#: The tokens of every sample; 2 ends a sequence where the request names it as a stop token.
+#: The tokens of every sample. Token 2 ends a sequence if the request lists it as a stop token.
 DRAWN = [5, 6, 2, 8, 9, 10, 11, 12]
 
 
 class SkyRL(Dialect):
-    """One base model; a checkpoint is a pair of name and kind, and a name is taken once and for all."""
+    """One base model. A checkpoint is a pair of name and kind; saving under an existing name is refused."""
 
     routes: ClassVar = {
         "POST /api/v1/client/config": "client_config",
@@ -98,7 +98,7 @@ class SkyRL(Dialect):
         return Answer({"model_id": "model_1", "status": "created", "model_data": data})
 
     def forward_backward(self, request: Request) -> Answer:
-        """No metrics; per token the logprob and the loss before it is divided by the sum of the weights."""
+        """Returns no metrics; per token the logprob, and the loss before division by the sum of the weights."""
         assert pass_of(request).model_id == "model_1"
         outputs = []
         for datum in input_of(request).data:
@@ -184,7 +184,7 @@ class SkyRL(Dialect):
         return Answer({"sampler_id": sampler, "base_model": "some/model", "model_path": path})
 
     def asample(self, request: Request) -> Answer:
-        """Only the listed stop tokens end a sequence, prompt logprobs lack the first token, top-k is unknown."""
+        """Only listed stop tokens end a sequence. Prompt logprobs lack the first token. Top-k is not supported."""
         asked = request.json
         path = self.samplers[asked["sampling_session_id"]]
         if path is not None:

@@ -1,4 +1,4 @@
-"""The client against SkyRL's server, as its routes and answers were recorded."""
+"""The client against the recorded routes and answers of SkyRL's server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client(skyrl: SkyRL, client_of: Callable[..., tinkex.ServiceClient]) -> tink
 # -- training ------------------------------------------------------------------------------------
 
 
-def test_the_sum_of_the_loss_is_computed_where_the_server_does_not_say_it(trainer):
+def test_loss_sum_is_computed_if_server_omits_it(trainer):
     half = types.Datum(PROMPT, {"target_tokens": [1, 2, 3], "weights": [0.0, 1.0, 0.5]})
     for result in (
         trainer.forward([half, datum(4, 5)], "cross_entropy").result(10),
@@ -47,7 +47,7 @@ def test_the_sum_of_the_loss_is_computed_where_the_server_does_not_say_it(traine
     assert stepped.metrics["skyrl.ai/grad_norm"] == 0.25
 
 
-def test_the_sum_of_other_losses_is_that_of_the_losses_per_token(trainer):
+def test_sum_of_other_losses_is_sum_of_token_losses(trainer):
     scored = {"target_tokens": [1, 2, 3], "advantages": [1.0] * 3, "logprobs": [-1.0] * 3}
     weighted = types.Datum(PROMPT, {**scored, "weights": [1.0, 1.0, 0.0]})
     result = trainer.forward_backward([weighted], "importance_sampling").result(10)
@@ -55,8 +55,8 @@ def test_the_sum_of_other_losses_is_that_of_the_losses_per_token(trainer):
 
 
 @pytest.mark.heavy  # a custom loss needs torch
-def test_a_custom_loss_is_warned_of(trainer, caplog):
-    """The server divides by the sum of the weights, which carry the gradient of the custom loss."""
+def test_custom_loss_logs_warning(trainer, caplog):
+    """The server divides the loss by the sum of the weights, but a custom loss sends its gradient as weights."""
 
     def loss(_: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return -sum(each.sum() for each in logprobs), {}
@@ -68,7 +68,7 @@ def test_a_custom_loss_is_warned_of(trainer, caplog):
     assert len([each for each in caplog.messages if "divides the loss" in each]) == 1
 
 
-def test_a_name_that_is_taken_is_refused_at_once(skyrl, trainer, clock):
+def test_name_already_in_use_is_refused_without_retry(skyrl, trainer, clock):
     trainer.save_state("best").result(10)
     with pytest.raises(ConflictError, match="'best' already exists"):
         trainer.save_state("best").result(10)
@@ -86,7 +86,7 @@ def test_a_failed_training_request_is_a_value_error(skyrl, trainer):
 # -- weights -------------------------------------------------------------------------------------
 
 
-def test_the_path_of_a_saved_sampler_fits_every_later_call(skyrl, client, trainer, tmp_path):
+def test_path_of_saved_sampler_works_in_later_calls(skyrl, client, trainer, tmp_path):
     saved = trainer.save_weights_for_sampler("final").result(10)
     assert saved.path == "tinker://model_1/sampler_weights/final"
     rest = client.create_rest_client()
@@ -99,20 +99,20 @@ def test_the_path_of_a_saved_sampler_fits_every_later_call(skyrl, client, traine
     rest.delete_checkpoint_from_tinker_path(saved.path).result(10)
 
 
-def test_an_archive_that_is_not_there_is_not_found(client):
+def test_missing_archive_is_not_found_error(client):
     rest = client.create_rest_client()
     with pytest.raises(NotFoundError, match="Checkpoint not found: model_1/no"):
         rest.get_checkpoint_archive_url("tinker://model_1/sampler_weights/no").result(10)
 
 
-def test_training_goes_on_from_a_saved_state(client, trainer):
+def test_training_continues_from_saved_state(client, trainer):
     path = trainer.save_state("half").result(10).path
     assert path == "tinker://model_1/weights/half"
     trainer.load_state_with_optimizer(path).result(10)
     assert client.create_training_client_from_state(path).model_id == "model_1"
 
 
-def test_a_sampler_of_the_current_weights_can_be_made_twice_with_one_name(skyrl, trainer):
+def test_sampler_of_current_weights_can_be_created_twice_with_same_name(skyrl, trainer):
     first = trainer.save_weights_and_get_sampling_client(name="eval")
     second = trainer.save_weights_and_get_sampling_client(name="eval")
     for sampler in (first, second):
@@ -123,24 +123,24 @@ def test_a_sampler_of_the_current_weights_can_be_made_twice_with_one_name(skyrl,
 # -- sampling ------------------------------------------------------------------------------------
 
 
-def test_prompt_logprobs_that_lack_the_first_token_are_put_in_their_places(client):
+def test_prompt_logprobs_without_first_token_are_aligned(client):
     sampler = client.create_sampling_client(base_model="some/model")
     assert sampler.compute_logprobs(PROMPT).result(10) == [None, -1.0, -1.0]
     drawn = sampler.sample(PROMPT, 1, TWO, include_prompt_logprobs=True).result(10)
     assert drawn.prompt_logprobs == [None, -1.0, -1.0]
 
 
-def test_alternatives_that_were_asked_for_and_did_not_come_are_said(client, caplog):
+def test_missing_topk_logprobs_log_warning(client, caplog):
     sampler = client.create_sampling_client(base_model="some/model")
     with caplog.at_level("WARNING", "tinkex"):
         for _ in range(2):
             drawn = sampler.sample(PROMPT, 1, TWO, topk_sample_logprobs=3).result(10)
             assert drawn.sequences[0].tokens == DRAWN[:2]
     said = [each for each in caplog.messages if "topk_sample_logprobs" in each]
-    assert len(said) == 1  # once a sampler, not once a sample
+    assert len(said) == 1  # once per sampler, not per sample
 
 
-def test_targets_that_the_server_ignores_are_an_error(client):
+def test_ignored_target_logprobs_are_error(client):
     sampler = client.create_sampling_client(base_model="some/model")
     targets = types.TensorData([1, 2], "int64", [2, 1])
     with pytest.raises(APIResponseValidationError, match="ignores target_prompt_logprobs"):
@@ -158,7 +158,7 @@ def test_a_stream_falls_back_to_a_sample(client):
     assert chunks[-1].finish_reason == "length"
 
 
-def test_a_result_that_cannot_be_written_fails_after_waits_and_says_why(skyrl, client, clock):
+def test_result_the_server_cannot_serialize_fails_after_retries(skyrl, client, clock):
     """A NaN in a result makes the server fail on every poll."""
     sampler = client.create_sampling_client(base_model="some/model")
     for number in "123":
@@ -187,7 +187,7 @@ def test_checkpoints_are_listed_run_by_run(skyrl, trainer):
     }
 
 
-def test_status_shows_what_the_server_has(skyrl, trainer):
+def test_status_command_shows_server_state(skyrl, trainer):
     trainer.save_state("half").result(10)
     shown = cli(skyrl, "status", "--format", "json")
     assert shown.code == 0, shown.err
@@ -209,7 +209,7 @@ def test_a_command_names_the_endpoint_that_the_server_lacks(skyrl, command, endp
     assert skyrl.url in refused.err
 
 
-def test_an_answer_ends_at_the_end_token_though_the_server_has_no_default(skyrl):
+def test_client_sends_end_token_as_stop_if_server_has_no_default(skyrl):
     set_tokenizer_loader(lambda name, revision: Letters())
     try:
         said = run("chat", "some/model", "--json", "--base-url", skyrl.url, input="Hello\n")

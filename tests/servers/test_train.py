@@ -39,6 +39,6 @@ def train(server: SkyRL | TuFT, tmp_path: Path) -> Any:
 def test_a_run_ends_with_its_loss_and_its_checkpoints(name, request, tmp_path):
     server = request.getfixturevalue(name)
     summary = train(server, tmp_path)
-    # Every logprob of the dialects is -0.5, and the weights of a step add up to 1.
+    # Every logprob of the dialects is -0.5, and the weights of a step sum to 1.
     assert summary["loss"] == {"first": pytest.approx(0.5), "last": pytest.approx(0.5)}
     assert "/sampler_weights/" in json.dumps(summary)

@@ -1,4 +1,4 @@
-"""The client against TuFT 0.2.2, as its routes and answers were recorded."""
+"""The client against the recorded routes and answers of TuFT 0.2.2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def client(tuft: TuFT, client_of: Callable[..., tinkex.ServiceClient]) -> tinkex
     return client_of(tuft)
 
 
-def test_a_model_is_made_and_trained(trainer):
+def test_model_is_created_and_trained(trainer):
     result = trainer.forward_backward([datum(1, 2)], "cross_entropy").result(10)
     assert result.loss == result.metrics["loss:sum"] == 1.0
     assert trainer.optim_step(types.AdamParams()).result(10).metrics is None
@@ -43,7 +43,7 @@ def test_weights_are_saved_loaded_and_sampled(client, trainer):
         assert sampler.sample(PROMPT, 2, ONE).result(10).sequences[1].tokens == [5]
 
 
-def test_metadata_of_a_save_is_left_out_where_the_server_refuses_it(tuft, trainer, caplog):
+def test_user_metadata_of_save_is_dropped_if_server_refuses_it(tuft, trainer, caplog):
     with caplog.at_level("WARNING", "tinkex"):
         saved = [
             trainer.save_state(name, user_metadata={"step": "1"}).result(10) for name in ("a", "b")
@@ -55,7 +55,7 @@ def test_metadata_of_a_save_is_left_out_where_the_server_refuses_it(tuft, traine
     assert [each.json["seq_id"] for each in sent] == [1, 1, 2]
 
 
-def test_a_name_of_a_session_is_left_out_where_the_server_refuses_it(tuft, client_of):
+def test_session_name_is_dropped_if_server_refuses_it(tuft, client_of):
     client = client_of(tuft, display_name="mine")
     assert client.create_lora_training_client("some/model", rank=4).model_id == "a-run"
 
@@ -74,13 +74,13 @@ def test_telemetry_is_accepted(tuft, client_of):
     assert tuft.asked("POST /api/v1/telemetry")
 
 
-def test_every_request_has_only_fields_that_the_server_knows(tuft, trainer):
-    """The dialect refuses a field it does not know with 422; none of the calls above was refused."""
+def test_requests_have_only_fields_known_to_server(tuft, trainer):
+    """The dialect answers 422 to an unknown field; none of these calls is refused."""
     trainer.unload_model().result(10)
     assert tuft.asked("POST /api/v1/unload_model")
 
 
-def test_an_archive_on_the_disk_of_the_server_is_said(client, tmp_path):
+def test_archive_on_disk_of_server_is_reported(client, tmp_path):
     rest = client.create_rest_client()
     with pytest.raises(APIResponseValidationError, match="a file on its own disk, file:///check"):
         download_checkpoint(rest, "tinker://a-run/sampler_weights/final", tmp_path)

@@ -1,4 +1,4 @@
-"""TuFT 0.2.2 as far as a client can tell. It reads requests with the types of the official SDK 0.25.0."""
+"""TuFT 0.2.2 as a client sees it. It reads requests with the types of the official SDK 0.25.0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..client.helpers import input_of
 from ..scripted import Answer, Request
 from .dialect import Dialect, pass_answer, refused_fields, sampled_answer
 
-#: Which fields the request types of 0.25.0 require, and which others they know; they forbid all other fields.
+#: Required and optional fields of the request types of 0.25.0. All other fields are refused.
 _MODEL_OP = ("model_id",)
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "client/config": (("sdk_version",), ()),
@@ -65,7 +65,7 @@ _RUN = "/api/v1/training_runs/{run}"
 
 
 class TuFT(Dialect):
-    """One base model; a name that is saved again is replaced."""
+    """One base model. Saving under an existing name replaces the checkpoint."""
 
     routes: ClassVar = {
         **{f"POST /api/v1/{name}": "checked" for name in _FIELDS},
@@ -81,10 +81,10 @@ class TuFT(Dialect):
 
     def __init__(self) -> None:
         super().__init__()
-        self.failing: str | None = None  # why training fails from now on
+        self.failing: str | None = None  # if set, training fails with this message
 
     def checked(self, request: Request) -> Answer:
-        """The answer to a request whose fields 0.25.0 knows; others are refused."""
+        """The answer to a request; refuses fields that 0.25.0 does not know."""
         name = request.path.removeprefix("/api/v1/")
         required, optional = _FIELDS[name]
         if not request.headers.get("x-api-key"):
