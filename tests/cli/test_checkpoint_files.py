@@ -313,18 +313,18 @@ BOTH = (("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x" * 600
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is no tar"),
-        (b"junk" * 500, "is no tar"),
-        (tar(*BOTH)[:1800], "is no tar"),
+        (b"", "is not a readable tar"),
+        (b"junk" * 500, "is not a readable tar"),
+        (tar(*BOTH)[:1800], "is not a readable tar"),
         (tar(BOTH[0]), "lacks adapter_model.safetensors"),
         (tar(*BOTH, ("../evil", b"x")), "'../evil'"),
         (tar(*BOTH, ("/etc/evil", b"x")), "evil'"),
         (tar(*BOTH, ("README.md", b"x")), "'README.md'"),
         (tar(*BOTH, BOTH[0]), "twice"),
-        (tar(link("adapter_config.json", tarfile.SYMTYPE)), "no file of an adapter"),
-        (tar(link("adapter_config.json", tarfile.LNKTYPE)), "no file of an adapter"),
-        (tar(link("adapter_config.json", tarfile.FIFOTYPE)), "no file of an adapter"),
-        (tar(link("adapter_config.json", tarfile.DIRTYPE)), "no file of an adapter"),
+        (tar(link("adapter_config.json", tarfile.SYMTYPE)), "not a file of an adapter"),
+        (tar(link("adapter_config.json", tarfile.LNKTYPE)), "not a file of an adapter"),
+        (tar(link("adapter_config.json", tarfile.FIFOTYPE)), "not a file of an adapter"),
+        (tar(link("adapter_config.json", tarfile.DIRTYPE)), "not a file of an adapter"),
     ],
 )
 def test_archives_that_are_no_adapters_are_refused(tmp_path, content, says):
@@ -357,7 +357,7 @@ def test_the_route_asks_for_a_key_a_type_and_a_name(tinkex_fake):
         assert post(asked | {"type": "external"})[0] == 400
         status, detail = post(asked)
         assert status == 400
-        assert detail.startswith("archive: is no tar")
+        assert detail.startswith("archive: is not a readable tar")
         assert http.get(url).status_code == 405
 
 

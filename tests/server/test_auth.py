@@ -137,10 +137,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(load):
 @pytest.mark.parametrize(
     ("text", "line", "why"),
     [
-        (f"alice: {ALICE}\nalice: {BOB}", 2, "name is taken by line 1"),
-        (f"{ALICE}\nkey-1: {BOB}", 2, "name is taken by line 1"),
-        (f"alice: {ALICE}\n# bob\nbob: {ALICE}", 3, "same key stands on line 1"),
-        (f"alice: {ALICE}\n\n{hash_key(ALICE)}", 3, "same key stands on line 1"),
+        (f"alice: {ALICE}\nalice: {BOB}", 2, "line 1 already uses this name"),
+        (f"{ALICE}\nkey-1: {BOB}", 2, "line 1 already uses this name"),
+        (f"alice: {ALICE}\n# bob\nbob: {ALICE}", 3, "line 1 already has the same key"),
+        (f"alice: {ALICE}\n\n{hash_key(ALICE)}", 3, "line 1 already has the same key"),
         (f"{ALICE}\nsecret7", 2, "at least 8"),
         ("bob: secret7", 1, "at least 8"),
         ("bob: ", 1, "space after the colon"),

@@ -60,7 +60,7 @@ def api(running):
 def test_requests_of_a_web_page_are_refused_on_every_route(api, method, path, headers):
     answer = api.http.request(method, path, headers=headers, json=SESSION)
     assert answer.status_code == 403
-    assert "needs no key" in answer.json()["detail"]
+    assert "has no keys" in answer.json()["detail"]
     assert "access-control-allow-origin" not in answer.headers
 
 

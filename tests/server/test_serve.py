@@ -349,7 +349,7 @@ def test_what_cannot_be_served_is_told_in_one_line(start, arguments, message):
 def test_a_data_directory_that_cannot_be_made_is_told(start, tmp_path):
     (tmp_path / "file").touch()
     told = complaint(start(f"--base-model={TINY}", data_dir=tmp_path / "file" / "data"))
-    assert f"cannot make {tmp_path / 'file' / 'data'}" in told
+    assert f"cannot create {tmp_path / 'file' / 'data'}" in told
 
 
 # -- in a thread -------------------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def test_only_what_kills_the_engine_is_given_up(cache_dir):
 def test_whoever_waits_for_a_place_can_leave(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            company = engine._company
+            company = engine._suspects
             company.suspect()
             await company.enter()
             assert company.alone_at_death(0)

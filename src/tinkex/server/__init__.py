@@ -1,1 +1,1 @@
-"""The service: HTTP in, engine out. Knows nothing of torch."""
+"""The service: serves HTTP requests with the engine. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Who may call the service, and as whom: keys kept as digests."""
+"""API keys: they identify the owner of a request. Only their digests are kept in memory."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from tinkex.errors import AuthenticationError, ConfigError, InvalidInputError
 
 __all__ = ["LOCAL_OWNER", "Keys", "hash_key", "require_keys"]
 
-#: Who everybody is where no keys are needed.
+#: The owner of every request to a service without keys.
 LOCAL_OWNER: Final = "local"
 
 _HASHED: Final = "sha256:"
 _FIELD: Final = "api_key_file"
 _OWNER_NAME: Final = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-# What a header carries unharmed. Longer keys are better ones, but that is their owner's business.
+# Characters that every HTTP header can carry. Longer keys are safer; the operator decides.
 _KEY: Final = re.compile(r"[!-~]{8,}")
 _KEY_RULE: Final = "a key is at least 8 visible ASCII characters without spaces"
 _HOW_TO_SEND: Final = "send one as 'x-api-key: <key>' or 'authorization: Bearer <key>'"
 
 
 def hash_key(key: str) -> str:
-    """The form of a key that can stand in a key file without giving the key away."""
+    """The hash of a key, for a key file that must not contain the key itself."""
     if not _KEY.fullmatch(key):
         raise InvalidInputError(_KEY_RULE, field="api_key")
     return _HASHED + _digest(key).hex()
 
 
 def _digest(key: str) -> bytes:
-    # Plain SHA-256 is enough for keys that were drawn at random; a slow hash would cost every request.
+    # Plain SHA-256 is enough for random keys; a slow hash would slow down every request.
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a service, by their owners' names; None where no key is needed."""
+    """The digests of a service's keys, by owner name; None if the service needs no key."""
 
     _digests: Mapping[str, bytes] | None = field(repr=False)
 
     @classmethod
     def open(cls) -> Keys:
-        """No keys: everybody is the same owner."""
+        """No keys: all requests belong to `LOCAL_OWNER`."""
         return cls(None)
 
     @classmethod
     def from_file(cls, path: Path) -> Keys:
-        """Keys from a text file, one a line; blank lines and those that begin with `#` do not count.
+        """Read keys from a text file, one per line; blank lines and lines that start with `#` are ignored.
 
-        A line is `name: sha256:<hex>` (see `hash_key`), `name: <key>`, or either without a name. Keys
-        without one become `key-1`, `key-2` and so on in their order; what a key may see hangs on its name,
-        so where keys come and go they should have names of their own.
+        A line is `name: sha256:<hex>` (see `hash_key`), `name: <key>`, or either without a name. Unnamed keys
+        are called `key-1`, `key-2` and so on, in file order. Data belongs to the name, so give keys names
+        if you will add or remove some later.
         """
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -71,27 +71,27 @@ class Keys:
         return self._digests is not None
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """Whose request this is; header names are lower-case."""
+        """The owner of a request with these headers; header names are lower-case."""
         if self._digests is None:
             return LOCAL_OWNER
         key = _key_of(headers)
         if not key:
             raise AuthenticationError(f"This service needs an API key: {_HOW_TO_SEND}.")
         given = _digest(key)
-        # All are compared, whichever fits, so that time tells nothing.
+        # Compare with every digest, even after a match, so that the response time discloses nothing.
         fits = [
             name for name, digest in self._digests.items() if hmac.compare_digest(digest, given)
         ]
         if not fits:
             raise AuthenticationError(
-                "A token of auth/token is good as weights_access_token only; send the key itself as x-api-key."
+                "A token from auth/token is valid only as weights_access_token; send the API key itself as x-api-key."
                 if key.startswith("eyJ")
                 else f"This service does not know the API key: {_HOW_TO_SEND}."
             )
         return fits[0]
 
     def digest(self, owner: str) -> bytes | None:
-        """The digest of an owner's key; None if the owner has none, or no longer."""
+        """The digest of an owner's current key; None if the owner has no key."""
         return (self._digests or {}).get(owner)
 
 
@@ -107,7 +107,7 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
     names: dict[str, int] = {}  # lines on which names and keys were first seen
     keys: dict[bytes, int] = {}
     unnamed = 0
-    # Not `splitlines`, which knows more ends of a line than an editor counts.
+    # Not `splitlines`: it splits at more characters than editors do, so line numbers would differ.
     for number, line in enumerate(text.split("\n"), 1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
@@ -118,9 +118,9 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
                 unnamed += 1
                 name = f"key-{unnamed}"
             if name in names:
-                raise _BadLineError(f"its name is taken by line {names[name]}")
+                raise _BadLineError(f"line {names[name]} already uses this name")
             if digest in keys:
-                raise _BadLineError(f"the same key stands on line {keys[digest]}")
+                raise _BadLineError(f"line {keys[digest]} already has the same key")
         except _BadLineError as error:
             raise ConfigError(f"{path}, line {number}: {error}", field=_FIELD) from None
         names[name] = keys[digest] = number
@@ -131,7 +131,7 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
 
 
 class _BadLineError(Exception):
-    """What is wrong with a line, without what stands on it."""
+    """Says what is wrong with a line without quoting it: the line contains a key."""
 
 
 def _parse_entry(entry: str) -> tuple[str | None, bytes]:
@@ -140,7 +140,7 @@ def _parse_entry(entry: str) -> tuple[str | None, bytes]:
     name, colon, key = entry.partition(":")
     if not colon:
         return None, _parse_key(entry)
-    # A colon may also stand inside a key; the space tells, and guessing would lock somebody out.
+    # A key may contain a colon too. Only a colon with a space separates; a wrong guess would lock a user out.
     if not key[:1].isspace():
         raise _BadLineError("write 'name: key', with a space after the colon")
     if not _OWNER_NAME.fullmatch(name):
@@ -152,7 +152,7 @@ def _parse_key(key: str) -> bytes:
     if key.startswith(_HASHED):
         digits = key.removeprefix(_HASHED)
         if not re.fullmatch(r"[0-9A-Fa-f]{64}", digits):
-            raise _BadLineError("'sha256:' is to be followed by 64 hexadecimal digits")
+            raise _BadLineError("'sha256:' must be followed by 64 hexadecimal digits")
         return bytes.fromhex(digits)
     if not _KEY.fullmatch(key):
         raise _BadLineError(_KEY_RULE)
@@ -160,10 +160,10 @@ def _parse_key(key: str) -> bytes:
 
 
 def require_keys(host: str, keys: Keys) -> None:
-    """Refuse to listen where others can connect while nobody needs a key."""
+    """Refuse to listen on an address that other machines can reach, if no keys are set."""
     if not keys.needed and not is_loopback(host):
         raise ConfigError(
-            f"{host!r} can be reached from other machines, and no keys are set; pass "
+            f"{host!r} can be reached from other machines, but no keys are set; pass "
             "--api-key-file, or listen on 127.0.0.1",
             field="host",
         )

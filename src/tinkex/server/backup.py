@@ -1,8 +1,8 @@
-"""A copy of a data directory that a service can start with, taken while another one works in the original.
+"""Backup: a consistent copy of a data directory, taken while its service runs.
 
-The order makes the copy whole. The database is first: what it lists is on the disk by then. The journal is before the
-snapshots: a snapshot may be newer than the journal, but never older than what the journal still has. Then come
-the files that rows and requests name. What is replaced while it is copied is copied again.
+The order of copying makes the copy consistent. The database comes first: the files it lists are on disk by then. The
+journal comes before the snapshots: a snapshot may be newer than the journal, but never older than its oldest
+record. Then come the files that rows and requests refer to. A file that is replaced during its copy is copied again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tinkex.errors import ConfigError
 __all__ = ["back_up"]
 
 _DATABASE: Final = "tinkex.db"
-#: How often something is copied again that changes meanwhile.
+#: Attempts to copy a file or directory that changes during the copy.
 _TRIES: Final = 50
 
 
 def back_up(data_dir: Path, target: Path) -> None:
-    """Copy a data directory to a new place; its service may be running."""
+    """Copy a data directory to an empty or new directory; its service may be running."""
     if not (data_dir / "identity").is_file():
         raise ConfigError(f"{data_dir} is not the data directory of a service", field="data_dir")
     if target.exists() and any(target.iterdir()):
@@ -59,19 +59,19 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy_journal(source: Path, target: Path) -> None:
-    """Copy all segments; records move to the end while it is compacted, so until no new segment comes."""
+    """Copy all segments. Repeat until no new one appears: compaction moves records to newer segments."""
     target.mkdir(0o700)
     copied: list[Path] = []
     for _ in range(_TRIES):
         segments = sorted(source.glob("*.log"))
         if segments == copied:
             return
-        # The last one that was copied may have grown since.
+        # The last copied segment may have grown since.
         for segment in segments:
             if segment not in copied or segment == copied[-1]:
                 try:
                     shutil.copy2(segment, target / segment.name)
-                except FileNotFoundError:  # its records are in a later one
+                except FileNotFoundError:  # compacted away: its records are in a later segment
                     (target / segment.name).unlink(missing_ok=True)
         copied = segments
     raise ConfigError("changes too fast to be copied; try again", field="data_dir")
@@ -87,7 +87,7 @@ def _current(snapshots: Path) -> object:
 
 
 def _copy_steady(source: Path, target: Path, state: Callable[[Path], object]) -> None:
-    """Copy a file or a directory that is replaced whole, if at all; what is gone meanwhile is left out."""
+    """Copy a file or directory that is only ever replaced as a whole; skip it if it is deleted meanwhile."""
     make_directory(target.parent, 0o700)
     for _ in range(_TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Request bodies: read within the limits of their operation, decompressed and decoded off the event loop if large."""
+"""Request bodies: read up to the operation's limit; large ones are decompressed and decoded in a thread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Bodies", "Received", "read_body_limit"]
 
 T = TypeVar("T")
 
-#: Work on fewer bytes than this takes less than a millisecond, which is less than handing it to a thread costs.
+#: Smaller bodies take less than a millisecond on the event loop, less than the hand-over to a thread costs.
 OFF_LOOP_BYTES: Final = 64 << 10
-#: Threads that decode. More would not decode faster: they share the interpreter's lock.
+#: Decoding threads. More would not be faster: they share the GIL.
 _THREADS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A body as it came, decompressed, and what it is: "json" or "proto"."""
+    """A decompressed body and its format: "json" or "proto"."""
 
     body: bytes = b""
     media: str = "json"
@@ -58,7 +58,7 @@ class Bodies:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def receive(self, row: Operation[Any], request: Request, hold: Hold) -> Received:
-        """The body of a request; one over the limit is refused as soon as that is known."""
+        """Read the body of a request; refuse it as soon as it is known to exceed the limit."""
         headers = request.headers
         media = _media_of(row, headers.get("content-type", ""), _has_body(headers))
         encoding = headers.get("content-encoding")
@@ -74,19 +74,19 @@ class Bodies:
         return Received(body, media)
 
     async def decode(self, row: Operation[Any], owner: str, received: Received) -> Any:
-        """The request that a body holds."""
+        """Decode a body into the request of its operation."""
         body, media = received.body, received.media
         return await self.off_loop(owner, len(body), decoding.decode, row, body, media)
 
     async def peek(self, owner: str, received: Received) -> Any:
-        """What can be read of a body that is no request."""
+        """Read what is readable of a body that could not be decoded as a request."""
         body, media = received.body, received.media
         return await self.off_loop(owner, len(body), decoding.peek, body, media)
 
     async def off_loop(self, owner: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Do work on `size` bytes: here if they are few, else in a thread.
+        """Run `work` on `size` bytes: on the event loop if they are few, otherwise in a thread.
 
-        A key has one thread at a time, so that its large requests wait for one another and not others for them.
+        Each key uses one thread at a time, so its large requests delay each other, not those of other keys.
         """
         if size < OFF_LOOP_BYTES:
             return work(*arguments)
@@ -101,7 +101,7 @@ class Bodies:
         limit = self._limit(row, media, "max_decoded_bytes")
         size = announced_size(body, encoding)
         if size is None:
-            size = limit.bytes  # nothing is known of it yet, so it may become as large as that
+            size = limit.bytes  # unknown: assume the largest allowed
         elif size > limit.bytes:
             raise limit.error()
         hold.take(size)
@@ -125,7 +125,7 @@ class Bodies:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The largest body of an operation, and what an operator sets to allow a larger one."""
+    """The largest allowed body of an operation, and the option that raises the limit."""
 
     operation: str
     bytes: int
@@ -139,12 +139,13 @@ class _Limit:
 
 
 def read_body_limit(text: str) -> tuple[str, int]:
-    """The size of an operation's bodies, written as OPERATION=BYTES."""
+    """Parse an option value OPERATION=BYTES: the largest body of one operation."""
     name, _, size = text.partition("=")
     known = [row.name for row in OPERATIONS.values() if row.body in {Body.JSON, Body.JSON_OR_PROTO}]
     if name not in known:
         raise ConfigError(
-            f"knows no operation {name!r:.80}; it takes {', '.join(known)}", field="body_limit"
+            f"there is no operation {name!r:.80} with a body; choose from {', '.join(known)}",
+            field="body_limit",
         )
     if not (size.isascii() and size.isdigit()):
         raise ConfigError(
@@ -155,7 +156,7 @@ def read_body_limit(text: str) -> tuple[str, int]:
 
 async def _read(request: Request, hold: Hold, limit: _Limit) -> bytes:
     whole, size = b"", 0
-    joined: bytearray | None = None  # not a list: a body may come byte by byte
+    joined: bytearray | None = None  # not a list of parts: a slow peer may send one byte per part
     async for part in request.stream():
         size += len(part)
         if size > limit.bytes:
@@ -175,9 +176,9 @@ def _has_body(headers: Any) -> bool:
 
 
 def _media_of(row: Operation[Any], content_type: str, has_body: bool) -> str:
-    """What a body is; anything but JSON and protobuf is refused.
+    """The format of a body; refuse anything but JSON and protobuf.
 
-    A web page can make a browser send text and forms to this machine without asking, but neither of these two.
+    A web page can make a browser post text and forms to this machine without a preflight request, but not these two.
     """
     media = content_type.partition(";")[0].strip().lower()
     if media == decoding.JSON or not has_body:
@@ -187,5 +188,5 @@ def _media_of(row: Operation[Any], content_type: str, has_body: bool) -> str:
     taken = decoding.JSON
     if row.body is Body.JSON_OR_PROTO:
         taken += f" or {decoding.PROTO}"
-    given = f"not {media:.80}" if media else "and the request names none"
+    given = f"not {media:.80}" if media else "but the request has none"
     raise UnsupportedMediaTypeError(f"The content type of {row.name} must be {taken}, {given}.")

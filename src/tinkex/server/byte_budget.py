@@ -1,4 +1,4 @@
-"""How many bytes of request bodies are in memory, per key and in all."""
+"""Limits on the bytes of request bodies in memory, per key and in total."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["ByteBudget", "Hold"]
 
 
 class ByteBudget:
-    """Refuses a body when those in memory already take too many bytes.
+    """Refuses a body if the bodies already in memory leave no room for it.
 
-    Refused, not made to wait: a request that waits holds a connection and what it has sent so far, and two that wait
-    for each other would wait for ever. A body is always admitted while nothing else is held, so that every size a
-    call allows can get through.
+    It refuses instead of waiting: a waiting request keeps its connection and the bytes it has sent, and two requests
+    that wait for each other would deadlock. A body is always admitted while no other is held, so every size that an
+    operation allows can get through.
     """
 
     def __init__(self, per_key: int, total: int) -> None:
@@ -24,25 +24,25 @@ class ByteBudget:
         self.held = 0
 
     def hold(self, owner: str) -> Hold:
-        """A place for one body of `owner`, empty at first."""
+        """A new, empty hold for one body of `owner`."""
         return Hold(self, owner)
 
     def check(self, owner: str, size: int, own: int) -> None:
-        """Refuse `size` more bytes of a request that holds `own` already, if there is no room for them."""
+        """Refuse `size` more bytes for a request that already holds `own`, if they exceed a limit."""
         for held, limit, whose, setting in (
             (self._held_of.get(owner, 0), self._per_key, "this key", "max_inflight_bytes_per_key"),
             (self.held, self._total, "all keys", "max_inflight_bytes"),
         ):
             if held > own and held + size > limit:
                 raise RateLimitError(
-                    f"Requests of {whose} that are being read hold {held} bytes; {size} more would pass the "
+                    f"Requests of {whose} that are being read hold {held} bytes; {size} more would exceed the "
                     f"limit of {limit}. Send fewer large requests at a time; the operator of the service "
                     f"raises the limit with --set {setting}=BYTES.",
                     retry_after=1.0,
                 )
 
     def add(self, owner: str, size: int) -> None:
-        """Count `size` bytes more, or less if it is negative."""
+        """Add `size` bytes to the count; a negative size subtracts."""
         self.held += size
         self._held_of[owner] += size
         if not self._held_of[owner]:
@@ -60,11 +60,11 @@ class Hold:
         self.size = 0
 
     def check(self, size: int) -> None:
-        """Refuse `size` bytes that are announced, if there is no room for them."""
+        """Refuse `size` announced bytes if they exceed a limit."""
         self._budget.check(self.owner, size, self.size)
 
     def take(self, size: int) -> None:
-        """Count `size` bytes more, or refuse them."""
+        """Count `size` more bytes, or refuse them if they exceed a limit."""
         self.check(size)
         self._budget.add(self.owner, size)
         self.size += size

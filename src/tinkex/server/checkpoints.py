@@ -1,4 +1,4 @@
-"""Checkpoints: directories on disk, rows in the store, and who may read which until when."""
+"""Checkpoints: their directories, their rows in the database, access and expiry."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ class Checkpoints:
         self._db = database
         self._store = database.store
         self._now = now
-        self._expiry = expiry or now  # up to when checkpoints have expired
+        self._expiry = expiry or now  # checkpoints that expire up to this time are expired
 
     async def restore(self) -> None:
-        """Count what each owner has."""
+        """Count the checkpoint bytes of each owner."""
         for owner, size in (await self._db(self._store.checkpoint_bytes)).items():
             self._quota.add(owner, size)
 
     # -- names -------------------------------------------------------------------------------
 
     def place(self, run_id: str, kind: CheckpointType, name: str) -> Path:
-        """Where a checkpoint lies; run ids are made by the service, names were checked."""
+        """The directory of a checkpoint. Safe: the service makes run ids, and names are validated."""
         return self._directory / run_id.replace("/", "_") / kind / name
 
     # -- reading -----------------------------------------------------------------------------
 
     async def readable(self, owner: str, path: str) -> tuple[CheckpointRow, Path]:
-        """A checkpoint of one's own, or one that was published; nobody learns of others."""
+        """A checkpoint that the owner may read: an own or a public one. Any other looks as if it did not exist."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
         row = await self._db(
             self._store.checkpoint, parsed.training_run_id, parsed.checkpoint_type, parsed.name
@@ -77,11 +77,11 @@ class Checkpoints:
         return row, self.place(row.run_id, row.kind, row.name)
 
     def has_expired(self, row: CheckpointRow) -> bool:
-        """Whether its time is over; it is deleted soon after."""
+        """Whether a checkpoint has expired; the next cleanup deletes it."""
         return row.expires_at is not None and row.expires_at <= self._expiry()
 
     async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
-        """A checkpoint of one's own, by the id REST paths use."""
+        """A checkpoint of this owner, by the id used in REST paths."""
         kind, _, name = checkpoint_id.partition("/")
         if kind not in _KINDS or not name:
             raise InvalidInputError(
@@ -109,21 +109,21 @@ class Checkpoints:
         overwrite: bool = False,
         request_id: str | None = None,
     ) -> Path:
-        """The place of a new checkpoint, unless another request has taken its name or its owner has too many.
+        """The directory for a new checkpoint; refused if the name is taken or the owner's limit is reached.
 
-        A size that is not known before counts as one byte, so the last checkpoint may exceed the limit.
+        An unknown size counts as one byte, so the last checkpoint may exceed the limit.
         """
         validate_name(name)
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
-            # Now, or it would be done when the new one is there.
+            # Delete the expired one now: the cleanup would otherwise delete the new one.
             await self.delete(there, "checkpoint_expired")
             there = None
         again = there is not None and request_id is not None and there.request_id == request_id
         if there is not None and not (overwrite or again):
             hint = "; overwrite=True replaces it" if kind == "training" else ""
             raise InvalidInputError(
-                f"this run has a {kind} checkpoint called {name!r:.200} already{hint}", field="path"
+                f"this run already has a {kind} checkpoint called {name!r:.200}{hint}", field="path"
             )
         if there is None:
             self.check_room(owner, size_bytes)
@@ -145,7 +145,7 @@ class Checkpoints:
         request_id: str | None = None,
         written: Path | None = None,
     ) -> CheckpointRow:
-        """List a checkpoint that has been written: in its place, or elsewhere, from where it is put there."""
+        """Add the row of a checkpoint whose files are complete: in place, or in `written`, which is moved there."""
         now = self._now()
         row = CheckpointRow(
             run_id,
@@ -163,10 +163,10 @@ class Checkpoints:
         return row
 
     def _put(self, row: CheckpointRow, written: Path | None) -> int:
-        """Put a checkpoint in its place; the size of the one it replaces.
+        """Move a checkpoint into place and add its row; return the size of the one it replaces.
 
-        In one piece, or the replaced one could expire in between, and take the new files along. If it cannot be
-        listed, the replaced one is in its place again.
+        Both happen in one database call: otherwise the old checkpoint could expire in between, and its deletion
+        would remove the new files. If adding the row fails, the old files are put back.
         """
         there = self._store.checkpoint(row.run_id, row.kind, row.name)
         place = self.place(row.run_id, row.kind, row.name)
@@ -178,10 +178,10 @@ class Checkpoints:
         return 0 if there is None else there.size_bytes
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
-        """Take a checkpoint off the disk and off the list, unless another has taken its place.
+        """Delete the row and files of a checkpoint, unless another one has replaced it.
 
-        Its directory loses its name first: what a crash leaves of it then is swept up, and a disk too full for a
-        change of the list gets its room back.
+        The directory is renamed first: after a crash the startup cleanup removes it, and if the disk is too full to
+        change the database, the space is freed all the same.
         """
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
@@ -191,17 +191,17 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
 
     def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
-        """In one piece, so that nobody puts another checkpoint there in between."""
+        """Rename the files and delete the row in one call, so that no other checkpoint appears in between."""
         there = self._there(row)
         if there is None or there.expires_at != row.expires_at:
             return False
-        with suppress(FileNotFoundError):  # a crash came between
+        with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
             self.place(row.run_id, row.kind, row.name).replace(doomed)
         with self._noted(row, event):
             return self._store.delete_checkpoint(row.run_id, row.kind, row.name)
 
     def _there(self, row: CheckpointRow) -> CheckpointRow | None:
-        """A checkpoint as it is now, unless it was deleted or another has taken its place."""
+        """The current row of a checkpoint; None if it was deleted or replaced by another."""
         there = self._store.checkpoint(row.run_id, row.kind, row.name)
         return there if there is not None and there.created_at == row.created_at else None
 
@@ -218,7 +218,7 @@ class Checkpoints:
     def _change(
         self, row: CheckpointRow, event: str, details: Mapping[str, Any], changes: dict[str, Any]
     ) -> None:
-        """Change what is listed of a checkpoint; never of another that has taken its name meanwhile."""
+        """Update the row of a checkpoint, but never of another that has the same name by now."""
         if self._there(row) is None:
             raise NotFoundError(
                 f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
@@ -229,7 +229,7 @@ class Checkpoints:
     async def copy(
         self, row: CheckpointRow, run_id: str, owner: str, ttl_seconds: int | None
     ) -> CheckpointRow:
-        """The same checkpoint in another run."""
+        """Copy a checkpoint into another run."""
         check_ttl(ttl_seconds)
         target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
         source = self.place(row.run_id, row.kind, row.name)
@@ -250,14 +250,14 @@ class Checkpoints:
         )
 
     async def delete_expired(self) -> int:
-        """Let go of what has outlived its time."""
+        """Delete expired checkpoints and return how many."""
         expired = await self._db(self._store.expired_checkpoints, self._expiry())
         for row in expired:
             await self.delete(row, "checkpoint_expired")
         return len(expired)
 
     def clear_scratch(self) -> None:
-        """Remove what a crash left half written."""
+        """Remove incomplete directories that a crash left."""
         for leftover in self._directory.glob("*/*/.*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -265,7 +265,7 @@ class Checkpoints:
     def _noted(
         self, row: CheckpointRow, event: str, details: Mapping[str, Any] | None = None
     ) -> Iterator[None]:
-        """Change a checkpoint and write that down for its owner, both or neither."""
+        """Commit a change and its audit entry in one transaction."""
         entry = AuditRow(
             self._now(),
             row.owner,
@@ -285,7 +285,7 @@ def tinker_path(row: CheckpointRow) -> str:
 
 
 def checkpoint_of(row: CheckpointRow) -> Checkpoint:
-    """A row as clients see it."""
+    """A row in the form that clients receive."""
     path = ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name)
     return Checkpoint(
         checkpoint_id=path.checkpoint_id,

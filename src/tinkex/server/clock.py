@@ -1,4 +1,4 @@
-"""Time for a service whose wall clock may be set while it runs, by hours, in either direction."""
+"""Time that stays usable when the wall clock is set while the service runs, by hours, in either direction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """A wall clock, and beside it a steady one that nobody sets."""
+    """Combines the wall clock with a monotonic one."""
 
     def __init__(self, now: Callable[[], datetime], monotonic: Callable[[], float]) -> None:
         self._now = now
@@ -18,13 +18,13 @@ class Clock:
         self._began_at = monotonic()
 
     def steady(self) -> float:
-        """Seconds since 1970 by the wall clock of the start; ages and durations are differences of these."""
+        """Wall time at the start plus monotonic seconds since. Use differences of it as ages and durations."""
         return self._began.timestamp() + self._monotonic() - self._began_at
 
     def expiry(self) -> datetime:
-        """The moment up to which things have expired: the earlier of both clocks.
+        """The time to compare expiry times with: the earlier of both clocks.
 
-        A wall clock that is set forward must not delete what has days to live; one that is set back only delays.
+        If the wall clock is set forward, nothing expires early. If it is set back, expiry is only delayed.
         """
         elapsed = timedelta(seconds=self._monotonic() - self._began_at)
         return min(self._now(), self._began + elapsed)

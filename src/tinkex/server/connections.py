@@ -1,8 +1,8 @@
-"""Connections of the service: what a peer may send and how long it may take before anybody knows who it is.
+"""Limits on size and time of connections whose peer is not authenticated yet.
 
-uvicorn bounds neither the size of a request's head nor the time it takes. `BoundedProtocol` counts both, and
-`close_overdue` closes connections whose time is up. The deadlines are checked once a second for all connections together;
-a timer for each would cost every request more.
+uvicorn bounds neither the size of a request's head nor the time it takes. `BoundedProtocol` measures both, and
+`close_overdue` closes connections that exceed a deadline. One check per second covers all connections, which is
+cheaper than a timer per request.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ __all__ = [
     "raise_descriptor_limit",
 ]
 
-#: Header lines of one request. Every look at a header reads all of them.
+#: Header lines of one request. Every header lookup scans all of them.
 MAX_HEADERS: Final = 256
 #: Bytes of a request's path and query.
 MAX_TARGET_BYTES: Final = 16 << 10
-#: Requests that are sent on a connection before the first of them is answered.
+#: Requests that may wait on a connection while an earlier one is being answered.
 MAX_PIPELINED: Final = 32
-#: A body must bring this many bytes in each period of `body_timeout`, or its end.
+#: The peer must send at least this many bytes of a body, or its end, in each period of `body_timeout`.
 MIN_BODY_BYTES: Final = 16 << 10
-#: Bytes of a body that are read and dropped after its request was refused. A connection that is closed while the peer
-#: still sends is reset, and then the peer may not see the answer.
+#: Bytes of a body that are read and dropped after its request was refused. Closing the connection while the peer
+#: still sends would reset it, and the peer might not see the response.
 MAX_DROPPED_BYTES: Final = 64 << 20
 #: File descriptors for everything but connections: database, journal, checkpoints, the engine's pipes.
 _OTHER_DESCRIPTORS: Final = 128
-#: More would only let a flood of connections take more memory.
+#: A higher limit would only let a flood of connections take more memory.
 _MAX_DESCRIPTORS: Final = 65_536
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of all connections; times are seconds."""
+    """Limits for connections; times are in seconds."""
 
     max_connections: int = 10_000
     max_head_bytes: int = 64 << 10
@@ -64,20 +64,18 @@ class Phase(Enum):
 
 
 class _RefusedError(Exception):
-    """Stops the parser: the answer is written and the connection is closing."""
+    """Stops the parser: the response is written and the connection is closing."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 as uvicorn speaks it, within limits."""
+    """uvicorn's HTTP/1.1 protocol with limits on size and time."""
 
     def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
         self.phase = Phase.HEAD
         self.since = self.loop.time()
-        self._unparsed = (
-            0  # bytes since the parser last came to the end of a head or of a piece of body
-        )
+        self._unparsed = 0  # bytes since the parser last finished a head or a part of a body
         self._has_begun = False
         self._head_bytes = 0
         self._received = 0  # bytes of the body in this period
@@ -97,14 +95,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether nothing is lost but time when the connection is closed: no request on it is being answered."""
+        """Whether the service is not working on a request of this connection, so closing it loses no work."""
         refused = self.phase is Phase.BODY and self.cycle.response_complete
         return refused or self.phase in {Phase.HEAD, Phase.IDLE}
 
     def _make_room(self) -> bool:
-        """Close the connections that have waited longest for their peers, if there are any.
+        """Close the connections that have waited longest for their peer; return whether there were any.
 
-        Some at a time: looking for them means looking at all.
+        Closes several at once (1% of the limit), because finding them scans all connections.
         """
         waiting = [
             other
@@ -113,30 +111,32 @@ class BoundedProtocol(HttpToolsProtocol):
         ]
         count = max(1, self._limits.max_connections // 100)
         for oldest in nsmallest(count, waiting, key=lambda other: other.since):
-            self.connections.discard(oldest)  # at once: it counts until its transport has closed
+            self.connections.discard(
+                oldest
+            )  # now: otherwise it counts until its transport is closed
             oldest.transport.close()
         return bool(waiting)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.phase is Phase.IDLE:  # also for bytes that begin no request
+        if self.phase is Phase.IDLE:  # also for bytes that are not the start of a request
             self._enter(Phase.HEAD)
         self._unparsed += len(data)
         super().data_received(data)
-        # Counted after parsing: the data may end one request and begin another.
+        # Checked after parsing: the data may end one request and start another.
         if self._unparsed > self._limits.max_head_bytes and not self.transport.is_closing():
             self._refuse_head()
 
     def _refuse_head(self) -> None:
         self.refuse(
             431,
-            f"The head of a request may have {self._limits.max_head_bytes} bytes and {MAX_HEADERS} headers. "
+            f"The head of a request may have at most {self._limits.max_head_bytes} bytes and {MAX_HEADERS} headers. "
             "The operator of the service raises the limit with --set max_head_bytes=BYTES.",
         )
 
     def refuse(self, status: int, reason: str) -> None:
-        """Answer the request that is being received, and close the connection."""
+        """Respond to the request that is being received with an error, and close the connection."""
         if self.transport.is_closing():
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.phase is not Phase.HEAD:  # a trailer, of which nobody here knows anything
+        if self.phase is not Phase.HEAD:  # a trailer: not used
             return
         self._head_bytes += len(name) + len(value) + 4
         super().on_header(name, value)
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > self._limits.max_head_bytes or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
         elif len(self.url) > MAX_TARGET_BYTES:
-            self.refuse(414, f"A path and query may have {MAX_TARGET_BYTES} bytes.")
+            self.refuse(414, f"Path and query may have at most {MAX_TARGET_BYTES} bytes.")
         elif len(self.pipeline) >= MAX_PIPELINED:
             self.refuse(400, f"At most {MAX_PIPELINED} requests may wait on one connection.")
         if self.transport.is_closing():
@@ -202,7 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Not logged: anybody could fill the log with it. The request is answered as if it had asked for nothing."""
+        """Log nothing: any peer could fill the log. The request is answered as if it had no upgrade header."""
 
     # -- deadlines ---------------------------------------------------------------------------
 
@@ -216,16 +216,16 @@ class BoundedProtocol(HttpToolsProtocol):
             else:
                 self.transport.close()
         elif self.phase is Phase.IDLE and now - self.since > self.timeout_keep_alive:
-            # uvicorn has a timer for this, but forgets it when a body ends after its answer.
+            # uvicorn has a timer for this, but does not start it when a body ends after its response.
             self.transport.close()
         elif self.phase is Phase.BODY and self._is_slow(now):
             if self.cycle.response_complete:
                 self.transport.close()
             else:
-                self.refuse(408, "The body of the request came too slowly.")
+                self.refuse(408, "The body of the request arrived too slowly.")
 
     def _is_slow(self, now: float) -> bool:
-        if self.flow.read_paused:  # the service is not ready for more
+        if self.flow.read_paused:  # flow control: the service itself is not reading
             self.since, self._received = now, 0
         if now - self.since <= self._limits.body_timeout:
             return False
@@ -241,14 +241,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def close_overdue(connections: Iterable[object], now: float) -> None:
-    """Close those connections whose peers took too long."""
+    """Close connections whose peer exceeded a deadline."""
     for connection in list(connections):
         if isinstance(connection, BoundedProtocol):
             connection.close_if_overdue(now)
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files and connections as its hard limit allows."""
+    """Raise the soft limit of open files to the hard limit, at most `_MAX_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -256,7 +256,7 @@ def raise_descriptor_limit() -> None:
 
 
 def affordable_connections(wanted: int, soft: int) -> int:
-    """The number of connections that leaves enough of `soft` file descriptors for everything else."""
+    """The number of connections that leaves enough of `soft` file descriptors for other files."""
     if soft == resource.RLIM_INFINITY:
         return wanted
     return max(1, min(wanted, soft - _OTHER_DESCRIPTORS, soft * 3 // 4))

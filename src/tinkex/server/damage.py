@@ -1,8 +1,8 @@
-"""Whom it concerns that a part of the journal cannot be read.
+"""Decides which runs are affected by unreadable parts of the journal.
 
-A result that is lost is made again by running its request. A request that is lost matters to its run if it was not
-done yet, or if it would have to be run again to bring the model back. Where not even the header of a record can be read,
-any run may be concerned, and none is trusted.
+A lost result is recomputed by running its request again. A lost request affects its run if it had not run yet, or if
+a replay needs it to restore the model. If even the header of a record is unreadable, any run may be affected, so none
+is trusted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Lost"]
 
 
 class Lost:
-    """What a journal has lost."""
+    """The records that a journal has lost."""
 
     def __init__(self, damage: Sequence[Damage] = ()) -> None:
         self._any = any(each.kind is None for each in damage)
@@ -23,7 +23,7 @@ class Lost:
             each.scope for each in damage if each.kind is Kind.REQUEST and each.record is None
         }
         records = [each.record for each in damage if each.record is not None]
-        #: Those of which the head is known and the body is lost.
+        #: Records whose head is readable and whose body is lost.
         self.requests: list[Record] = [each for each in records if each.kind is Kind.REQUEST]
         self.results: list[Record] = [each for each in records if each.kind is Kind.RESULT]
 
@@ -31,15 +31,15 @@ class Lost:
         return bool(self._any or self._scopes or self.requests)
 
     def names(self, model_id: str) -> bool:
-        """Whether a request of this model is lost of which nothing else is known."""
+        """Whether a request of this model is lost and nothing but its model is known."""
         return scope_sum(model_id) in self._scopes
 
     def may_concern(self, model_id: str) -> bool:
-        """Whether a request is lost that may have been the first of this model."""
+        """Whether a lost request may belong to this model, even if the journal has no other request of it."""
         return self._any or self.names(model_id)
 
     def reason(self, model_id: str, needed: Callable[[str], bool]) -> str | None:
-        """Why a model cannot be trusted any more; `needed` says whether it needs a request, by its id."""
+        """Why a model cannot be restored; None if it can. `needed(id)` says whether it needs that request."""
         if self._any:
             return (
                 "a part of the journal cannot be read, and requests of this run may have been in it"

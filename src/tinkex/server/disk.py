@@ -1,4 +1,4 @@
-"""What is said when the disk cannot be written to: it is full, read-only or broken."""
+"""The error that clients receive when the disk is full, read-only or broken."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from tinkex.errors import InternalServerError
 
 __all__ = ["DiskFullError", "as_client_error"]
 
-#: What to do about each error of a disk that cannot be written to.
+#: Advice for each write error.
 _ADVICE: Final = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space and go on."),
-    **dict.fromkeys((errno.EROFS, errno.EIO), "Its operator has to mend that; then go on."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space, then try again."),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EIO), "The operator of the service must repair it; then try again."
+    ),
 }
 
 
@@ -21,7 +23,7 @@ class DiskFullError(InternalServerError):
 
 
 def as_client_error(error: BaseException) -> BaseException:
-    """The error that clients are told of: a disk that cannot be written to is one they can understand."""
+    """The error to report to clients: `DiskFullError` for a failed disk write, any other error unchanged."""
     if isinstance(error, OSError) and error.errno in _ADVICE:
         return DiskFullError(
             f"The service cannot write to its disk ({error.strerror}). {_ADVICE[error.errno]}"

@@ -1,11 +1,10 @@
-"""The engine under supervision: started, watched, and started again when it dies.
+"""Supervises the engine process: starts it, watches it, and restarts it when it dies.
 
-Each start is a new life with an empty memory. Whoever had something in the old one — a model, an open sampler —
-sees that the life has changed and brings it back.
+`Supervisor.life` counts the restarts. A restarted engine has an empty memory: the owner of a model or an open
+sampler compares `life` and restores what it had loaded.
 
-An engine that is stuck is killed, and the call that it was stuck in fails. Otherwise a death says nothing of its cause:
-everything that was under way is done again, but less of it at a time with each death, until the cause is alone and is
-given up.
+A stuck engine is killed, and the call that it was stuck in fails. Otherwise a death does not tell its cause: all calls
+in flight are suspects and are retried. After each death fewer run at a time, until the cause runs alone and fails.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ T = TypeVar("T")
 EngineState = Literal["idle", "working"]
 logger = logging.getLogger("tinkex.server")
 
-#: How often a request may see the engine die, the last time alone, before it is taken for the cause.
+#: Engine deaths during a request before it counts as the cause; at the last death it must have run alone.
 DEATHS_ALLOWED: Final = 5
-#: The part of those under way at a death that may be under way together after it.
+#: After a death, one in this many of the calls that were in flight may run at a time.
 SMALLER: Final = 4
 
 
-#: Stands for the context of a base model that is not loaded yet.
+#: Used as the context length of a base model that is not loaded yet: more than any model has.
 MAX_CONTEXT: Final = 1 << 24
 
 
-class _Company:
-    """Who works with the engine at one time: everybody, unless somebody is suspected of killing it."""
+class _SuspectGroup:
+    """Limits how many calls use the engine at a time: no limit, unless some are suspected of killing it."""
 
     def __init__(self) -> None:
         self._inside = 0
         self._room = inf
         self._outside: deque[asyncio.Future[None]] = deque()
         self._suspects = 0
-        self._last_death = -1, 0  # the life that ended, and how many were inside
+        self._last_death = -1, 0  # the life that ended, and how many calls were inside
 
     async def enter(self) -> None:
         while self._inside >= self._room:
@@ -63,7 +62,7 @@ class _Company:
             try:
                 await turn
             except asyncio.CancelledError:
-                self._call_in()  # whoever is next may have been passed over for this one
+                self._call_in()  # this call may have been woken: pass its slot on
                 raise
         self._inside += 1
 
@@ -72,7 +71,7 @@ class _Company:
         self._call_in()
 
     def alone_at_death(self, life: int) -> bool:
-        """Whether somebody inside was the only one when a life ended."""
+        """Whether only one call was inside when this life of the engine ended."""
         if life > self._last_death[0]:
             self._last_death = life, self._inside
             self._room = max(1, self._inside // SMALLER)
@@ -82,7 +81,7 @@ class _Company:
         self._suspects += 1
 
     def clear(self, *, cause: bool) -> None:
-        """One suspect less; after the cause was found, or with nobody left to suspect, all may enter again."""
+        """Remove one suspect. Lift the limit if it was the cause, or if no suspects are left."""
         self._suspects -= 1
         if cause or not self._suspects:
             self._room = inf
@@ -98,7 +97,7 @@ class _Company:
 
 
 class Supervisor:
-    """One engine, whatever happens to its process."""
+    """One engine that survives the death of its process."""
 
     def __init__(self, worker: Worker, *, on_demand: bool = False) -> None:
         self.worker = worker
@@ -109,7 +108,7 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._models: dict[str, BaseModel] = {}
         self._adding = asyncio.Lock()
-        self._company = _Company()
+        self._suspects = _SuspectGroup()
 
     async def start(self) -> Ready:
         ready = await self.worker.start()
@@ -138,13 +137,13 @@ class Supervisor:
                     await self.worker.start()
                     break
                 except Exception:
-                    logger.exception("The engine does not start; next try in %.0f s.", pause)
+                    logger.exception("The engine does not start; trying again in %.0f s.", pause)
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, 60.0)
             self._alive.set()
 
     def check_health(self) -> EngineState:
-        """What the engine is doing; an error if it is dead, or has been silent for half of its deadline."""
+        """The state of the engine; raises if it is dead or has been silent for half of its deadline."""
         if not self._alive.is_set():
             raise _unwell("The engine is not running; it is being started.")
         silent, deadline = self.worker.watch.silent, self.worker.watch.deadline
@@ -162,12 +161,12 @@ class Supervisor:
         return list(self._models.values())
 
     def context_length(self, name: str) -> int:
-        """The context of a base model; for one that is not loaded yet, more than any has."""
+        """The context length of a base model; `MAX_CONTEXT` if it is not loaded yet."""
         model = self._models.get(name)
         return MAX_CONTEXT if model is None else model.context_length
 
     def check_model(self, name: str, field: str) -> None:
-        """Refuse a base model that can never be had here."""
+        """Refuse a base model that this service cannot load."""
         if name not in self._models and not self.on_demand:
             raise InvalidInputError(
                 f"this service does not have {name!r:.200}; it has {', '.join(self._models)}",
@@ -175,15 +174,15 @@ class Supervisor:
             )
 
     async def model(self, name: str, field: str) -> BaseModel:
-        """A base model, fetched and loaded where that is done on demand."""
+        """A base model; a service that loads models on demand fetches and loads it first."""
         self.check_model(name, field)
-        if name in self._models:  # and need not wait while another is fetched
+        if name in self._models:  # no lock: another model may be loading
             return self._models[name]
         async with self._adding:
             if name not in self._models:
-                # In a company of its own: whoever waits for it may be inside the other one.
+                # A separate suspect group: a caller waiting for this load may itself hold a slot in the main one.
                 self._models[name] = await self._persist(
-                    lambda: self.worker.call("add_base_model", name), _Company()
+                    lambda: self.worker.call("add_base_model", name), _SuspectGroup()
                 )
                 self.worker.also_serve(name)
         return self._models[name]
@@ -191,57 +190,57 @@ class Supervisor:
     # -- work --------------------------------------------------------------------------------
 
     async def call_now(self, method: str, *args: Any, **options: Any) -> None:
-        """Ask for something quick; a dead engine has forgotten it anyway."""
+        """Call a quick method that frees something; does nothing if the engine is dead, because that freed it."""
         try:
             await self.worker.call_now(method, *args, **options)
         except EngineDiedError:
             return
 
     async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something with the engine, again if it dies meanwhile, but not for ever."""
-        return await self._persist(work, self._company)
+        """Run `work`, which uses the engine; retry it if the engine dies, until it is found to be the cause."""
+        return await self._persist(work, self._suspects)
 
-    async def _persist(self, work: Callable[[], Awaitable[T]], company: _Company) -> T:
+    async def _persist(self, work: Callable[[], Awaitable[T]], group: _SuspectGroup) -> T:
         deaths, is_cause = 0, False
         try:
             while not is_cause:
-                await company.enter()
+                await group.enter()
                 try:
                     await self._alive.wait()
                     life = self.life
                     return await work()
-                except NotFoundError:  # of something that only the engine before this one knew?
+                except NotFoundError:  # perhaps the engine restarted and lost the object
                     if self.life == life:
                         raise
                 except EngineDiedError as death:
                     if self.stopping:
                         raise asyncio.CancelledError from None
-                    if self.worker.died.is_set():  # the watch may not have seen it yet
+                    if self.worker.died.is_set():  # `_watch` may not have run yet
                         self._alive.clear()
                     if isinstance(death, EngineStuckError):
                         raise self._too_slow() from None
                     if death.cause_known:
-                        continue  # another request was; this one is not suspected
+                        continue  # another request is the cause; this one is no suspect
                     if not deaths:
-                        company.suspect()
+                        group.suspect()
                     deaths += 1
-                    is_cause = company.alone_at_death(life) and deaths >= DEATHS_ALLOWED
+                    is_cause = group.alone_at_death(life) and deaths >= DEATHS_ALLOWED
                 finally:
-                    company.leave()
+                    group.leave()
         finally:
             if deaths:
-                company.clear(cause=is_cause)
+                group.clear(cause=is_cause)
         raise RequestFailedError(
             f"The engine's process died {deaths} times while it worked on this request; "
-            "it is not tried again. Out of memory is the usual reason: send shorter sequences or fewer "
-            "at a time.",
+            "the request is not retried. Out of memory is the usual cause: send shorter sequences or "
+            "fewer at a time.",
             category=RequestErrorCategory.Server,
         )
 
     def _too_slow(self) -> RequestFailedError:
         return RequestFailedError(
             "The engine made no progress on this request for "
-            f"{self.worker.watch.deadline:.0f} seconds and was killed; the request is not tried again. "
+            f"{self.worker.watch.deadline:.0f} seconds and was killed; the request is not retried. "
             "Make it smaller; the limit is the service's setting engine_deadline.",
             category=RequestErrorCategory.User,
         )

@@ -1,8 +1,8 @@
-"""Promises: accepted requests on their way to a result.
+"""Promises: accepted requests and, once finished, their results.
 
-A request is in the journal before its promise is given out, so it is answered even if the service dies meanwhile.
-Results stay retrievable for a while, as often as a client asks: the newest in memory, the others from the journal.
-Whoever waits is woken by the result itself.
+A request is in the journal before its promise is acknowledged, so it is answered even if the service crashes.
+Clients can fetch a result several times until it is evicted: the newest are in memory, the others in the journal.
+A waiting poll is woken by the result.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .results import encode_result
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
 
-#: Results that are kept in memory; older ones are read from the journal.
+#: Bytes of results kept in memory; older ones are read from the journal.
 MEMORY_BYTES: Final = 128 << 20
-#: What the journal writes beside the bodies of a request and its result.
+#: Estimated bytes of the journal heads of a request and its result.
 _HEADS: Final = 512
-#: What most promises have as `extra`: one for each would be a sixth of a promise.
+#: The shared empty `extra` of most promises: a separate dict would take a sixth of a promise's memory.
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class Result:
-    """The answer to a request, encoded: protobuf where the protocol has it, else JSON.
+    """The encoded result of a request: protobuf where the protocol defines it, otherwise JSON.
 
-    `change` counts the requests that changed a model, in the order in which they did.
+    `change` numbers the requests that changed a model, in the order in which they ran.
     """
 
     failed: bool
@@ -59,8 +59,8 @@ class Result:
 class Promise:
     """One accepted request.
 
-    `scope` is the model or sampler it belongs to, `body` the bytes as they came and `extra` what the service
-    decided when it accepted it, so that doing it again after a crash does the same.
+    `scope` is the model or sampler it belongs to, `place` the position of its body in the journal. `extra` holds
+    decisions that the service made on acceptance, so that a replay after a crash does the same.
     """
 
     request_id: str
@@ -89,13 +89,13 @@ class Promise:
         assert self.result is not None
         return self.result.at
 
-    def told_before(self, moment: float) -> bool:
-        """Whether nobody has asked for the result since, and somebody had before."""
+    def fetched_before(self, moment: float) -> bool:
+        """Whether a client has fetched the result, the last time at or before `moment`."""
         return self.fetched_at is not None and self.fetched_at <= moment
 
     @property
     def key(self) -> Hashable | None:
-        """What a repeated request has in common with the first."""
+        """Identifies retries of the same request; None for requests without a number."""
         return None if self.seq_id is None else (self.scope, self.seq_id)
 
     @property
@@ -107,7 +107,7 @@ class Promise:
 
 @dataclass
 class Feed:
-    """The finished requests of one sampling client, numbered, for whoever waits for any of them."""
+    """The numbered finished requests of one sampling client, for polls that wait for any of them."""
 
     cursor: int = 0
     finished: deque[tuple[int, Promise]] = field(default_factory=deque)
@@ -119,10 +119,12 @@ class Feed:
         self.changed.set()
 
     def after(self, cursor: int) -> list[Promise]:
-        if cursor > self.cursor:  # since it was told, the clock that we began with was set back
-            untold = [promise for _, promise in self.finished]
-            self.cursor = cursor + len(untold)
-            self.finished = deque(enumerate(untold, cursor + 1))
+        if (
+            cursor > self.cursor
+        ):  # cursors start at the clock, which was set back since this one was sent
+            unsent = [promise for _, promise in self.finished]
+            self.cursor = cursor + len(unsent)
+            self.finished = deque(enumerate(unsent, cursor + 1))
         while self.finished and self.finished[0][0] <= cursor:
             self.finished.popleft()
         return [promise for number, promise in self.finished if number > cursor]
@@ -136,7 +138,7 @@ _FINISHED.set()
 
 
 class Promises:
-    """All promises that can still be asked for."""
+    """All promises that have not been evicted."""
 
     def __init__(
         self,
@@ -156,15 +158,15 @@ class Promises:
         self._in_memory: OrderedDict[str, Promise] = OrderedDict()
         self._bytes_in_memory = 0
         self._unwritten: deque[Promise] = deque()
-        #: Changes of models, by scope, whose requests the journal has lost while it has their results.
+        #: By scope: the highest change number whose result is in the journal while its request is lost.
         self.lost: dict[str, int] = {}
-        #: Numbers of models, by scope, whose requests were turned away before a restart.
+        #: By scope: the sequence numbers of requests that were refused before a restart.
         self.refused: dict[str, list[int]] = {}
-        #: Called with every promise that is given, that got its result, and whose result was told.
+        #: Called with a promise when its request is accepted, when it finishes, and when its result is fetched.
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
-        self.on_told: list[Callable[[Promise], None]] = []
-        #: Called with a key and a size when the key has too many results for one more request of that size.
+        self.on_fetched: list[Callable[[Promise], None]] = []
+        #: Called with an owner and a size when the owner's kept results leave no room for a request of that size.
         self.make_room: Callable[[str, int], None] = lambda _, __: None
 
     def __iter__(self) -> Iterator[Promise]:
@@ -186,7 +188,7 @@ class Promises:
         media: str,
         extra: dict[str, Any] | None = None,
     ) -> Promise:
-        """Write a request down; it is safe once the journal is flushed."""
+        """Append a request to the journal; it is durable once the journal is flushed."""
         self.check_room(owner)
         self._check_kept(owner, row, _HEADS + len(body))
         request_id = uuid.uuid4().hex
@@ -196,7 +198,7 @@ class Promises:
             "op": row.name,
             "owner": owner,
             "scope": scope,
-            # Clients number their samples beyond what JSON readers take for an integer.
+            # A string: sample numbers exceed the integers that JSON readers support.
             "seq": None if seq_id is None else str(seq_id),
             "media": media,
             "at": now,
@@ -204,31 +206,31 @@ class Promises:
         }
         place = self._journal.append(Kind.REQUEST, head, body)
         promise = self._add(_promise(head, place, request))
-        for tell in self.on_accept:
-            tell(promise)
+        for notify in self.on_accept:
+            notify(promise)
         return promise
 
     def refuse(self, scope: str, seq_id: int) -> None:
-        """Write down that a number was turned away, so that nobody waits for it after a restart either."""
+        """Record a refused number in the journal, so that later requests do not wait for it after a restart."""
         head = {"id": "", "refused": scope, "scope": scope, "seq": str(seq_id)}
-        with suppress(OSError):  # then they wait for a while
+        with suppress(OSError):  # then they wait until a timeout
             self._journal.append(Kind.RESULT, head, b"")
 
     def duplicate(self, scope: str, seq_id: int | None) -> Promise | None:
-        """The promise that was given for the same number before."""
+        """The promise of an earlier request with the same number."""
         return None if seq_id is None else self._by_key.get((scope, seq_id))
 
     async def flushed(self, promise: Promise | None = None) -> None:
-        """Wait until a request is on the disk, or all that were accepted so far."""
+        """Wait until this request is on disk, or all requests accepted so far."""
         await self._journal.flushed(None if promise is None else promise.place)
 
     async def settled(self) -> None:
-        """Wait until every result so far is on the disk, those too for which there was no room before."""
+        """Wait until every result so far is on disk, including those that a full disk could not take before."""
         self._write_results()
         await self._journal.flushed()
 
     def check_room(self, owner: str) -> None:
-        """Refuse one more request of an owner who has many waiting."""
+        """Refuse a request if its owner has too many without a result."""
         self._quotas.pending.check(owner)
 
     def _check_kept(self, owner: str, row: Operation[Any], size: int) -> None:
@@ -242,11 +244,11 @@ class Promises:
             journal.check(owner, size)
 
     def pending(self, owner: str) -> int:
-        """How many requests of an owner have no result yet."""
+        """The number of an owner's requests without a result."""
         return self._quotas.pending.used(owner)
 
     def request_of(self, promise: Promise) -> Any:
-        """The request, read again from the journal when it is not at hand."""
+        """The request, read from the journal if it is not in memory."""
         if promise.request is not None:
             return promise.request
         body = self._journal.read(promise.place)
@@ -254,7 +256,7 @@ class Promises:
             return proto_codec.decode_forward_backward_request(body)
         content = json_codec.parse(body)
         if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
-            content["seq_id"] = promise.seq_id  # beyond 64 bits the reader only comes close to it
+            content["seq_id"] = promise.seq_id  # the JSON reader rounds integers over 64 bits
         return json_codec.from_object(content, promise.operation.request)
 
     def _add(self, promise: Promise) -> Promise:
@@ -271,7 +273,7 @@ class Promises:
     def finish(self, promise: Promise, value: Any, change: int | None = None) -> None:
         try:
             payload, binary = _encoded(value)
-        except Exception as error:  # it is done all the same, and nobody shall wait for ever
+        except Exception as error:  # the request did finish: no client may wait for ever
             self.fail(promise, error, change)
         else:
             self._keep(promise, payload, binary=binary, change=change)
@@ -289,18 +291,18 @@ class Promises:
         failed: bool = False,
         change: int | None = None,
     ) -> None:
-        if promise.done:  # cancelled meanwhile
+        if promise.done:  # it was cancelled meanwhile
             return
         nowhere = Place(-1, 0, len(payload))
         self._set(promise, Result(failed, binary, nowhere, payload, self.clock(), change))
         self._unwritten.append(promise)
-        with suppress(OSError):  # a full disk: the answer is in memory until there is room
+        with suppress(OSError):  # disk full: the result stays in memory until there is space
             self._write_results()
-        for tell in self.on_finish:
-            tell(promise)
+        for notify in self.on_finish:
+            notify(promise)
 
     def _write_results(self) -> None:
-        """Put results into the journal in the order in which they came, so that what it lacks is the newest."""
+        """Append results to the journal in the order they finished, so that only the newest can be missing."""
         while self._unwritten:
             promise = self._unwritten[0]
             result = promise.result
@@ -325,7 +327,7 @@ class Promises:
         promise.request = None
         promise.on_cancel = None
         promise.finished.set()
-        # Those who wait have the other; one for each would be most of a promise.
+        # Waiting polls hold the old event. A separate one per promise would be most of its memory.
         promise.finished = _FINISHED
         self._quotas.pending.release(promise.owner)
         self._quotas.journal_bytes.add(promise.owner, result.place.length)
@@ -335,7 +337,7 @@ class Promises:
             self._put_away(next(iter(self._in_memory.values())))
 
     def _put_away(self, promise: Promise) -> None:
-        """From now on a result that is written is read from the journal."""
+        """Drop a result from memory; it is read from the journal from now on."""
         if self._in_memory.pop(promise.request_id, None) is not None:
             assert promise.result is not None
             assert promise.result.payload is not None
@@ -349,27 +351,27 @@ class Promises:
         if promise is not None and promise.owner == owner:
             return promise
         if len(request_id) == 32 and request_id.isalnum():
-            # Samples are asked for again when they hear this; a 404 would end them. Another's request is gone
-            # too: nobody learns what there is of others.
+            # Clients retry a sample after 410, but not after 404. The requests of other owners are answered
+            # the same way, so that a client cannot find out which exist.
             raise GoneError(f"The result of request {request_id!r} is no longer kept.")
         raise NotFoundError(f"There is no request {request_id!r:.100}.")
 
     def payload(self, promise: Promise) -> bytes:
-        """The result as it is told to somebody."""
+        """The encoded result for a client; counts as fetched."""
         promise.fetched_at = self.clock()
         assert promise.result is not None
         payload = promise.result.payload
         if payload is None:
             payload = self._journal.read(promise.result.place)
-        self._put_away(promise)  # few ask twice
-        for tell in self.on_told:
-            tell(promise)
+        self._put_away(promise)  # few clients fetch a result twice
+        for notify in self.on_fetched:
+            notify(promise)
         return payload
 
     # -- restart and retention ---------------------------------------------------------------
 
     def restore(self, record: Record) -> Promise | None:
-        """Take a record of the journal back; the promise it is about, unless that is forgotten."""
+        """Restore a record of the journal; return its promise, or None if that was evicted."""
         if record.kind is Kind.REQUEST:
             known = self._promises.get(record.head["id"])
             return known or self._add(_promise(record.head, record.place, None))
@@ -380,7 +382,7 @@ class Promises:
         if promise is None and head.get("change") is not None:
             self.lost[head["scope"]] = max(head["change"], self.lost.get(head["scope"], 0))
         if promise is not None:
-            self.reopen(promise)  # what was done again has two, and the later counts
+            self.reopen(promise)  # a request that ran twice has two results: the later one counts
             self._set(
                 promise,
                 Result(
@@ -395,23 +397,23 @@ class Promises:
         return promise
 
     def fail_lost(self, lost: Lost) -> set[str]:
-        """Answer those whose request or result cannot be read; the ids of requests that were never done."""
+        """Fail promises whose request or result is unreadable; return the ids of requests that never ran."""
         for record in lost.results:
             promise = self._promises.get(record.head["id"])
             if promise is not None and not promise.done:
-                why = "The request was done; its result is damaged on the disk of the service."
+                why = "The request was run, but its result is damaged on the service's disk."
                 self.fail(promise, InternalServerError(why), record.head.get("change"))
         undone = set()
         for record in lost.requests:
             promise = self._promises[record.head["id"]]
             if not promise.done:
                 undone.add(promise.request_id)
-                why = "The request was not done: it is damaged on the disk of the service."
+                why = "The request was not run: it is damaged on the service's disk."
                 self.fail(promise, InternalServerError(why))
         return undone
 
     def reopen(self, promise: Promise) -> None:
-        """Take a result of before a restart back: it is worth nothing without another that was lost."""
+        """Discard a result from before a restart, because an earlier one that it depends on is lost."""
         if promise.result is not None:
             self._quotas.journal_bytes.release(promise.owner, promise.result.place.length)
             self._quotas.pending.add(promise.owner)
@@ -419,7 +421,7 @@ class Promises:
             promise.finished = asyncio.Event()
 
     def moved(self, record: Record) -> None:
-        """A record was written anew elsewhere."""
+        """Note the new place of a record that the journal has rewritten."""
         promise = self._promises.get(record.head["id"])
         if promise is None:
             return
@@ -432,9 +434,9 @@ class Promises:
         return request_id in self._promises
 
     def forget(self, promise: Promise) -> None:
-        """Let a request and its result go; whoever asks for them hears that they are gone."""
+        """Evict a request and its result; clients that ask for it receive 410."""
         if promise in self._unwritten:
-            return  # the disk has no room for it yet; later
+            return  # not in the journal yet because the disk is full
         if self._promises.pop(promise.request_id, None) is None:
             return
         if promise.key is not None and self._by_key.get(promise.key) is promise:

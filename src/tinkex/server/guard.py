@@ -1,9 +1,9 @@
-"""Web pages are kept away from a service that asks for no key.
+"""Refuses requests that web pages send to a service without keys.
 
-Whatever a browser on this machine has open can send requests to loopback addresses. Where a key is needed that is
-harmless: a page does not have it. Without keys three things tell a page from a program: the name in `Host`, which
-after DNS rebinding is the page's own, and `Origin` and `Sec-Fetch-Site`, which a page cannot change. The content
-type of bodies, which a page cannot choose freely either, is checked where bodies are read.
+Any page open in a browser on this machine can send requests to loopback addresses. A service with keys is safe: the
+page does not have one. Without keys, three headers tell a page from a program: `Host`, which after DNS rebinding is
+the name of the page's own site, and `Origin` and `Sec-Fetch-Site`, which a page cannot change. `bodies.py` checks
+the content type, which a page cannot choose freely either.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ _ALLOW: Final = "the operator of the service allows more with --allow-host NAME,
 def refusal(
     method: str, hosts: Sequence[str], headers: Mapping[str, str], allowed: Collection[str]
 ) -> TinkerError | None:
-    """Why a service without keys does not answer a request; None if it does.
+    """The error with which a service without keys refuses a request; None if it accepts it.
 
-    `hosts` are the values of all `Host` headers, `allowed` the names beyond loopback that may stand in one.
+    `hosts` are the values of all `Host` headers, `allowed` the accepted names besides loopback.
     """
     if len(hosts) != 1:
-        return BadRequestError(f"A request needs one Host header, this one has {len(hosts)}.")
+        return BadRequestError(
+            f"A request needs exactly one Host header; this one has {len(hosts)}."
+        )
     name = host_name(hosts[0])
     if not is_loopback(name) and name not in allowed:
         return PermissionDeniedError(
-            f"This service needs no key and answers loopback hosts only, not {name!r:.100}; {_ALLOW}."
+            f"This service has no keys and accepts only loopback hosts, not {name!r:.100}; {_ALLOW}."
         )
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != hosts[0].strip().lower():
         return PermissionDeniedError(
-            f"This service needs no key and answers no web page of another origin, such as {origin!r:.100}."
+            f"This service has no keys and refuses web pages of other origins, such as {origin!r:.100}."
         )
     site = headers.get("sec-fetch-site", "none")
     if site not in {"none", "same-origin"} and not _is_link(method, headers):
         return PermissionDeniedError(
-            "This service needs no key and answers no web page of another origin."
+            "This service has no keys and refuses web pages of other origins."
         )
     return None
 
@@ -55,7 +57,7 @@ def host_name(host: str) -> str:
 
 
 def _is_link(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether somebody follows a link: the page that has it sees nothing of the answer."""
+    """Whether a user follows a link: the page with the link cannot read the response."""
     return (
         method in {"GET", "HEAD"}
         and headers.get("sec-fetch-mode") == "navigate"

@@ -1,4 +1,4 @@
-"""A database and a data directory that belong together carry the same identity; others are not joined.
+"""Checks that a database and a data directory belong together: both carry the same identity.
 
 With the database of another directory, runs would lose their snapshots and checkpoints their files.
 """
@@ -17,19 +17,19 @@ from .store import Store
 
 __all__ = ["FILE", "join"]
 
-#: In the data directory: its identity.
+#: The file in the data directory that contains its identity.
 FILE: Final = "identity"
-#: The identity that is about to be given; it counts once the database has it too.
+#: A new identity that is not in effect yet: it counts once the database has it too.
 _COMING: Final = "identity.coming"
-#: Directories of which each entry belongs to a row of the database.
+#: Directories in which each entry belongs to a row of the database.
 _KEPT: Final = ("checkpoints", "snapshots", "samplers", "losses")
-#: A segment of the journal that holds no record is smaller.
+#: A journal segment without records has fewer bytes than this.
 _EMPTY_SEGMENT: Final = 64
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of a directory and a database before they are joined."""
+    """The state of a directory and a database before they are joined."""
 
     directory: str | None  # their identities
     database: str | None
@@ -41,7 +41,7 @@ class _Found:
     def mismatch(self) -> str | None:
         """Why the two cannot be joined; None if they can."""
         if self.directory_is_empty and self.database_is_empty:
-            return None  # nothing is lost whatever they were
+            return None  # both are empty: nothing can be lost
         if self.directory is not None and self.database is not None:
             return None if self.directory == self.database else "the database of another directory"
         if self.directory is not None:
@@ -62,7 +62,7 @@ def join(data_dir: Path, store: Store) -> None:
     database = store.identity()
     coming = _read(data_dir / _COMING)
     if directory is None and coming is not None and coming == database:
-        directory = coming  # a crash came between the database and the file
+        directory = coming  # a crash after the database was written, before the file was
     found = _Found(
         directory,
         database,
@@ -72,7 +72,7 @@ def join(data_dir: Path, store: Store) -> None:
     )
     if found.mismatch is not None:
         raise ConfigError(
-            f"{data_dir} holds the files of one database, and the service was given {found.mismatch}. "
+            f"{data_dir} belongs to one database, but the service was given {found.mismatch}. "
             "Nothing was changed. Start it with the database that belongs to this directory, or with "
             "another data directory (--data-dir).",
             field="database_url",

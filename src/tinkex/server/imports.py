@@ -1,7 +1,7 @@
-"""Adapters from elsewhere: a PEFT directory, sent as a tar, becomes a checkpoint of a run of its own.
+"""Import of adapters: a PEFT directory, sent as a tar, becomes a checkpoint of a new run.
 
-The protocol has no call for this, so it is a path of our own, open to who works on the same machine. What arrives is
-not kept as it came: the engine reads it, which shows whether it fits the base model, and writes it anew.
+The protocol has no operation for this, so it is a path of our own, open only to clients on the same machine. The
+uploaded files are not kept: the engine loads them, which checks that they fit the base model, and saves them again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = ["LIMIT", "MEDIA_TYPE", "PATH", "receive", "unpack"]
 
 PATH: Final = "/local/import"
 MEDIA_TYPE: Final = "application/x-tar"
-#: Of an archive, in bytes: room for an adapter of rank 64 on 70 billion weights.
+#: Largest archive, in bytes: enough for an adapter of rank 64 on a model with 70 billion weights.
 LIMIT: Final = 8 << 30
 
 _MANIFEST: Final = "tinkex.json"
 _READ_LIMIT: Final = 1 << 20
-#: What an archive may hold: an adapter, and what a checkpoint of ours has besides.
+#: Files that an archive may contain: an adapter, and the other files of a tinkex checkpoint.
 _ALLOWED: Final = frozenset({*ADAPTER_FILES, directories.OPTIMIZER, _MANIFEST})
 _KINDS: Final[Mapping[str, tuple[CheckpointType, ...]]] = {
     "training": ("training",),
@@ -60,7 +60,7 @@ _KINDS: Final[Mapping[str, tuple[CheckpointType, ...]]] = {
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an adapter shall become."""
+    """The checkpoints that the client asks for."""
 
     base_model: str
     name: str
@@ -70,11 +70,11 @@ class _Asked:
 async def receive(
     service: Service, owner: str, request: Request, *, limit: int = LIMIT
 ) -> dict[str, Any]:
-    """Take an adapter in; the run it became, and the checkpoints of it."""
+    """Import an adapter; return its new run and checkpoints."""
     _check_is_near(request, behind_proxy=service.settings.behind_proxy)
     asked = _asked(request)
     service.engine.check_model(asked.base_model, "base_model")
-    # Where the service clears up after a crash.
+    # In a place that the service cleans up after a crash.
     scratch = service.checkpoints.place("imports", "training", f".{secrets.token_hex(8)}")
     try:
         await asyncio.to_thread(scratch.mkdir, parents=True)
@@ -90,9 +90,9 @@ async def receive(
 
 @contextmanager
 def _reserved(service: Service, owner: str, request: Request, limit: int) -> Iterator[int]:
-    """Count an archive towards the checkpoints of its owner while it is on the disk; how large it may be.
+    """Charge an archive to its owner's checkpoint quota while it is on disk; yields its allowed size in bytes.
 
-    Where its size is not stated, it may take all that the owner has left.
+    Without a Content-Length the allowed size is all that the owner has left.
     """
     stated = request.headers.get("content-length", "")
     quota = service.quotas.checkpoint_bytes
@@ -107,33 +107,35 @@ def _reserved(service: Service, owner: str, request: Request, limit: int) -> Ite
         quota.release(owner, size)
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- the request -----------------------------------------------------------------------------------
 
 
 def _check_is_near(request: Request, *, behind_proxy: bool) -> None:
     """Refuse a request that was not made on this machine.
 
-    A proxy on this machine connects from a loopback address too. Most proxies say that they forward a request, and
-    then it does not count as near, whatever address they name; for one that is silent there is `behind_proxy`.
+    A proxy on this machine connects from a loopback address too. Most proxies add a header that says so, and such a
+    request is refused whatever address the header names. For a proxy that adds none there is `behind_proxy`.
     """
     if behind_proxy:
         raise PermissionDeniedError(
-            "Adapters are taken from the machine of the service only, and behind a proxy (--behind-proxy) nobody "
-            "can tell who is there."
+            "Adapters can be imported only from the service's own machine, and behind a proxy (--behind-proxy) the "
+            "service cannot tell where a request comes from."
         )
     if was_forwarded(request):
         raise PermissionDeniedError(
-            "Adapters are taken from the machine of the service only, and this request was forwarded by a proxy."
+            "Adapters can be imported only from the service's own machine, and a proxy forwarded this request."
         )
     if not is_near(request):
-        raise PermissionDeniedError("Adapters are taken from the machine of the service only.")
+        raise PermissionDeniedError("Adapters can be imported only from the service's own machine.")
 
 
 def _asked(request: Request) -> _Asked:
-    # A web page that a browser has open can send forms to this machine, but nothing of this type.
+    # A web page can make the browser post forms to this machine, but no body of this type.
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != MEDIA_TYPE:
-        raise UnsupportedMediaTypeError(f"An adapter comes as {MEDIA_TYPE}, not {media!r:.80}.")
+        raise UnsupportedMediaTypeError(
+            f"The content type of an adapter must be {MEDIA_TYPE}, not {media!r:.80}."
+        )
     query = request.query_params
     for name in ("base_model", "name"):
         if not query.get(name):
@@ -150,7 +152,7 @@ def _asked(request: Request) -> _Asked:
 
 
 async def _store(request: Request, file: Path, limit: int) -> None:
-    """Put the body into a file; anything over the limit is refused."""
+    """Write the body to a file; refuse one over the limit."""
     size = 0
     with await asyncio.to_thread(file.open, "wb") as target:
         async for part in request.stream():
@@ -161,17 +163,17 @@ async def _store(request: Request, file: Path, limit: int) -> None:
 
 
 def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
-    """Unpack an archive that holds the files of an adapter, each once, and nothing else."""
+    """Unpack an archive; refuse it unless it contains each adapter file once and no other files."""
     target.mkdir()
     left = limit
     try:
-        # Uncompressed: the archive is as large as it looks.
+        # `r:` refuses compressed archives, which could unpack to far more than their size.
         with _ShortReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
             for member in tar:
                 plain = member.isreg() and member.sparse is None
                 if member.name not in _ALLOWED or not plain:
                     raise InvalidInputError(
-                        f"the archive holds {member.name!r:.200}, which is no file of an adapter",
+                        f"the archive contains {member.name!r:.200}, which is not a file of an adapter",
                         field="archive",
                     )
                 left -= member.size
@@ -182,18 +184,18 @@ def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
                 with source, (target / member.name).open("xb") as file:
                     shutil.copyfileobj(source, file, _READ_LIMIT // 2)
     except FileExistsError:
-        raise InvalidInputError("the archive holds a file twice", field="archive") from None
+        raise InvalidInputError("the archive contains a file twice", field="archive") from None
     except (tarfile.TarError, EOFError) as error:
-        raise InvalidInputError(f"is no tar that can be read: {error}", field="archive") from error
+        raise InvalidInputError(f"is not a readable tar: {error}", field="archive") from error
     missing = [name for name in ADAPTER_FILES if not (target / name).is_file()]
     if missing:
         raise InvalidInputError(f"the archive lacks {' and '.join(missing)}", field="archive")
 
 
 class _ShortReads(io.FileIO):
-    """An archive of which tarfile reads little at a time.
+    """An archive file that refuses large reads.
 
-    Content is read in pieces. Extended headers are read whole, however large they say they are: those are refused.
+    `tarfile` reads content in small pieces, but an extended header at once, whatever size it claims.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -203,14 +205,14 @@ class _ShortReads(io.FileIO):
 
 
 def _too_large(limit: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(f"The adapter takes more than {limit} bytes.")
+    return PayloadTooLargeError(f"The adapter is larger than {limit} bytes.")
 
 
 # -- the checkpoint --------------------------------------------------------------------------------
 
 
 async def _rewritten(service: Service, asked: _Asked, files: Path, scratch: Path) -> None:
-    """Let the engine read the files and write a checkpoint of each kind into `scratch`."""
+    """Have the engine load the files and save a checkpoint of each kind into `scratch`."""
     engine, model_id = service.engine, scratch.name
     optimizer = (files / directories.OPTIMIZER).exists()
 
@@ -230,7 +232,7 @@ async def _rewritten(service: Service, asked: _Asked, files: Path, scratch: Path
 
 
 async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) -> dict[str, Any]:
-    """Put the checkpoints into place, as those of a run whose session is over."""
+    """Add the checkpoints to a new run whose session is finished."""
     manifest = await asyncio.to_thread(directories.checked_manifest, scratch / asked.kinds[0])
     assert manifest.spec is not None
     sizes = {kind: await asyncio.to_thread(_size, scratch / kind) for kind in asked.kinds}

@@ -1,4 +1,4 @@
-"""Requests of the wire as values of the engine; what this service cannot do is refused here, by name."""
+"""Converts wire requests into engine values; refuses what this service does not support, naming the field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 MIN_TTL: Final = 3600
-#: Elements of one tensor once its sparse form is written out: a hundred full contexts of 20 alternatives.
+#: Most elements of one tensor after a sparse one is made dense: a hundred full contexts of 20 alternatives.
 MAX_ELEMENTS: Final = 1 << 26
 
 
@@ -53,7 +53,7 @@ def tokens_of(value: ModelInput, field: str) -> Array:
     for index, chunk in enumerate(value.chunks):
         if not isinstance(chunk, EncodedTextChunk):
             raise InvalidInputError(
-                f"is a chunk of type {chunk.type}; the models of this service read text tokens only",
+                f"is a chunk of type {chunk.type}; the models of this service accept only text tokens",
                 field=f"{field}.chunks.{index}",
             )
         parts.append(chunk.tokens_np)
@@ -61,7 +61,7 @@ def tokens_of(value: ModelInput, field: str) -> Array:
 
 
 def training_pass(inputs: ForwardBackwardInput, *, backward: bool) -> TrainingPass:
-    """The pass a request asks for."""
+    """The engine's pass for a request."""
     examples = [_example(datum, f"data.{index}") for index, datum in enumerate(inputs.data)]
     return TrainingPass(examples, inputs.loss_fn, dict(inputs.loss_fn_config or {}), backward)
 
@@ -74,11 +74,11 @@ def _example(datum: Datum, field: str) -> Example:
 
 
 def dense(tensor: TensorData, field: str) -> Array:
-    """The numbers of a tensor; what a sparse one leaves out is zero."""
+    """The values of a tensor; elements that a sparse one omits are zero."""
     size = int(np.prod(np.asarray(tensor.shape or [0], dtype=np.float64)))
     if tensor.is_sparse and size > MAX_ELEMENTS:
         raise InvalidInputError(
-            f"would take {size} elements written out, more than {MAX_ELEMENTS}", field=field
+            f"would have {size} elements as a dense tensor, more than {MAX_ELEMENTS}", field=field
         )
     return tensor.to_numpy()
 
@@ -86,7 +86,7 @@ def dense(tensor: TensorData, field: str) -> Array:
 def adam_step(params: OptimParamsBase) -> AdamStep:
     if not isinstance(params, AdamParams):
         raise InvalidInputError(
-            f"this model was created with AdamW; {type(params).__name__} does not fit it",
+            f"this model was created with AdamW and does not accept {type(params).__name__}",
             field="optim_params",
         )
     return AdamStep(**dict(params))
@@ -126,21 +126,21 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """How much one request to sample may ask for; the fields are settings of the service."""
+    """Limits of one sampling request; the fields are settings of the service."""
 
     max_samples: int = 1024
-    #: Every stop string is searched for after every token of every sequence …
+    #: Every stop string is searched for after every token of every sequence.
     max_stop_strings: int = 64
-    #: … in a text that is as long as the longest. Bytes of all of them, in UTF-8.
+    #: Total UTF-8 bytes of all stop strings: the searched text is as long as the longest.
     max_stop_bytes: int = 1024
     max_stop_tokens: int = 4096
     #: Alternatives per position.
     max_topk: int = 1024
-    #: Alternatives and targets with a logprob in one result, over all positions and sequences: 32 MB as arrays.
+    #: Alternatives and targets with a logprob in one result, over all positions and sequences; the default takes 32 MB.
     max_alternatives: int = 1 << 22
 
     def check(self, request: SampleRequest, prompt_length: int, context_length: int) -> None:
-        """Refuse a request that asks for more, before anything is allocated for it."""
+        """Refuse a request over a limit before memory is allocated for it."""
         self._refuse_above("max_samples", request.num_samples, "num_samples")
         stop = request.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else list(stop or ())
@@ -178,13 +178,13 @@ class SampleLimits:
 def sample_job(
     request: SampleRequest, sampler_id: str, *, limits: SampleLimits, context_length: int
 ) -> SampleJob:
-    """The job a request asks for."""
+    """The engine's job for a request."""
     params = request.sampling_params
     prompt = tokens_of(request.prompt, "prompt")
     limits.check(request, len(prompt), context_length)
     if request.prompt_alt_tokens_k:
         raise InvalidInputError(
-            "alternative prompt tokens are not offered by this service; "
+            "this service does not support alternative prompt tokens; "
             "topk_prompt_logprobs gives the likeliest tokens of each position",
             field="prompt_alt_tokens_k",
         )
@@ -224,7 +224,7 @@ def _targets(targets: TensorData, prompt_length: int) -> Array:
 def _stops(
     stop: str | Sequence[str] | Sequence[int] | None,
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Stop tokens and stop strings; strings alone leave no token that stops."""
+    """The stop tokens and stop strings; with stop strings alone, no token stops."""
     if stop is None:
         return None, ()
     if isinstance(stop, str):
@@ -237,5 +237,5 @@ def _stops(
 
 
 def lora_of(stored: Mapping[str, object]) -> LoraSpec:
-    """The adapter as the store keeps it."""
+    """The adapter's settings from their stored form."""
     return LoraSpec(**stored)  # type: ignore[arg-type]  # written from the same dataclass

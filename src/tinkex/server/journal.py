@@ -1,14 +1,14 @@
 """The journal: accepted requests and their results in append-only files.
 
-A record is on the disk before anybody is told that it is kept. Records that arrive together share one flush. Files
-are cut into segments; when the records of the oldest one that somebody still needs are few, they are written anew
-at the end and the segment goes. A record keeps its number when it moves, so that whoever reads the journal meets a
-request before its result, however often either was moved. After a crash the last record may be torn: it was never
-acknowledged, and it is cut off. Anything else that cannot be read is damage: a copy of the segment is set aside,
-`damage` says what is missing, and `mend` removes it once the runs concerned are marked.
+A record is on disk before it is acknowledged. Records that arrive together share one flush. The journal consists of
+segment files. Compaction rewrites the records of the oldest segment that are still needed at the end of the journal
+and deletes the segment. A record keeps its number when it moves, so a replay sees a request before its result,
+however often either moved. After a crash the last record may be torn: it was never acknowledged, and it is cut off.
+Anything else that is unreadable is damage: a copy of the segment is set aside, `damage` lists what is missing, and
+`mend` rewrites the segment once the affected runs are marked.
 
-After a failed flush nobody knows which pages are on the disk, and the next flush would not say. So everything that was
-not flushed before is kept in memory, and written anew to a new segment.
+After a failed flush it is unknown which pages are on disk, and a later flush would not report the loss. So records
+stay in memory until they are flushed, and after a failure they are rewritten to a new segment.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["Damage", "Journal", "Kind", "Place", "Record"]
 logger = logging.getLogger("tinkex.server")
 
 SEGMENT_BYTES: Final = 64 << 20
-#: Bytes that are not flushed yet at most: more are refused, because a disk that fails to flush must not fill the memory.
+#: Limit on unflushed bytes, which stay in memory: more are refused, so that a failing disk does not exhaust memory.
 UNFLUSHED_BYTES: Final = 1 << 30
-#: The part of that at which a flush begins although nobody waits for it.
+#: A flush starts without a waiter once one part in this many of that limit is unflushed.
 _EARLY: Final = 32
-#: How much of a segment is compacted before others have their turn: a millisecond's work.
+#: Bytes that compaction handles before it yields to the event loop: about a millisecond of work.
 _SLICE_BYTES: Final = 64 << 10
-#: A flush that fails is tried once more, in a new segment, before those who wait hear of it.
+#: Attempts of a flush: a failed one is retried once, in a new segment, before its waiters get the error.
 _TRIES: Final = 2
 
 
@@ -50,14 +50,14 @@ class _Segment:
     path: Path
     descriptor: int
     size: int
-    writer: Writer | None  # of the segment that is written to, or was
+    writer: Writer | None  # None: the segment can only be read
     flushed: int = 0
     damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Unflushed:
-    """A record that may have to be written anew, and where it ends now."""
+    """A record that must be rewritten if the flush fails, and the position of its end."""
 
     record: Record
     body: bytes
@@ -66,7 +66,7 @@ class _Unflushed:
 
 @dataclass
 class _Flush:
-    """Those who wait for one flush, and up to where it goes once it has begun."""
+    """The waiters of one flush, and the position up to which it flushes once it has started."""
 
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
     end: tuple[int, int] = (-1, 0)
@@ -91,24 +91,24 @@ class Journal:
         self._set_aside = set_aside
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
-        self._end = self._flushed = (-1, 0)  # positions: a segment, and how much of it
+        self._end = self._flushed = (-1, 0)  # positions: segment number and offset
         self._unflushed: deque[_Unflushed] = deque()
         self._unflushed_bytes = 0
         self._distrusted = False  # the last flush failed
         self._flush = self._under_way = _Flush()
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-journal")
-        #: What could not be read when the journal was opened.
+        #: The unreadable parts found by `open`.
         self.damage: list[Damage] = []
-        #: Told of every record that was written anew elsewhere.
+        #: Called with every record that was rewritten, with its new place.
         self.on_moved: Callable[[Record], None] = lambda _: None
 
     # -- opening -----------------------------------------------------------------------------
 
     def open(self) -> list[Record]:
-        """All records in the order in which they were first written."""
+        """Open the journal and return all records in the order in which they were first written."""
         make_directory(self._directory)
-        records: dict[int, Record] = {}  # a crash in the middle of a move leaves two copies
+        records: dict[int, Record] = {}  # by number: a crash during a rewrite leaves two copies
         paths = sorted(self._directory.glob("*.log"))
         for path in paths:
             descriptor = os.open(path, os.O_RDWR)
@@ -117,10 +117,10 @@ class Journal:
             records.update(
                 (record.number, record) for record in self._read(segment, last=path is paths[-1])
             )
-            if not segment.size:  # a crash came before its first record
+            if not segment.size:  # the service crashed before its first record
                 self._remove(segment)
                 continue
-            # Another process wrote it, and nobody knows whether it waited for the disk.
+            # An earlier process wrote it and may not have flushed it.
             self._sync(descriptor)
             segment.flushed = segment.size
         self._next_number = max(records, default=-1) + 1
@@ -137,12 +137,16 @@ class Journal:
         self._segments.clear()
 
     def _read(self, segment: _Segment, *, last: bool) -> Iterator[Record]:
-        """The records of a segment; a torn end is cut off, damage is set aside."""
+        """The records of a segment; cuts off a torn end and sets a copy of a damaged segment aside."""
         found: list[Damage] = []
         segment.size = os.fstat(segment.descriptor).st_size
         for entry in scan(segment.descriptor, segment.number):
             if isinstance(entry, Torn) and (last or segment.size <= PROLOGUE_BYTES):
-                logger.info("%s: %d bytes of a torn end are cut off.", segment.path, entry.length)
+                logger.info(
+                    "%s: cut off an incomplete record of %d bytes at the end.",
+                    segment.path,
+                    entry.length,
+                )
                 segment.size = entry.offset
                 os.ftruncate(segment.descriptor, entry.offset)
             elif isinstance(entry, Torn):
@@ -159,7 +163,7 @@ class Journal:
             self._set_aside(segment.path, f"{lost} bytes of it cannot be read")
 
     def _roll(self) -> _Segment:
-        """Begin a new segment."""
+        """Start a new segment."""
         number = max(self._segments, default=-1) + 1
         path = self._directory / f"{number:012x}.log"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -178,14 +182,14 @@ class Journal:
     # -- writing -----------------------------------------------------------------------------
 
     def append(self, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
-        """Write a record; it is safe once `flushed` has returned. A full disk raises OSError and leaves no trace."""
+        """Write a record; it is durable once `flushed` returns. On a full disk, raises OSError and writes nothing."""
         place = self._append(self._next_number, kind, head, body)
         self._next_number += 1
         return place
 
     def _append(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
         if self._unflushed_bytes > self._unflushed_limit:
-            raise OSError(errno.EIO, "too much is waiting for a disk that cannot be flushed")
+            raise OSError(errno.EIO, "too many bytes wait for a disk that fails to flush")
         segment = self._segments[max(self._segments)]
         if segment.size > self._segment_bytes:
             segment = self._roll()
@@ -196,8 +200,8 @@ class Journal:
         return unflushed.record.place
 
     def _flush_soon(self) -> None:
-        """Flush although nobody waits for it: results come without anybody who does."""
-        with suppress(RuntimeError):  # no event loop runs
+        """Start a flush without a waiter: nothing waits for the flush of a result."""
+        with suppress(RuntimeError):  # no event loop is running
             loop = asyncio.get_running_loop()
             waiting: asyncio.Future[None] = loop.create_future()
             waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -213,7 +217,7 @@ class Journal:
         try:
             _write_all(segment.descriptor, parts, segment.size)
         except OSError:
-            with suppress(OSError):  # the next record is written over what was left
+            with suppress(OSError):  # the next record overwrites the remains
                 os.ftruncate(segment.descriptor, segment.size)
             raise
         place = Place(segment.number, segment.size + len(parts[0]), len(body))
@@ -226,11 +230,11 @@ class Journal:
         self._end = unflushed.end
 
     def is_flushed(self, place: Place) -> bool:
-        """Whether the record whose body lies there is known to be on the disk."""
+        """Whether the record with its body at `place` is known to be on disk."""
         return (place.segment, place.offset + place.length) <= self._flushed
 
     async def flushed(self, place: Place | None = None) -> None:
-        """Wait until everything appended so far is on the disk, or only the record whose body lies there."""
+        """Wait until everything appended so far is on disk, or only the record with its body at `place`."""
         if place is not None and self.is_flushed(place):
             return
         loop = asyncio.get_running_loop()
@@ -262,22 +266,22 @@ class Journal:
                         waiting.set_result(None)
                     else:
                         waiting.set_exception(error)
-                flush.end = (-1, 0)  # nobody else may join it
+                flush.end = (-1, 0)  # no later waiter may join it
         finally:
             self._flushing = None
 
     async def _try_flush(self, flush: _Flush) -> Exception | None:
-        """Flush all that is written; what went wrong, if anything."""
+        """Flush everything written so far; return the error, if any."""
         loop = asyncio.get_running_loop()
         try:
             if self._distrusted:
-                self._write_anew()
+                self._rewrite_unflushed()
             flush.end = self._end
             dirty = [each for each in self._segments.values() if each.size > each.flushed]
             sizes = [each.size for each in dirty]
             descriptors = [each.descriptor for each in dirty]
             await loop.run_in_executor(self._thread, self._sync_all, descriptors)
-        except Exception as failure:  # whatever it is, nobody shall wait for ever
+        except Exception as failure:  # any error: no waiter may wait for ever
             if isinstance(failure, OSError):
                 logger.exception("The journal could not be flushed.")
                 self._distrusted = True
@@ -289,8 +293,8 @@ class Journal:
             self._unflushed_bytes -= len(self._unflushed.popleft().body)
         return None
 
-    def _write_anew(self) -> None:
-        """Write what was not flushed to a new segment; what the old ones hold of it does not count any more."""
+    def _rewrite_unflushed(self) -> None:
+        """Write the unflushed records to a new segment and cut them off the old ones."""
         distrusted = [each for each in self._segments.values() if each.size > each.flushed]
         segment = self._roll()
         try:
@@ -317,23 +321,23 @@ class Journal:
                 continue
             with suppress(OSError):
                 os.ftruncate(old.descriptor, old.size)
-        logger.warning("What was not flushed was written anew to %s.", segment.path)
+        logger.warning("Rewrote the unflushed records to %s.", segment.path)
 
     # -- reading -----------------------------------------------------------------------------
 
     def read(self, place: Place) -> bytes:
         return os.pread(self._segments[place.segment].descriptor, place.length, place.offset)
 
-    # -- forgetting --------------------------------------------------------------------------
+    # -- compaction --------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
         return sum(segment.size for segment in self._segments.values())
 
     async def compact(self, needed: Callable[[Record], bool]) -> bool:
-        """Let the oldest full segment go; records that are `needed` are written anew, which `on_moved` is told.
+        """Delete the oldest full segment after rewriting its `needed` records; calls `on_moved` for each of them.
 
-        Whether that has gained anything. Others read and write meanwhile.
+        Returns whether any record was dropped. The journal can be read and written meanwhile.
         """
         oldest = min(self._segments)
         if oldest == max(self._segments):
@@ -341,7 +345,7 @@ class Journal:
         return await self._rewrite(self._segments[oldest], needed)
 
     async def mend(self) -> None:
-        """Replace damaged segments by new ones with what can be read of them."""
+        """Rewrite the readable records of damaged segments and delete the segments."""
         for segment in [each for each in self._segments.values() if each.damaged]:
             await self._rewrite(segment, lambda _: True)
         self.damage.clear()

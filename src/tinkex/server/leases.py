@@ -1,7 +1,7 @@
-"""Leases: a private service lives as long as somebody holds on to it.
+"""Leases: a private service runs as long as a client holds a lease.
 
-A lease is a connection that is held open and says nothing. It ends with its holder, however that ends, so a service
-that was started for a script never outlives it, and one that several scripts share outlives all but the last.
+A lease is an open connection on which nothing is sent. It closes when its holder exits or crashes. So a service that
+was started for a script stops with it, and a service that several scripts share stops with the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Leases"]
 
 
 class Leases:
-    """Counts the holders and tells when the last one has gone."""
+    """Counts the holders and calls `on_last` after the last one has left."""
 
     def __init__(self, on_last: Callable[[], None], *, grace: float = 2.0) -> None:
         self._on_last = on_last
@@ -25,7 +25,7 @@ class Leases:
         self._leaving: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to wait for a first holder."""
+        """Start to wait for the first holder."""
         self._wait(30.0)
 
     async def endpoint(self, request: Request) -> Response:
@@ -45,6 +45,6 @@ class Leases:
                 self._wait(self._grace)
 
     def _wait(self, seconds: float) -> None:
-        # For a moment: a script may close one client and open the next.
+        # A grace period: a script may close one client and open the next.
         loop = asyncio.get_running_loop()
         self._leaving = loop.call_later(seconds, self._on_last)

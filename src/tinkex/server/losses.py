@@ -1,4 +1,4 @@
-"""Losses that clients have traced: kept as the graphs they came as, for as long as their session lives."""
+"""Traced losses of clients: their graphs are stored until the session ends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Losses:
             self._promises.finish(promise, CreateCustomLossResponse(loss_id=loss_id))
 
     async def restore(self) -> None:
-        """Count the losses of sessions that have not ended."""
+        """Count the losses of active sessions."""
         names = await self._db(
             lambda: [file.stem for file in self._directory.glob("*:loss:*.json")]
         )
@@ -99,11 +99,11 @@ class Losses:
         self._of_session[owner, session_id] += change
 
     async def graph(self, loss_id: Any, session_id: str) -> TracedGraph:
-        """A loss of the same session."""
-        # The id is also the name of a file: nothing but the session and a number may be in it.
+        """The graph of a loss, which must belong to this session."""
+        # The id is also a file name, so it may consist only of the session id and a number.
         if not (isinstance(loss_id, str) and _is_loss_of(session_id, loss_id)):
             raise InvalidInputError(
-                f"there is no loss {loss_id!r:.100} in this session; create_custom_loss makes one",
+                f"there is no loss {loss_id!r:.100} in this session; create one with create_custom_loss",
                 field="loss_fn_config.loss_id",
             )
         try:
@@ -142,7 +142,7 @@ def _is_loss_of(session_id: str, loss_id: str) -> bool:
 
 
 def _graph(request: CreateCustomLossRequest) -> TracedGraph:
-    # Not `model_dump`, which recurses into arguments that nobody has looked at yet.
+    # Not `model_dump`: it recurses into arguments that are not checked yet.
     nodes = [
         {
             "op": each.op,

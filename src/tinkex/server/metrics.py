@@ -1,6 +1,6 @@
-"""What the service does, in the form Prometheus reads.
+"""The service's metrics for Prometheus.
 
-Counts that the service keeps anyway are read when somebody asks; only times are noted as they happen.
+Counts that the service keeps anyway are read on each scrape; only durations are recorded as they happen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metrics:
         self._registry.register(_Now(service))
         self._calls = Counter(
             "tinkex_http_requests",
-            "Calls answered.",
+            "HTTP requests answered.",
             ["operation", "status"],
             registry=self._registry,
         )
@@ -55,13 +55,13 @@ class Metrics:
         )
         self._batch = Histogram(
             "tinkex_samples_under_way",
-            "Requests to sample that shared the engine when one of them finished.",
+            "Sampling requests in flight when one of them finished.",
             buckets=_COUNTS,
             registry=self._registry,
         )
         store = Histogram(
             "tinkex_store_seconds",
-            "Time of a call of the database, waiting for its thread included.",
+            "Duration of a database call, including the wait for its thread.",
             buckets=_SHORT_SECONDS,
             registry=self._registry,
         )
@@ -86,7 +86,7 @@ class Metrics:
 
 
 class _Now(Collector):
-    """What can be read off the service at any time."""
+    """Values that are read from the service on each scrape."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -94,20 +94,28 @@ class _Now(Collector):
     def collect(self) -> Iterable[Metric]:
         service = self._service
         yield _gauge(
-            "tinkex_requests_waiting", "Training requests in line.", service.models.waiting
+            "tinkex_requests_waiting", "Training requests in the queue.", service.models.waiting
         )
-        yield _gauge("tinkex_models", "Models in training.", service.models.count)
-        yield _gauge("tinkex_samples", "Requests to sample under way.", service.samplers.under_way)
-        yield _gauge("tinkex_results", "Requests that can be asked for.", len(service.promises))
+        yield _gauge("tinkex_models", "Loaded training models.", service.models.count)
+        yield _gauge("tinkex_samples", "Sampling requests in flight.", service.samplers.under_way)
+        yield _gauge(
+            "tinkex_results",
+            "Requests whose result can be fetched now or later.",
+            len(service.promises),
+        )
         yield _gauge("tinkex_journal_bytes", "Size of the journal.", service.journal.size)
         yield _gauge(
-            "tinkex_engine_lives", "How often the engine was started.", service.engine.life + 1
+            "tinkex_engine_lives",
+            "Number of times the engine was started.",
+            service.engine.life + 1,
         )
-        tokens = CounterMetricFamily("tinkex_tokens", "Tokens worked on.", labels=["kind"])
+        tokens = CounterMetricFamily("tinkex_tokens", "Tokens processed.", labels=["kind"])
         for kind, count in service.usage.totals.items():
             tokens.add_metric([kind], count)
         yield tokens
-        busy = CounterMetricFamily("tinkex_engine_busy_seconds", "Time the engine has trained.")
+        busy = CounterMetricFamily(
+            "tinkex_engine_busy_seconds", "Time the engine has spent on training."
+        )
         busy.add_metric([], service.engine.worker.busy_seconds)
         yield busy
         memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
@@ -129,7 +137,7 @@ def _memory(engine: int | None) -> Iterator[tuple[str, int]]:
 def _resident(process: str) -> int:
     try:
         pages = Path(f"/proc/{process}/statm").read_text().split()[1]
-    except OSError:  # not on this system, or just gone
+    except OSError:  # no /proc on this system, or the process has just ended
         return 0
     return int(pages) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Whether a request comes from the machine of the service."""
+"""Decides whether a request comes from the service's own machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex.config import is_loopback
 
 __all__ = ["is_near", "was_forwarded"]
 
-#: Headers with which a proxy says that it forwards a request.
+#: Headers that a proxy adds to a request it forwards.
 _FORWARDING: Final = (
     "forwarded",
     "via",
@@ -22,12 +22,12 @@ _FORWARDING: Final = (
 
 
 def was_forwarded(request: Request) -> bool:
-    """Whether a proxy says that it speaks for somebody else."""
+    """Whether a header says that a proxy forwarded the request."""
     return any(name in request.headers for name in _FORWARDING)
 
 
 def is_near(request: Request) -> bool:
-    """Whether the connection is one over loopback, and not that of a proxy which says so."""
+    """Whether the connection comes over loopback and no proxy header says that it was forwarded."""
     host = request.client.host if request.client is not None else ""
-    near = is_loopback(host.removeprefix("::ffff:"))  # IPv4 on a socket for both
+    near = is_loopback(host.removeprefix("::ffff:"))  # IPv4 on a dual-stack socket
     return near and not was_forwarded(request)

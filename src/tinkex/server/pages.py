@@ -1,7 +1,7 @@
-"""The pages for people: what runs here, and what it can be asked.
+"""The service's HTML pages: its state, and the API reference.
 
-Pure functions from facts to HTML. A page is one file without scripts, fonts or anything else to fetch, because many who
-run a service of their own do so where there is no network. Whatever comes from outside is escaped where it is put in.
+Pure functions from values to HTML. A page loads no scripts, fonts or other files, because many local services run
+without network access. Every value from outside is escaped where it is inserted.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def _page(title: str, style: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'  # or browsers ask for one
+        '<link rel="icon" href="data:,">\n'  # otherwise browsers request one
         f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def _table(kind: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose cells are HTML already."""
+    """A table; its cells are HTML."""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     lines = "\n".join(
         "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
@@ -112,7 +112,7 @@ def _table(kind: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 # -- the front page ------------------------------------------------------------------------------
 
-# The same for both packages, because they have the same names.
+# One script for both packages: tinkex has the same names as the official SDK.
 _SCRIPT: Final = """\
 import {package}
 from {package} import types
@@ -141,7 +141,7 @@ def front_page(
     checkpoints: int,
     uptime_seconds: float,
 ) -> str:
-    """What a browser shows at the root; `models` are names with the length of their context in tokens."""
+    """The front page; `models` are pairs of name and context length in tokens."""
     model = _quoted(models[0][0] if models else "some/model")
     ours = _SCRIPT.format(
         package="tinkex", arguments=f'base_url={_quoted(url)}, api_key="tml-local"', model=model
@@ -176,7 +176,7 @@ The tokenizer needs <code>pip install 'tinkex[hf]'</code>.</p>
 </section>
 <section>
 <h2>With the official SDK</h2>
-<p>Its scripts run as they are. Tell them where to go:</p>
+<p>Its scripts run unchanged. Set the address of this service:</p>
 {_code(settings)}
 <p>Then the same script reads:</p>
 {_code(official)}
@@ -187,7 +187,7 @@ The tokenizer needs <code>pip install 'tinkex[hf]'</code>.</p>
 
 
 def _quoted(text: str) -> str:
-    """A Python string that can be pasted, whatever is in it."""
+    """A valid Python string literal, whatever the text contains."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -210,7 +210,7 @@ def _models(models: Sequence[tuple[str, int]]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """The two largest units, which is all that anybody reads."""
+    """A duration in its two largest units."""
     left = max(0, int(seconds))
     parts: list[tuple[int, str]] = []
     for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -225,12 +225,12 @@ def _duration(seconds: float) -> str:
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
-    """An OpenAPI document as a page: calls by tag, each folded up, and below them the schemas they use."""
+    """An OpenAPI document as a page: operations by tag, each collapsed, then the schemas they use."""
     return _Reference(document).page()
 
 
 class _Reference:
-    """A document, and the links between its parts."""
+    """An OpenAPI document and the links between its parts."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -261,7 +261,8 @@ class _Reference:
 {self._prose(info.get("summary"))}
 {self._prose(info.get("description"))}
 {self._security()}
-<p>Bodies are JSON where nothing else is said. <a href="/openapi.json">openapi.json</a> is this page for programs.</p>
+<p>Bodies are JSON unless stated otherwise. Programs can read the same reference as
+<a href="/openapi.json">openapi.json</a>.</p>
 {themes}
 <h2 id="schemas">Schemas</h2>
 {schemas}
@@ -298,7 +299,7 @@ class _Reference:
     # -- calls -------------------------------------------------------------------------------
 
     def _call(self, path: str, method: str, call: Mapping[str, Any]) -> str:
-        # The anchor is inside, because browsers unfold what holds the target of a link.
+        # The anchor is inside, because browsers expand the element that contains the target of a link.
         return f"""<details class="call"><summary><span class="method {escape(method)}">{escape(method.upper())}</span>
 <code>{escape(path)}</code> <span class="soft">{self._inline(call.get("summary", ""))}</span></summary>
 <div class="inside" id="{escape(self._anchors[call["operationId"]])}">
@@ -362,7 +363,7 @@ class _Reference:
         )
 
     def _found(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The entry, or what it refers to."""
+        """The entry, or the target of its `$ref`."""
         if "$ref" not in entry:
             return entry
         found: Any = self._document
@@ -399,7 +400,7 @@ class _Reference:
         if not names:
             return ""
         listed = " and ".join(f"<code>{escape(name)}</code>" for name in names)
-        return f'<p class="soft">Exactly one of {listed} is there.</p>'
+        return f'<p class="soft">Exactly one of {listed} is present.</p>'
 
     def _notes(self, schema: Mapping[str, Any]) -> str:
         notes = [self._inline(schema.get("description", ""))]
@@ -409,7 +410,7 @@ class _Reference:
         return " ".join(filter(None, notes))
 
     def _type(self, schema: Mapping[str, Any]) -> str:
-        """A schema in a few words."""
+        """A short description of a schema's type."""
         if "$ref" in schema:
             return self._link(_last(schema["$ref"]))
         if "const" in schema:
@@ -450,7 +451,7 @@ class _Reference:
         return f'<a href="#{escape(anchor)}">{escape(name)}</a>'
 
     def _inline(self, text: str) -> str:
-        """Text with its `code`, which is a link where it names a call or a schema."""
+        """Text with its `code`, which becomes a link if it names an operation or a schema."""
         pieces = re.split(r"`([^`]*)`", text)
         return "".join(
             self._link(piece) if index % 2 else escape(piece) for index, piece in enumerate(pieces)
@@ -462,7 +463,7 @@ class _Reference:
 
 
 def _as_media_type(media_type: str) -> str:
-    if media_type == "application/json":  # nearly everything is; only the rest is worth a word
+    if media_type == "application/json":  # the default: not mentioned
         return ""
     return f' <span class="soft">as <code>{escape(media_type)}</code></span>'
 

@@ -1,4 +1,4 @@
-"""A data directory is for its owner alone: it holds weights, requests and the secret that signs links."""
+"""File permissions: only the owner may read a data directory, with its weights, requests and signing secret."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["UMASK", "close_to_others"]
 
 logger = logging.getLogger("tinkex.server")
 
-#: For a process that does nothing but serve: what it makes is for its owner alone.
+#: Umask of a process that only serves: its new files are readable by their owner only.
 UMASK: Final = 0o077
-#: What a service makes in its data directory.
+#: The entries that a service creates in its data directory.
 _OURS: Final = frozenset(
     {
         "checkpoints",
@@ -36,23 +36,24 @@ _OURS: Final = frozenset(
 
 
 def close_to_others(data_dir: Path) -> None:
-    """Take a data directory and what a service made in it away from group and others, where this user owns it.
+    """Remove the access of group and others to a data directory and the service's files in it, if this user owns them.
 
-    A directory that holds other files too, such as somebody's home, keeps its own mode. Links are left alone.
+    A directory that contains other files too, such as a home directory, keeps its own mode. Links are not changed.
     """
     entries = list(data_dir.iterdir())
     was_open = _is_open(data_dir)
     closed = [entry for entry in entries if entry.name in _OURS and _close(entry)]
     if was_open and all(map(_is_ours, entries)) and _close(data_dir):
         closed.append(data_dir)
-    if was_open and closed:  # in a directory that was closed nobody could reach them
+    if was_open and closed:  # in a private directory no other user could reach them
         logger.warning(
-            "%s could be read by other users of this machine; it is closed to them now.", data_dir
+            "Other users of this machine could read %s; its permissions now allow only the owner.",
+            data_dir,
         )
     if _is_open(data_dir):
         logger.warning(
-            "%s is open to other users of this machine, and holds other files too or belongs to another user, so "
-            "its mode is left as it is; choose a directory of its own with --data-dir.",
+            "Other users of this machine can access %s. Its mode is unchanged, because it contains other files or "
+            "belongs to another user; choose a separate directory with --data-dir.",
             data_dir,
         )
 
@@ -66,11 +67,11 @@ def _is_open(path: Path) -> bool:
 
 
 def _close(path: Path) -> bool:
-    """Close a file or directory; False if it was closed before, is a link, or is not ours to close."""
+    """Make a file or directory private; False if it already is, is a link, or belongs to another user."""
     facts = path.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     kind = stat.S_ISDIR(facts.st_mode) or stat.S_ISREG(facts.st_mode)
-    # A sticky directory is one that is meant for everybody, as /tmp is.
+    # A sticky directory, such as /tmp, is shared on purpose.
     if not kind or facts.st_uid != os.geteuid() or not mode & 0o077 or mode & stat.S_ISVTX:
         return False
     path.chmod(mode & 0o700)

@@ -1,10 +1,10 @@
-"""What one key may use at a time: the limits, and how much of each is used.
+"""Limits per key, and how much of each limit every key uses.
 
-A limit is a row of `Limits`; its `Quota` counts by key in a dictionary, so that a check costs the same however much
-there is. Counts are rebuilt at the start from the database and the journal.
+A limit is a field of `Limits`; its `Quota` counts per key in a dictionary, so a check takes constant time. At the start
+the counts are rebuilt from the database and the journal.
 
-A 429 asks the client to try again after `retry_after` seconds only where waiting helps by itself. All others are final
-until the user frees something, and clients are told not to repeat them.
+A 429 has `retry_after` seconds only where waiting alone helps. The others last until the user frees something: they
+have the category "user", so that clients do not retry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUFFIXES: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB"
 
 
 class LimitInfo(NamedTuple):
-    """A limit as documentation and messages need it."""
+    """A limit with its texts for documentation and messages."""
 
     name: str
     default: int
@@ -31,7 +31,7 @@ class LimitInfo(NamedTuple):
     retry_after: float | None
 
     def shown(self, amount: int) -> str:
-        """An amount with its unit, if that is bytes."""
+        """An amount as text; sizes get a unit of bytes."""
         if not self.name.endswith("_bytes"):
             return f"{amount:,}"
         unit = max((size for size in _SUFFIXES.values() if size <= amount), default=1)
@@ -47,28 +47,28 @@ def _limit(default: int, what: str, advice: str, retry_after: float | None = Non
 
 @dataclass(frozen=True)
 class Limits:
-    """What one key may have at a time; names that end in `_bytes` are sizes."""
+    """The limits of one key; fields that end in `_bytes` are sizes."""
 
-    requests: int = _limit(
-        4_000, "requests that are being answered", "wait for some of the answers", 1.0
-    )
+    requests: int = _limit(4_000, "requests in flight", "wait for some of the responses", 1.0)
     pending: int = _limit(
-        20_000, "requests that wait for their result", "send more when some of them are done", 1.0
+        20_000, "requests without a result", "send more when some of them have finished", 1.0
     )
     results: int = _limit(
         200_000,
-        "requests and results that can be asked for",
-        "fetch results that are ready, then send more",
+        "requests and results that are kept",
+        "fetch finished results, then send more",
         5.0,
     )
     journal_bytes: int = _limit(
         16 << 30,
         "of requests and results in the journal",
-        "fetch results that are ready, call optim_step, or unload models, then send more",
+        "fetch finished results, call optim_step, or unload models, then send more",
         5.0,
     )
     sessions: int = _limit(
-        10_000, "active sessions", "finish some; a session also ends when it is silent for hours"
+        10_000,
+        "active sessions",
+        "finish some; a session also ends after hours without a heartbeat",
     )
     models: int = _limit(100, "live models", "unload some, or finish their sessions")
     samplers: int = _limit(10_000, "samplers of active sessions", "finish some sessions")
@@ -80,7 +80,7 @@ class Limits:
 
     @classmethod
     def of_options(cls, options: Iterable[str]) -> Limits:
-        """Limits by `NAME=VALUE` options; the others keep their defaults."""
+        """Limits from `NAME=VALUE` options; the others keep their defaults."""
         chosen = dict(_parsed(option) for option in options)
         return replace(cls(), **chosen)
 
@@ -103,7 +103,7 @@ def _parsed(option: str) -> tuple[str, int]:
     found = re.fullmatch(r"([0-9][0-9_]*)\s*([KMGT]iB)?", text.strip())
     if found is None:
         raise ConfigError(
-            f"{option!r:.80}: the value is a whole number, for sizes with KiB, MiB, GiB or TiB if you like",
+            f"{option!r:.80}: the value must be a whole number; a size may end in KiB, MiB, GiB or TiB",
             field="limit",
         )
     return name.strip(), int(found[1]) * _SUFFIXES[found[2] or ""]
@@ -125,14 +125,14 @@ class Quota:
         return self.used(owner) + more <= self.limit
 
     def check(self, owner: str, more: int = 1) -> None:
-        """Refuse what would exceed the limit."""
+        """Refuse `more` if it would exceed the limit."""
         if not self.has_room(owner, more):
             raise self.exceeded(owner, more)
 
     def exceeded(self, owner: str, more: int = 1) -> RateLimitError:
         info = self._info
         error = RateLimitError(
-            f"This key has {info.shown(self.used(owner))} {info.what}, and {info.shown(more)} more would exceed its "
+            f"This key has {info.shown(self.used(owner))} {info.what}; {info.shown(more)} more would exceed its "
             f"limit of {info.shown(self.limit)}: {info.advice}. The operator can raise the limit with "
             f"`tinkex serve --limit {info.name}=...`.",
             retry_after=info.retry_after,
@@ -142,12 +142,12 @@ class Quota:
         return error
 
     def take(self, owner: str, amount: int = 1) -> None:
-        """Count something new, unless it would exceed the limit."""
+        """Count a new amount, or refuse it if it would exceed the limit."""
         self.check(owner, amount)
         self.add(owner, amount)
 
     def add(self, owner: str, amount: int = 1) -> None:
-        """Count what is there already, or what was checked before."""
+        """Count an amount without a check: it exists already or was checked before."""
         self._used[owner] = self.used(owner) + amount
         self.total += amount
         if not self._used[owner]:
@@ -159,7 +159,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Quotas:
-    """A quota for every row of `Limits`."""
+    """A quota for every field of `Limits`."""
 
     requests: Quota
     pending: Quota

@@ -1,4 +1,4 @@
-"""Which part of a file an HTTP request is for: what a transfer that broke needs to be taken up again."""
+"""HTTP range requests, with which a client resumes an interrupted download."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 
 __all__ = ["asked_range"]
 
-# No more digits than a size has: reading a number takes longer the more there are.
+# At most 18 digits: parsing a very long number is slow, and no file is that large.
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 def asked_range(headers: Mapping[str, str], size: int, tag: str) -> range | None:
-    """The bytes that are asked for; None for all of them, an empty range for some that are not there.
+    """The requested bytes: None means the whole file, an empty range means bytes that do not exist.
 
-    `headers` have lower-case names. Several ranges at once, and whatever is no range, are answered with the whole,
-    as HTTP allows. So is a range of something that has changed meanwhile.
+    `headers` have lower-case names. Several ranges, or a malformed one, get the whole file, as HTTP allows. So does a
+    range of a file that has changed (`If-Range`).
     """
     asked = _RANGE.fullmatch(headers.get("range", "").strip())
     if asked is None or headers.get("if-range", tag).strip() != tag:
@@ -24,7 +24,7 @@ def asked_range(headers: Mapping[str, str], size: int, tag: str) -> range | None
     first, last = asked.groups()
     if not first and not last:
         return None
-    if not first:  # so many from the end
+    if not first:  # `last` counts from the end
         return range(max(0, size - int(last)), size)
     if last and int(last) < int(first):
         return None

@@ -1,6 +1,6 @@
-"""What clients have reported of themselves, for their owner to read.
+"""Telemetry events that clients have sent, stored for their owner to read.
 
-The protocol only takes telemetry in; this is a path of our own to see it again.
+The protocol can only send telemetry; the path to list it is our own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 logger = logging.getLogger("tinkex.server")
 
 PATH: Final = "/local/telemetry"
-#: What is left of a key's events when the oldest are deleted, so that this is not done for every event.
+#: At its limit, a key's events are trimmed to this part of it, so that not every event causes a deletion.
 _TRIMMED_TO: Final = 0.9
 
 
 class Reports:
-    """What clients have reported, the newest of each key.
+    """Stores the newest events of each key.
 
-    A report is never refused: clients would send it again and again. At its limit a key loses its own oldest events.
+    A report is never refused, because clients would retry it. A key at its limit loses its own oldest events.
     """
 
     def __init__(self, database: Database, quota: Quota) -> None:
@@ -51,7 +51,7 @@ class Reports:
             self._quota.add(owner, size)
 
     async def add(self, owner: str, rows: Sequence[TelemetryRow]) -> None:
-        """Keep events of one owner; a full disk is no reason to disturb anybody."""
+        """Store events of one owner; if the disk is full, drop them with a warning in the log."""
         size = sum(len(json.dumps(row.event)) for row in rows)
         try:
             if not self._quota.has_room(owner, size):
@@ -63,10 +63,10 @@ class Reports:
             why = str(self._quota.exceeded(owner))
         except OSError as error:
             why = str(error)
-        logger.warning("%d reported events of %s are not kept: %s", len(rows), owner, why)
+        logger.warning("Dropped %d telemetry events of %s: %s", len(rows), owner, why)
 
     async def _make_room(self, owner: str, size: int) -> None:
-        # Events that came twice were counted twice, and old ones may be gone since.
+        # The count may be too high: retried events were counted twice, and old ones may have been deleted.
         await self._recount(owner)
         excess = self._quota.used(owner) + size - int(self._quota.limit * _TRIMMED_TO)
         if excess > 0 and size <= self._quota.limit:
@@ -84,7 +84,7 @@ class Reports:
 class ListTelemetryRequest(RequestModel):
     session_id: str | None = None
     limit: Annotated[int, Field(ge=0, le=1000)] = 100
-    offset: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # what a database can count
+    offset: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # the largest integer of the databases
 
 
 class ReportedEvent(ResponseModel):
@@ -99,7 +99,7 @@ class ListTelemetryResponse(ResponseModel):
 
 
 async def listed(database: Database, owner: str, query: Mapping[str, str]) -> ListTelemetryResponse:
-    """The events of one session of an owner, or of all, in the order in which they came."""
+    """The events of an owner, of one session or of all, in the order in which they arrived."""
     asked = json_codec.from_object(dict(query), ListTelemetryRequest)
     rows, total = await database(
         database.store.telemetry, owner, asked.session_id, limit=asked.limit, offset=asked.offset

@@ -1,8 +1,8 @@
-"""Results as JSON: those that have no other form, and all for clients that read no protobuf.
+"""Results as JSON: those without a protobuf form, and all for clients that do not read protobuf.
 
-JSON has no word for NaN and the infinities. As null they fail every official client after the work was done. As text
-(`"NaN"`, `"Infinity"`, `"-Infinity"`: protobuf's own way) all of them read the numbers they are, and a loop can see
-that its loss or its gradient was not finite.
+JSON has no NaN and no infinities. Every official client fails on a null in their place, after the work is done. As
+strings (`"NaN"`, `"Infinity"`, `"-Infinity"`, as in protobuf's JSON) all clients read them as numbers, and a training
+loop can see that its loss or gradient was not finite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["encode_result"]
 
 
 def encode_result(value: Any) -> bytes:
-    """A result as every client reads it."""
+    """A result as JSON that every client can read."""
     if isinstance(value, OptimStepResponse):
         return json_codec.encode({"metrics": _readable(value.metrics or {})})
     if isinstance(value, ForwardBackwardOutput):
@@ -40,7 +40,7 @@ def encode_result(value: Any) -> bytes:
 
 
 def _encode_samples(value: SampleResponse) -> bytes:
-    """Null is for positions of a prompt that were not scored; a token that was drawn has a number."""
+    """Encode samples. Null means a prompt position without a logprob; a sampled token always has a number."""
     body = json_codec.encode(value)
     logprobs = [sequence.logprobs_np for sequence in value.sequences]
     if all(each is None or np.isfinite(each).all() for each in logprobs):

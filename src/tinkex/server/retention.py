@@ -1,9 +1,9 @@
-"""Which results are kept, and how the journal gives back the room of the others.
+"""Decides which results are evicted, and compacts the journal afterwards.
 
-Results of a key make room only for requests of the same key. All are kept for hours while they are few. Above
-`kept_results` those go that were fetched a while ago. At the limits of the key, first fetched results go, oldest first,
-then those that nobody has fetched for so long that their client must be gone. If that is not enough, the request that
-needs the room is refused.
+Evictions of a key make room only for requests of the same key. All results are kept for `result_retention` while they
+are few. Above `kept_results`, results fetched more than `told_retention` ago are evicted. At the limits of the key,
+fetched results are evicted, oldest first, then unfetched ones that are older than `abandoned_after`: their client is
+assumed to be gone. If that is not enough, the new request is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Retention"]
 
 @dataclass(slots=True)
 class _Finished:
-    """The results of one key, in the order in which they may go."""
+    """The results of one key, in the order of eviction."""
 
-    #: When each was fetched. A result that is fetched again has a second entry, and the first no longer counts.
+    #: Time of fetch and promise. A result that is fetched again gets a second entry; the first is then ignored.
     fetched: deque[tuple[float, Promise]] = field(default_factory=deque)
     unfetched: OrderedDict[str, Promise] = field(default_factory=OrderedDict)
 
 
 class Retention:
-    """Lets results go, except those of requests that are `needed` to run them again."""
+    """Evicts results, except those of requests that are `needed` for a replay."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Retention:
         self._abandoned_after = abandoned_after
         self._of: defaultdict[str, _Finished] = defaultdict(_Finished)
         promises.on_finish.append(self._finished)
-        promises.on_told.append(self._fetched)
+        promises.on_fetched.append(self._fetched)
         promises.make_room = self.make_room
 
     def restore(self) -> None:
-        """Take up the results of before a restart; which of them were fetched is not known any more."""
+        """Take over the results from before a restart; they count as unfetched."""
         done = [promise for promise in self._promises if promise.done]
         for promise in sorted(done, key=lambda promise: promise.finished_at):
             self._finished(promise)
@@ -66,7 +66,7 @@ class Retention:
         self._of[promise.owner].unfetched[promise.request_id] = promise
 
     def _fetched(self, promise: Promise) -> None:
-        """Note when a result was fetched, and let those of its key go that were fetched long enough ago."""
+        """Record a fetch; evict results of the same key that were fetched long enough ago, if it has too many."""
         now = promise.fetched_at
         assert now is not None
         mine = self._of[promise.owner]
@@ -78,18 +78,18 @@ class Retention:
                 self._forget(oldest)
 
     def make_room(self, owner: str, more_bytes: int) -> None:
-        """At the limits of a key, let its own results go until one more request fits, or no more may go."""
+        """Evict results of a key at its limits until one more request fits, or none can be evicted."""
         mine = self._of.get(owner)
         if mine is None:
             return
-        may_go = self._disposable(mine)
+        evictable = self._evictable(mine)
         while not (self._results.has_room(owner) and self._bytes.has_room(owner, more_bytes)):
-            promise = next(may_go, None)
+            promise = next(evictable, None)
             if promise is None:
                 return
             self._forget(promise)
 
-    def _disposable(self, mine: _Finished) -> Iterator[Promise]:
+    def _evictable(self, mine: _Finished) -> Iterator[Promise]:
         while mine.fetched:
             promise = self._pop_fetched(mine)
             if promise is not None:
@@ -104,7 +104,7 @@ class Retention:
                 yield oldest
 
     def _pop_fetched(self, mine: _Finished) -> Promise | None:
-        """The result that was fetched first, unless it was fetched again since, or is needed."""
+        """Remove and return the result fetched first; None if it was fetched again since, or is needed."""
         at, promise = mine.fetched.popleft()
         return None if promise.fetched_at != at or self._needed(promise) else promise
 
@@ -113,27 +113,27 @@ class Retention:
         self._promises.forget(promise)
 
     def forget(self) -> None:
-        """Look through all results: those go that are too old, and the oldest of keys that have too many."""
+        """Check all results: evict those that are too old, and the oldest of keys that have too many."""
         now = self._promises.clock()
         done = [each for each in self._promises if each.done and not self._needed(each)]
-        # How many results a key may have, and which of them go when it has more: the oldest first.
+        # Pairs: the number of results that a key may have, and which may be evicted beyond it, oldest first.
         rules: list[tuple[int, Callable[[Promise], bool]]] = [
             (0, lambda each: each.finished_at < now - self._result_retention),
-            (self._kept_results, lambda each: each.told_before(now - self._told_retention)),
-            (self._results.limit, lambda each: each.told_before(now)),
+            (self._kept_results, lambda each: each.fetched_before(now - self._told_retention)),
+            (self._results.limit, lambda each: each.fetched_before(now)),
             (self._results.limit, lambda each: each.finished_at < now - self._abandoned_after),
         ]
-        for limit, may_go in rules:
+        for limit, is_evictable in rules:
             for promise in done:
-                if self._results.used(promise.owner) > limit and may_go(promise):
+                if self._results.used(promise.owner) > limit and is_evictable(promise):
                     self._forget(promise)
 
     async def compact(self) -> None:
-        """Rewrite the journal from its beginning while most of it is of results that are gone."""
-        while self._mostly_forgotten():
+        """Compact the journal, oldest segment first, while most of it belongs to evicted results."""
+        while self._is_mostly_evicted():
             needed = lambda record: self._promises.knows(record.head["id"])  # noqa: E731
             if not await self._journal.compact(needed):
                 break
 
-    def _mostly_forgotten(self) -> bool:
+    def _is_mostly_evicted(self) -> bool:
         return self._journal.size > 2 * self._bytes.total + (64 << 20)

@@ -1,7 +1,7 @@
-"""Samplers: frozen weights that can be drawn from.
+"""Samplers: frozen weights to sample from.
 
-Every sampler with an adapter has a directory of its own, so it stays what it was when the checkpoint it was made
-from is replaced or deleted, when the engine has put it away to save memory, and across restarts.
+Every sampler with an adapter has its own directory. So its weights stay the same when the checkpoint it was made from
+is replaced or deleted, when the engine closes the sampler to save memory, and across restarts.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from .worker import EngineDiedError
 
 __all__ = ["UNNAMED_LIMIT", "Samplers"]
 
-#: Adapters that the engine keeps at hand for sampling.
+#: Adapters that the engine keeps in memory for sampling.
 OPEN_LIMIT: Final = 32
-#: Samplers without a name that a session keeps.
+#: Unnamed samplers that a session keeps.
 UNNAMED_LIMIT: Final = 100
-#: Samplers of one owner that are kept for requests without a session.
+#: Samplers kept per owner for requests without a sampling session.
 PASSING_LIMIT: Final = 32
-#: Clients of one owner's samplers whose finished requests are kept in order; for others they are found anew.
+#: Feeds kept per owner, one for each client of a sampler; an evicted feed is rebuilt from the promises.
 FEED_LIMIT: Final = 1000
-#: Clients number their requests from this many times their own number.
+#: Client number n of a sampler numbers its requests from n times this stride.
 CLONE_STRIDE: Final = 1_000_000_000
 
-_FeedKey = tuple[str, int]  # a sampler, and the number of its client
+_FeedKey = tuple[str, int]  # sampler id and client number
 
 
 @dataclass(eq=False)
@@ -73,14 +73,14 @@ class _Sampler:
     row: SamplerRow
     directory: Path | None
     open_in: int = -1  # the life of the engine in which it was opened
-    closed: bool = False  # for good: its session has ended, or its time is over
+    closed: bool = False  # for good: its session has ended, or it has expired
     drawing: set[asyncio.Task[Any]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(eq=False)
 class _Passing:
-    """What an owner samples from without having made a session: the samplers by what they are of."""
+    """The samplers of one owner for requests without a sampling session, by model and checkpoint."""
 
     session_id: str = ""
     made: OrderedDict[tuple[object, ...], str] = field(default_factory=OrderedDict)
@@ -118,18 +118,18 @@ class Samplers:
         self._quota = quota
         self._limits = limits
         self._now = now
-        self._expiry = expiry or now  # up to when samplers have expired
+        self._expiry = expiry or now  # samplers that expire up to this time are expired
         self._open_limit = open_limit
         self._unnamed_limit = unnamed_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
-        self._of_session: Counter[str] = Counter()  # how many count towards the quota
+        self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
         self._passing: dict[str, _Passing] = {}
         self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
         self._tasks: set[asyncio.Task[None]] = set()
-        promises.on_finish.append(self._tell_feed)
+        promises.on_finish.append(self._put_in_feed)
 
     async def restore(self) -> None:
-        """Count the samplers of sessions that have not ended."""
+        """Count the samplers of active sessions."""
         for session_id, owner in await self._db(self._store.active_samplers):
             self._count(owner, session_id)
 
@@ -138,17 +138,17 @@ class Samplers:
         self._of_session[session_id] += 1
 
     def _uncount(self, row: SamplerRow) -> None:
-        if self._of_session[row.session_id]:  # else its session has ended
+        if self._of_session[row.session_id]:  # otherwise its session has ended
             self._of_session[row.session_id] -= 1
             self._quota.release(row.owner)
 
     def check_room(self, owner: str) -> None:
         self._quota.check(owner)
 
-    # -- making --------------------------------------------------------------------------------
+    # -- creating ------------------------------------------------------------------------------
 
     async def create(self, owner: str, request: CreateSamplingSessionRequest) -> str:
-        """A sampler of a base model or of a checkpoint; the same number gives the same sampler."""
+        """Create a sampler of a base model or a checkpoint; a retry with the same number returns the same one."""
         await self._sessions.check_active(request.session_id, owner)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id in self._samplers:
@@ -167,12 +167,12 @@ class Samplers:
         base_model: str | None,
         model_path: str | None,
     ) -> str:
-        self._quota.take(owner)  # before anything is waited for: many may come at once
+        self._quota.take(owner)  # before the first await: many requests may arrive at once
         try:
             row = await self._prepared(owner, session_id, sampler_id, base_model, model_path)
             added = await self._add(row)
         finally:
-            self._quota.release(owner)  # counted for good where it was added
+            self._quota.release(owner)  # `_add` counts it permanently
         return added.row.sampler_id
 
     async def _prepared(
@@ -183,19 +183,19 @@ class Samplers:
         base_model: str | None,
         model_path: str | None,
     ) -> SamplerRow:
-        """The row of a new sampler, whose weights are in their place."""
+        """Put the weights of a new sampler into place and return its row."""
         if model_path is not None:
             checkpoint, source = await self._checkpoints.readable(owner, model_path)
             if checkpoint.kind == "external":
                 raise InvalidInputError(
-                    "external weights are for use elsewhere; sample from sampler weights",
+                    "external weights cannot be sampled from; use sampler weights",
                     field="model_path",
                 )
             run = await self._db(self._store.run, checkpoint.run_id)
             assert run is not None
             if base_model is not None and base_model != run.base_model:
                 raise InvalidInputError(
-                    f"the checkpoint is of {run.base_model}, not of {base_model!r:.200}",
+                    f"the base model of the checkpoint is {run.base_model}, not {base_model!r:.200}",
                     field="base_model",
                 )
             await self._engine.model(run.base_model, "model_path")
@@ -208,7 +208,7 @@ class Samplers:
         return SamplerRow(sampler_id, session_id, owner, base_model, None, self._now())
 
     def place(self, sampler_id: str) -> Path:
-        """Where a sampler keeps its weights."""
+        """The directory of a sampler's weights."""
         return self._directory / sampler_id.replace("/", "_")
 
     async def add_unnamed(
@@ -220,7 +220,7 @@ class Samplers:
         ttl_seconds: int | None,
         life: int,
     ) -> None:
-        """List a sampler whose weights are in their place, and which an engine has open in that life of it."""
+        """Add a sampler whose weights are in place and which the engine has open in its life number `life`."""
         now = self._now()
         row = SamplerRow(
             sampler_id,
@@ -233,15 +233,17 @@ class Samplers:
             expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
         )
         (await self._add(row)).open_in = life
-        await self._put_away()
+        await self._close_unused()
         await self._thin_out_unnamed(session_id)
 
     async def _thin_out_unnamed(self, session_id: str) -> None:
-        """Delete the unnamed samplers of a session that were not used for longest: a training loop makes one a step."""
+        """Delete the least recently used unnamed samplers of a session: a training loop makes one per step."""
         rows = await self._db(self._store.samplers_of_session, session_id)
         unnamed = [row for row in rows if row.unnamed]
         used = {sampler_id: place for place, sampler_id in enumerate(self._samplers)}
-        unnamed.sort(key=lambda row: used.get(row.sampler_id, -1))  # else by their age
+        unnamed.sort(
+            key=lambda row: used.get(row.sampler_id, -1)
+        )  # those not in memory come first, by age
         for row in unnamed[: max(0, len(unnamed) - self._unnamed_limit)]:
             sampler = self._samplers.get(row.sampler_id)
             if sampler is None or not sampler.drawing:
@@ -249,7 +251,7 @@ class Samplers:
 
     async def _add(self, row: SamplerRow) -> _Sampler:
         kept = await self._db(self._store.add_sampler, row)
-        if kept is row:  # else it was there before
+        if kept is row:  # otherwise it existed before
             self._count(row.owner, row.session_id)
         return self._know(kept)
 
@@ -267,9 +269,9 @@ class Samplers:
             row = await self._db(self._store.sampler, sampler_id)
             if row is None or row.owner != owner:
                 raise NotFoundError(
-                    f"There is no sampler {sampler_id!r:.200}. Of its samplers without a name a session keeps "
-                    f"the {self._unnamed_limit} that were used last (max_unnamed_samplers); weights saved "
-                    "under a name stay."
+                    f"There is no sampler {sampler_id!r:.200}. A session keeps only the {self._unnamed_limit} unnamed "
+                    "samplers that were used last (setting max_unnamed_samplers); weights saved under a "
+                    "name are kept."
                 )
             sampler = self._know(row)
         if sampler.row.owner != owner:
@@ -283,54 +285,54 @@ class Samplers:
         return number
 
     def clear_scratch(self) -> None:
-        """Remove what a crash left half written."""
+        """Remove incomplete directories that a crash left."""
         for leftover in self._directory.glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     async def close_session(self, session_id: str) -> None:
-        """Let go of the samplers of a session that has ended, and of what is being drawn from them."""
+        """Close the samplers of an ended session and cancel their requests."""
         for row in await self._db(self._store.samplers_of_session, session_id):
             self._uncount(row)
-            await self._let_go(row.sampler_id)
+            await self._close(row.sampler_id)
             feeds = self._feeds.get(row.owner, OrderedDict())
             for key in [key for key in feeds if key[0] == row.sampler_id]:
                 del feeds[key]
         del self._of_session[session_id]
 
     async def delete_expired(self) -> None:
-        """Let go of what has outlived its time, once nobody draws from it."""
+        """Delete expired samplers that no request uses."""
         for row in await self._db(self._store.expired_samplers, self._expiry()):
             sampler = self._samplers.get(row.sampler_id)
             if sampler is None or not sampler.drawing:
                 await self._delete(row)
 
     async def _delete(self, row: SamplerRow) -> None:
-        await self._let_go(row.sampler_id)
+        await self._close(row.sampler_id)
         await self._db(self._store.delete_sampler, row.sampler_id)
         self._uncount(row)
 
-    async def _let_go(self, sampler_id: str) -> None:
+    async def _close(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)
         if sampler is not None:
             sampler.closed = True
             for task in list(sampler.drawing):
                 task.cancel()
-            # Whether or not it is known to be open: somebody may just have asked for that.
+            # Even if it is not marked as open: a call that opens it may be in flight.
             await self._engine.call_now("close_sampler", sampler_id)
         await asyncio.to_thread(shutil.rmtree, self.place(sampler_id), ignore_errors=True)
 
     # -- without a session ---------------------------------------------------------------------
 
     async def _passing_sampler(self, owner: str, request: SampleRequest) -> _Sampler:
-        """A sampler for requests that name a model or a checkpoint instead, made for the first of them.
+        """The sampler for requests that name a model or a checkpoint instead of a sampling session.
 
-        It belongs to a session of its owner that ends, as any other, when nothing is heard of it for long.
+        The first such request creates it, in a session that expires like any other.
         """
         passing = self._passing.setdefault(owner, _Passing())
         async with passing.making:
             await self._passing_session(owner, passing)
             base_model, path = request.base_model, request.model_path
-            # Under the same path there may be other weights by now, or none.
+            # The checkpoint at this path may have been replaced or deleted since.
             written = None
             if path is not None:
                 written = (await self._checkpoints.readable(owner, path))[0].created_at
@@ -347,7 +349,9 @@ class Samplers:
 
     async def _passing_session(self, owner: str, passing: _Passing) -> None:
         if passing.session_id:
-            with contextlib.suppress(TinkerError):  # it has ended, and its samplers are gone
+            with contextlib.suppress(
+                TinkerError
+            ):  # the session has ended, and its samplers are closed
                 return await self._sessions.check_active(passing.session_id, owner)
         request = CreateSessionRequest(tags=["sampling"], sdk_version="")
         passing.session_id = await self._sessions.create(owner, request, None)
@@ -355,23 +359,23 @@ class Samplers:
         return None
 
     async def _thin_out(self, passing: _Passing) -> None:
-        """Let go of those that were not used for longest: who trains goes from one checkpoint to the next."""
+        """Delete the least recently used ones: a training loop samples from one new checkpoint after another."""
         for key, sampler_id in list(passing.made.items())[:-PASSING_LIMIT]:
             sampler = self._samplers.get(sampler_id)
             if sampler is None or not sampler.drawing:
                 del passing.made[key]
                 row = await self._db(self._store.sampler, sampler_id)
-                await self._let_go(sampler_id)
+                await self._close(sampler_id)
                 await self._db(self._store.delete_sampler, sampler_id)
                 if row is not None:
                     self._uncount(row)
 
-    # -- drawing -------------------------------------------------------------------------------
+    # -- sampling ------------------------------------------------------------------------------
 
     async def sample(
         self, row: Operation[Any], owner: str, request: SampleRequest, body: bytes
     ) -> Promise:
-        """Accept a request to sample."""
+        """Accept a sampling request."""
         sampler = await self._sampler_of(owner, request)
         sampler_id = sampler.row.sampler_id
         # Sequence numbers are unique within a sampling session. Without one, several clients use the same numbers.
@@ -396,7 +400,7 @@ class Samplers:
         )
 
     async def resume(self, promise: Promise) -> None:
-        """Go on with a request that was accepted before a restart."""
+        """Run a request that was accepted before a restart."""
         try:
             request: SampleRequest = self._promises.request_of(promise)
             sampler = await self._find(promise.scope, promise.owner)
@@ -408,7 +412,7 @@ class Samplers:
         self._start(promise, sampler, job, request)
 
     async def stream(self, owner: str, request: SampleRequest) -> AsyncIterator[SampleStreamChunk]:
-        """Tokens as they are drawn; what is wrong with the request is raised before the first."""
+        """Stream tokens as they are sampled; an invalid request is refused before the first one."""
         sampler = await self._sampler_of(owner, request)
         self._promises.check_room(owner)
         job = self._job(sampler, request)
@@ -445,7 +449,7 @@ class Samplers:
             return sampler
         if request.base_model is None and request.model_path is None:
             raise InvalidInputError(
-                "is required; create_sampling_session gives one. Or give base_model or model_path",
+                "is required (create_sampling_session returns one), unless base_model or model_path is given",
                 field="sampling_session_id",
             )
         return await self._passing_sampler(owner, request)
@@ -481,26 +485,26 @@ class Samplers:
         job: SampleJob,
         on_token: Callable[[Token], None] | None = None,
     ) -> SampledResult:
-        """Have a job done by an engine that has the sampler open."""
+        """Run a job on the engine, after opening the sampler there."""
         job = replace(job, owner=sampler.row.owner)
-        told = 0
+        streamed = 0
 
-        def tell(token: Token) -> None:
-            nonlocal told
-            told += 1
+        def send(token: Token) -> None:
+            nonlocal streamed
+            streamed += 1
             assert on_token is not None
             on_token(token)
 
         async def draw() -> SampledResult:
             await self._open(sampler)
             try:
-                return await self._engine.worker.sample(job, tell if on_token else None)
+                return await self._engine.worker.sample(job, send if on_token else None)
             except EngineDiedError:
-                if not told:
+                if not streamed:
                     raise
-                # From the beginning it would be said twice, and perhaps not the same.
+                # No retry: the client would receive tokens twice, and perhaps different ones.
                 raise RequestFailedError(
-                    f"The engine's process died after {told} tokens of this stream; ask for it again.",
+                    f"The engine's process died after {streamed} tokens of this stream; send the request again.",
                     category=RequestErrorCategory.Server,
                 ) from None
 
@@ -515,7 +519,7 @@ class Samplers:
             if not sampler.closed:
                 raise
             raise RequestFailedError(
-                f"Sampler {sampler.row.sampler_id!r} is gone: its session has ended, or its time was over.",
+                f"Sampler {sampler.row.sampler_id!r} is closed: its session has ended, or it has expired.",
                 category=RequestErrorCategory.User,
             ) from None
         finally:
@@ -530,7 +534,7 @@ class Samplers:
 
     @property
     def under_way(self) -> int:
-        """How many requests are waiting for the engine or in its batch."""
+        """The number of requests that wait for the engine or are in its batch."""
         return len(self._tasks)
 
     # -- open and closed -----------------------------------------------------------------------
@@ -545,16 +549,18 @@ class Samplers:
             if sampler.open_in == self._engine.life:
                 return
             if sampler.directory is None and row.has_weights:
-                raise InternalServerError(f"The weights of sampler {row.sampler_id!r} are gone.")
-            life = self._engine.life  # another one would know nothing of it
+                raise InternalServerError(f"The weights of sampler {row.sampler_id!r} are missing.")
+            life = (
+                self._engine.life
+            )  # read before the call: a restarted engine does not have it open
             await self._engine.worker.call_now(
                 "open_sampler", row.sampler_id, row.base_model, directory=sampler.directory
             )
             sampler.open_in = life
-        await self._put_away()
+        await self._close_unused()
 
-    async def _put_away(self) -> None:
-        """Close the samplers that were not used for longest; they can be opened again."""
+    async def _close_unused(self) -> None:
+        """Close the least recently used samplers in the engine; they can be opened again."""
         life = self._engine.life
         opened = [sampler for sampler in self._samplers.values() if sampler.open_in == life]
         for sampler in opened[: max(0, len(opened) - self._open_limit)]:
@@ -565,12 +571,12 @@ class Samplers:
     # -- waiting for any -----------------------------------------------------------------------
 
     async def feed(self, sampler_id: str, clone: int, owner: str) -> Feed:
-        """What was finished for one client of a sampler."""
+        """The feed of finished requests for one client of a sampler."""
         await self._find(sampler_id, owner)
         key = sampler_id, clone
         feeds = self._feeds.setdefault(owner, OrderedDict())
         if key not in feeds:
-            # The clock, so that the numbers go on where those of before a restart have ended.
+            # Cursors start at the clock, so that they continue to grow across a restart.
             feeds[key] = Feed(cursor=time.time_ns() // 1000)
             done = [
                 promise for promise in self._promises if promise.result and _feed(promise) == key
@@ -583,12 +589,12 @@ class Samplers:
         return feeds[key]
 
     def trim_feeds(self) -> None:
-        """Let go of what nobody can ask for any more."""
+        """Remove evicted requests from the feeds."""
         for feeds in self._feeds.values():
             for feed in feeds.values():
                 feed.keep(lambda promise: self._promises.knows(promise.request_id))
 
-    def _tell_feed(self, promise: Promise) -> None:
+    def _put_in_feed(self, promise: Promise) -> None:
         feeds = self._feeds.get(promise.owner)
         if feeds is not None and (feed := feeds.get(_feed(promise))) is not None:
             feed.put(promise)
@@ -600,12 +606,12 @@ class Samplers:
 
 
 def _feed(promise: Promise) -> tuple[str, int]:
-    """Which sampler a request is for, and which of its clients sent it."""
+    """The feed of a request: its sampler, and the number of the client that sent it."""
     return promise.scope, -1 if promise.seq_id is None else promise.seq_id // CLONE_STRIDE
 
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:
-    """What was drawn, as the protocol says it."""
+    """The sampled result as a response of the protocol."""
     topk = result.topk_sampled
     sequences = [
         SampledSequence(
@@ -632,7 +638,7 @@ def _response(result: SampledResult, targets: TensorData | None) -> SampleRespon
 
 
 def _in_layout_of(targets: TensorData, found: Any) -> TensorData:
-    """Logprobs in the form in which they were asked for: dense, or the same entries sparse."""
+    """Logprobs in the layout of the request: dense, or sparse with the same entries."""
     if targets.indices is None:
         return TensorData.from_numpy(found)
     crow, col = targets.indices

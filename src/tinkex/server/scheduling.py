@@ -1,8 +1,9 @@
-"""What runs next: pure bookkeeping on what is pending.
+"""Decides which request runs next; pure, without I/O.
 
-Requests of one model run strictly by their number, whatever order they arrive in. A number that never comes — its
-request was refused, or its client died between two chunks — holds up the others for a while and is then passed
-over. Between models, keys take turns, so that one user's thousand requests do not make another's one wait.
+Requests of one model run strictly in the order of their numbers, whatever order they arrive in. A number may never
+arrive: its request was refused, or its client crashed between two chunks. Later requests wait for it until a time
+limit, then it is skipped. Between models, keys share the engine fairly, so that a user with one request does not
+wait for another's thousand.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ __all__ = ["GAP_LIMIT", "SETTLED_GAP_LIMIT", "Candidate", "Sequencer", "Shares"]
 
 T = TypeVar("T")
 
-#: Seconds that requests wait for a number that is missing before them.
+#: Seconds that requests wait for a missing earlier number.
 GAP_LIMIT: Final = 60.0
-#: The same, when one of them is not a pass: clients send it only once all before it were accepted, so what is
-#: missing then was used up inside the client.
+#: The same if a request that is not a pass is among them: clients send it only after all earlier ones were accepted,
+#: so the missing number was never sent.
 SETTLED_GAP_LIMIT: Final = 5.0
 
 
 @dataclass
 class Sequencer(Generic[T]):
-    """The requests of one model, in line.
+    """The queue of one model.
 
-    A request is offered once under its number; offering the number again gives back what was offered first, so
-    that a client's retry finds its own promise. Requests without a number stand behind all that are there.
+    Offering a number again returns the request that was offered first, so that a client's retry finds its own
+    promise. A request without a number runs after all that are in the queue when it arrives.
     """
 
     next_seq: int = 1
@@ -40,9 +41,9 @@ class Sequencer(Generic[T]):
     _settled: int = -1
 
     def offer(self, seq_id: int | None, request: T, *, settles: bool = False) -> T:
-        """Put a request in line; the one that stands there already, if the number is taken.
+        """Queue a request and return it, or the earlier one if the number is already in the queue.
 
-        `settles` says that its client had all numbers before it accepted when it sent this one.
+        `settles` means that all earlier numbers of its client were accepted before it sent this one.
         """
         if settles and seq_id is not None:
             self._settled = max(self._settled, seq_id)
@@ -53,17 +54,17 @@ class Sequencer(Generic[T]):
         return self._pending.setdefault(seq_id, request)
 
     def knows(self, seq_id: int) -> bool:
-        """Whether the number was run, passed over or is in line."""
+        """Whether the number has run, was skipped or is in the queue."""
         return seq_id < self.next_seq or seq_id in self._pending or seq_id in self._passed
 
     def refuse(self, seq_id: int) -> None:
-        """A number whose request was turned away: nobody needs to wait for it."""
+        """Skip the number of a refused request: no other request waits for it."""
         if seq_id >= self.next_seq:
             self._passed.add(seq_id)
             self._skip_passed()
 
     def take(self, now: float) -> T | None:
-        """The next request, which then counts as run; None while there is none or a number is missing."""
+        """Remove and return the next request; None if the queue is empty or waits for a missing number."""
         if self._again:
             return self._again.popleft()
         if self._unnumbered and self._unnumbered[0][0] < self.next_seq:
@@ -77,13 +78,13 @@ class Sequencer(Generic[T]):
         return request
 
     def ready(self, now: float) -> bool:
-        """Whether `take` would give something."""
+        """Whether `take` would return a request."""
         if self._again or (self._unnumbered and self._unnumbered[0][0] < self.next_seq):
             return True
         return self.next_seq in self._pending or self._gap_is_old(now)
 
     def wakes_at(self, now: float) -> float | None:
-        """When a missing number will be passed over, if one is being waited for."""
+        """The time at which a missing number will be skipped; None if none is missing."""
         if not self._pending or self.next_seq in self._pending:
             return None
         if self._gap_since is None:
@@ -92,21 +93,21 @@ class Sequencer(Generic[T]):
         return self._gap_since + (SETTLED_GAP_LIMIT if settled else GAP_LIMIT)
 
     def drop_done(self) -> list[T]:
-        """Those whose turn is over, taken out of line: others after them have run."""
+        """Remove and return requests that arrived too late: later numbers have already run."""
         over = sorted(seq_id for seq_id in self._pending if seq_id < self.next_seq)
         return [self._pending.pop(seq_id) for seq_id in over]
 
     def run_again(self, requests: Iterable[T]) -> None:
-        """Those whose turn is over and whose work is lost: they go before all others, in this order."""
+        """Queue requests whose work was lost; they run before all others, in this order."""
         self._again.extend(requests)
 
     @property
     def goes_back(self) -> bool:
-        """Whether there are numbers before `next_seq` that are still to run."""
+        """Whether requests before `next_seq` still have to run again."""
         return bool(self._again)
 
     def drain(self) -> list[T]:
-        """All that is in line, taken out of it."""
+        """Remove and return all requests."""
         left = [*self._again, *(self._pending[seq_id] for seq_id in sorted(self._pending))]
         left += [request for _, request in self._unnumbered]
         self._again.clear()
@@ -135,7 +136,7 @@ class Sequencer(Generic[T]):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model with something to run: whose it is, and since when it waits."""
+    """A model with a request to run: its id, its key, and since when it waits."""
 
     model_id: str
     key: Hashable
@@ -144,17 +145,17 @@ class Candidate:
 
 @dataclass
 class Shares:
-    """What each key has had. Among those who wait all count the same, whatever they had before they came."""
+    """Fair shares of the engine: counts the work done for each key while it has requests waiting."""
 
     _served: dict[Hashable, float] = field(default_factory=dict)
-    _floor: float = 0.0  # what the key had that was chosen last: who waits has had about as much
+    _floor: float = 0.0  # highest count of a key when it was chosen; those of other waiting keys are close to it
 
     def arrive(self, key: Hashable) -> None:
-        """A key of which nothing was waiting: while it was away it has not saved up turns."""
+        """Raise the count of a key that starts to wait to the floor: an idle key does not save up work."""
         self._served[key] = max(self._served.get(key, 0.0), self._floor)
 
     def choose(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """The next model to serve: of the key that has had least, the one that has waited longest."""
+        """The next model: of the key with the lowest count, the one that has waited longest."""
         chosen = min(
             candidates,
             key=lambda each: (self._served.get(each.key, 0.0), each.since, each.model_id),

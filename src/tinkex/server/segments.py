@@ -1,12 +1,12 @@
-"""The files of the journal: how a record is written, and how records are found again in a file that is damaged.
+"""The format of journal files: writes records, and finds them again in a damaged file.
 
-A segment begins with a random marker, and so does each of its records. Nobody outside knows the marker, so nothing that a
-client sends can pass for a record: after damage the next marker is where the next record begins. The header of a
-record has a checksum of its own and is written twice, before and after the body. One flipped bit therefore costs at
-most one body or one head, and what was lost is known: the run, the kind and the number are in the header.
+A segment starts with a random marker, and so does each of its records. Clients do not know the marker, so no data of
+theirs can look like a record: after damage, the next marker is where the next record starts. The header of a record has
+its own checksum and is written twice, before and after the body. One flipped bit therefore destroys at most one
+body or one head, and the header still tells what was lost: the run, the kind and the number.
 
-Segments of version 1 are read and never written. They have one checksum for all of a record, so what lies behind a
-damaged header of theirs is lost.
+Segments of version 1 are read but never written. They have one checksum per record, so everything after a damaged
+header is lost.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MAGIC: Final = b"tinkexj2"
 _MAGIC_1: Final = b"tinkexj1"
 _MARKER_BYTES: Final = 8
 _COPY_BYTES: Final = _MARKER_BYTES + 4
-#: The magic, and twice the marker with its checksum.
+#: The magic, then two copies of the marker with its checksum.
 PROLOGUE_BYTES: Final = len(_MAGIC) + 2 * _COPY_BYTES
 #: Marker, checksum of the rest, kind, number, lengths of head and body, checksums of head, body and scope.
 _HEADER: Final = struct.Struct("<8sIBQIIIII")
-#: Of version 1: checksum of all that follows, kind, number, lengths of head and body.
+#: Version 1: checksum of all that follows, kind, number, lengths of head and body.
 _HEADER_1: Final = struct.Struct("<IBQII")
 #: Set in the kind of the header that follows the body.
 _BEHIND: Final = 0x80
@@ -58,7 +58,7 @@ _KINDS: Final = frozenset(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the body of a record lies."""
+    """The position of a record's body."""
 
     segment: int
     offset: int
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One entry: `head` is small and says what it is, the body is bytes."""
+    """One entry of the journal: a small `head` that describes it, and the place of its body."""
 
     number: int
     kind: Kind
@@ -77,10 +77,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes of a segment that cannot be read, and what is known of the record that was there.
+    """Unreadable bytes of a segment, and what is known about the lost record.
 
-    `record` is known if only its body is damaged, `kind` and `scope` (see `scope_sum`) if its head is too. If they are
-    not known either, any number of records of anybody may be lost.
+    `record` is set if only its body is damaged. If its head is damaged too, only `kind` and `scope` (see `scope_sum`) are
+    set. If they are None as well, any number of records of any run may be lost.
     """
 
     offset: int
@@ -92,7 +92,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """The end of a segment whose last write was interrupted: nobody was told that it was kept."""
+    """The end of a segment whose last write was interrupted: the record was never acknowledged."""
 
     offset: int
     length: int
@@ -111,24 +111,24 @@ class _Header:
 
     @property
     def size(self) -> int:
-        """Of the whole record."""
+        """The size of the whole record in bytes."""
         return 2 * _HEADER.size + self.head_size + self.body_size
 
 
 def scope_sum(scope: str) -> int:
-    """What a header says of whose record it is."""
+    """The checksum of a scope, which the header stores to identify the run of a record."""
     return zlib.crc32(scope.encode())
 
 
 class Writer:
-    """Writes the records of one segment as bytes."""
+    """Encodes the records of one segment."""
 
     def __init__(self) -> None:
         self._marker = secrets.token_bytes(_MARKER_BYTES)
 
     @classmethod
     def of(cls, descriptor: int) -> Writer | None:
-        """The writer of a segment that is there; None if records should not be added to it."""
+        """The writer of an existing segment; None if no records may be added to it."""
         marker = _marker(descriptor)
         if marker is None:
             return None
@@ -142,7 +142,7 @@ class Writer:
         return _MAGIC + copy + copy
 
     def record(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> list[bytes]:
-        """What comes before the body, the body, and what comes behind it."""
+        """The bytes before the body, the body, and the bytes after it."""
         head_bytes = orjson.dumps(head)
         facts = (
             number,
@@ -162,7 +162,7 @@ class Writer:
 
 
 def scan(descriptor: int, segment: int) -> Iterator[Record | Damage | Torn]:
-    """What a segment holds, in the order of its bytes; a torn end comes last."""
+    """The entries of a segment in file order; a torn end comes last."""
     size = os.fstat(descriptor).st_size
     magic = os.pread(descriptor, len(_MAGIC), 0)
     marker = _marker(descriptor)
@@ -177,7 +177,7 @@ def scan(descriptor: int, segment: int) -> Iterator[Record | Damage | Torn]:
 
 
 def _marker(descriptor: int) -> bytes | None:
-    """The marker of a segment, from the copy that is sound."""
+    """The marker of a segment, from the first copy with a valid checksum."""
     prologue = os.pread(descriptor, PROLOGUE_BYTES, 0)
     if len(prologue) < PROLOGUE_BYTES:
         return None
@@ -220,7 +220,7 @@ class _Scan:
             offset += header.size
 
     def _header(self, offset: int) -> _Header | None:
-        """The header at an offset, if it is a sound one."""
+        """The header at an offset; None if there is no valid one."""
         raw = os.pread(self._descriptor, _HEADER.size, offset)
         if len(raw) < _HEADER.size or not raw.startswith(self._marker):
             return None
@@ -233,7 +233,7 @@ class _Scan:
         return _Header(Kind(kind & ~_BEHIND), number, head, body, head_sum, body_sum, scope, behind)
 
     def _next(self, offset: int) -> tuple[int, _Header | None]:
-        """The first record that begins at an offset or later, by the header before or behind its body."""
+        """The first record that starts at `offset` or later, found by the header before or after its body."""
         rest = os.pread(self._descriptor, self._size - offset, offset)
         at = rest.find(self._marker)
         while at >= 0:
@@ -258,16 +258,16 @@ class _Scan:
         return record
 
     def _is_unwritten(self, offset: int, header: _Header) -> bool:
-        """Whether the file ends with a record whose end never reached the disk: the file system knew its size only."""
+        """Whether the file ends with zeros where the end of a record should be: only the file size reached the disk."""
         end = offset + header.size
         return end == self._size and not any(
             os.pread(self._descriptor, _HEADER.size, end - _HEADER.size)
         )
 
     def _end(self, offset: int) -> Damage | Torn:
-        """What is behind the last record that can be found."""
+        """Classify the bytes after the last record."""
         rest = os.pread(self._descriptor, self._size - offset, offset)
-        # A write that was interrupted leaves the beginning of a record, or zeros where there was to be one.
+        # An interrupted write leaves the start of a record, or zeros in its place.
         if len(rest.rstrip(b"\0")) < _HEADER.size:
             return Torn(offset, len(rest))
         return Damage(offset, len(rest))
@@ -286,7 +286,7 @@ def _scan_1(descriptor: int, segment: int, size: int) -> Iterator[Record | Damag
         if kind not in _KINDS:
             yield Damage(offset, size - offset)
             return
-        if end > size:  # or the length is damaged, which looks the same
+        if end > size:  # a damaged length looks the same
             yield Torn(offset, size - offset)
             return
         rest = os.pread(descriptor, head_size + body_size, offset + _HEADER_1.size)

@@ -1,4 +1,4 @@
-"""Running a service: until a signal, until it is closed, or for as long as somebody holds a lease."""
+"""Runs a service until a signal, until it is closed, or until the last lease ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .service import Service, Settings
 
 __all__ = ["ADDRESS_FILE", "ServiceThread", "run"]
 
-#: In the data directory of a running service: where it can be reached.
+#: The file in the data directory of a running service that contains its URL.
 ADDRESS_FILE: Final = "service.json"
 
 
@@ -47,10 +47,10 @@ def run(
     leased: bool = False,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, or, if `leased`, until the last holder has gone."""
+    """Serve until SIGINT or SIGTERM or, if `leased`, until the last lease ends."""
     require_keys(host, settings.keys)
     raise_descriptor_limit()
-    os.umask(UMASK)  # this process only serves; its engine inherits it
+    os.umask(UMASK)  # safe: this process only serves. The engine inherits the umask.
 
     async def serve() -> None:
         stop = asyncio.Event()
@@ -63,7 +63,7 @@ def run(
 
 
 class ServiceThread:
-    """A service in a thread of this process, for tests and tools; it listens on a free port of loopback."""
+    """A service in a thread of this process, for tests and tools; it listens on a free loopback port."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -72,7 +72,7 @@ class ServiceThread:
         self._thread = threading.Thread(target=self._run, name="tinkex-service", daemon=True)
 
     def start(self) -> str:
-        """Start it; its URL."""
+        """Start the service and return its URL."""
         self._thread.start()
         return self._ready.result()
 
@@ -113,17 +113,17 @@ async def _serve(
     on_ready: Callable[[str], None],
 ) -> None:
     _make_directory(settings.data_dir)
-    listening = _listen(host, port)  # first of all: a taken port should not cost a model's loading
+    listening = _listen(host, port)  # first: a port in use is reported before models are loaded
     service = Service(settings)
-    told = asyncio.ensure_future(stop.wait())
+    stopped = asyncio.ensure_future(stop.wait())
     address = settings.data_dir / ADDRESS_FILE
     try:
-        if not await _started(service, told):
+        if not await _started(service, stopped):
             return
-        # Whoever holds on to a service that was not made for him does not end it by leaving.
+        # Only a leased service stops with its last holder; others accept leases, too.
         leases = Leases(stop.set if leased else lambda: None)
         server = _Server(build_app(service, leases), _connection_limits(settings))
-        told.add_done_callback(server.leave)
+        stopped.add_done_callback(server.leave)
         url = _url(listening)
         _write_address(address, url)
         if leased:
@@ -133,15 +133,15 @@ async def _serve(
         finally:
             address.unlink(missing_ok=True)
     finally:
-        told.cancel()
+        stopped.cancel()
         listening.close()
         await service.stop()
 
 
-async def _started(service: Service, told: asyncio.Future[Any]) -> bool:
-    """Start a service, unless it is told to stop meanwhile."""
+async def _started(service: Service, stopped: asyncio.Future[Any]) -> bool:
+    """Start a service; False if it was asked to stop before it had started."""
     starting = asyncio.ensure_future(service.start())
-    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         starting.result()
         return True
@@ -162,7 +162,7 @@ def _connection_limits(settings: Settings) -> ConnectionLimits:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with bounded connections, without its signal handling, and with a call when it listens."""
+    """uvicorn with bounded connections, without its signal handling, and with a callback once it listens."""
 
     def __init__(self, app: object, limits: ConnectionLimits) -> None:
         super().__init__(
@@ -171,9 +171,9 @@ class _Server(uvicorn.Server):
                 http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
-                log_level="error",  # below that anybody fills the log with requests that are no HTTP
+                log_level="error",  # at lower levels any peer could fill the log with invalid requests
                 access_log=False,
-                # Longer than clients keep theirs, so that no request meets a connection that is closing.
+                # Longer than clients keep connections, so that no request is sent on a closing one.
                 timeout_keep_alive=300,
                 timeout_graceful_shutdown=1,
             )
@@ -193,7 +193,7 @@ class _Server(uvicorn.Server):
         await self.startup(sockets=[listening])
         on_ready()
         await self.main_loop()
-        # Polls that are held open are cut off without a word: their clients ask again.
+        # Open polls are closed without a log message: their clients retry.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await self.shutdown(sockets=[listening])
 
@@ -202,7 +202,7 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}", field="data_dir") from None
+        raise ConfigError(f"cannot create {path}: {error.strerror}", field="data_dir") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,7 @@
-"""Sessions: who is there, since when, and until when.
+"""Sessions: creation, heartbeats, expiry and search.
 
-A session ends when its client says so, or when nothing has been heard of it for a long time. Then its models and
-unnamed samplers go; checkpoints stay.
+A session ends when its client finishes it, or when it expires after a long time without requests or heartbeats. Then
+its models are unloaded and its samplers are closed; checkpoints stay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT_PROJECT = "default"
 
 @dataclass
 class _Live:
-    """What is needed of a session on every request."""
+    """The facts of an active session that every request needs."""
 
     owner: str
     heard: float
@@ -43,7 +43,7 @@ class _Live:
 
 
 class Sessions:
-    """All sessions; those in use are kept at hand."""
+    """All sessions; active ones are in memory."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Sessions:
         *,
         expiry: float,
         now: Callable[[], datetime] = now_utc,
-        # Not the wall clock: a laptop that slept has not been silent.
+        # Not the wall clock: while a laptop sleeps, sessions must not expire.
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
@@ -62,11 +62,11 @@ class Sessions:
         self._live: dict[str, _Live] = {}
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """The number of active sessions."""
         return len(self._live)
 
     async def restore(self) -> None:
-        """Take up the sessions of before a restart; from now on they may be silent for as long as any other."""
+        """Load the active sessions from before a restart; their time to expiry starts again."""
         now = self._monotonic()
         for row in await self._db(self._store.active_sessions):
             self._live[row.session_id] = _Live(row.owner, now, dict(row.status))
@@ -93,20 +93,20 @@ class Sessions:
             known = await self._repeated(wanted)
             if known is not None:
                 return known.session_id
-        self._quota.take(owner)  # before the database is asked: many may come at once
+        self._quota.take(owner)  # before the first await: many requests may arrive at once
         try:
             row = await self._db(self._store.add_session, wanted)
         except BaseException:
             self._quota.release(owner)
             raise
-        if row.session_id != wanted.session_id:  # the same request came twice at once
+        if row.session_id != wanted.session_id:  # a concurrent retry of the same request
             self._quota.release(owner)
         else:
             self._live[row.session_id] = _Live(owner, self._monotonic(), dict(row.status))
         return row.session_id
 
     async def _repeated(self, wanted: SessionRow) -> SessionRow | None:
-        """The session that the same request has made before; a repeated request is never over a limit."""
+        """The session that an earlier attempt of this request created: a retry never exceeds a limit."""
         if wanted.idempotency_key is None:
             return None
         return await self._db(self._store.session_of_key, wanted.idempotency_key)
@@ -114,7 +114,7 @@ class Sessions:
     async def find(self, session_id: str, owner: str) -> _Live:
         live = self._live.get(session_id)
         if live is None:
-            row = await self._db(self._store.session, session_id)  # it has ended, if it ever was
+            row = await self._db(self._store.session, session_id)  # an ended one
             if row is not None:
                 live = _Live(row.owner, self._monotonic(), dict(row.status))
         if live is None or live.owner != owner:
@@ -122,7 +122,7 @@ class Sessions:
         return live
 
     def owner(self, session_id: str) -> str | None:
-        """Whose session it is; None if it has ended or never was."""
+        """The owner of an active session; None if it has ended or does not exist."""
         live = self._live.get(session_id)
         return None if live is None else live.owner
 
@@ -132,7 +132,7 @@ class Sessions:
         if live.status["type"] != "active":
             raise InvalidInputError(
                 f"session {session_id!r:.100} has ended ({_in_words(live.status)}); start a new one and "
-                "go on from a checkpoint",
+                "continue from a checkpoint",
                 field="session_id",
             )
         live.heard = self._monotonic()
@@ -144,7 +144,7 @@ class Sessions:
         live.heard = self._monotonic()
 
     async def finish(self, session_id: str, owner: str, request: FinishSessionRequest) -> bool:
-        """End a session; False if it had ended before, when the first reason stays."""
+        """End a session; False if it had ended before: then the first reason stays."""
         live = await self.find(session_id, owner)
         if live.status["type"] != "active":
             return False
@@ -157,23 +157,26 @@ class Sessions:
         return True
 
     async def expire(self) -> AsyncIterator[str]:
-        """End the sessions of which nothing was heard; the id of each when it has ended."""
+        """End sessions without a recent request or heartbeat; yields the id of each once it has ended."""
         limit = self._monotonic() - self._expiry
         silent = [(name, live) for name, live in self._live.items() if live.heard < limit]
         for session_id, live in silent:
-            if live.status["type"] != "active":  # its client was faster
+            if live.status["type"] != "active":  # its client has finished it meanwhile
                 continue
-            detail = f"nothing was heard of it for {self._expiry:.0f} seconds"
+            detail = f"no request or heartbeat for {self._expiry:.0f} seconds"
             status = {"type": "cancelled", "detail": detail}
             await self._end(session_id, live, status)
             yield session_id
 
     async def _end(self, session_id: str, live: _Live, status: dict[str, Any]) -> None:
-        before, live.status = live.status, status  # at once: nothing is accepted any more
+        before, live.status = (
+            live.status,
+            status,
+        )  # before the first await: from now on requests are refused
         try:
             await self._db(self._store.update_session, session_id, status=status)
         except Exception:
-            live.status = before  # it has not ended, and can be told to again
+            live.status = before  # still active: ending it can be retried
             raise
         if self._live.pop(session_id, None) is not None:
             self._quota.release(live.owner)
@@ -181,9 +184,9 @@ class Sessions:
     # -- searching -----------------------------------------------------------------------------
 
     async def search(self, owner: str, request: SessionSearchRequest) -> SessionSearchResponse:
-        """Sessions that fit, newest first; each key sees its own."""
+        """Matching sessions, newest first; each key sees only its own."""
         wanted = request.owner
-        names = {owner, f"tml:user:{owner}"}  # as sessions and as tokens say it
+        names = {owner, f"tml:user:{owner}"}  # the forms used in sessions and in tokens
         if wanted.type == "user" and names.isdisjoint(wanted.owner_urns):
             return SessionSearchResponse(sessions=[])
         cursor = request.cursor
@@ -241,15 +244,15 @@ class Sessions:
 
 
 def utc(moment: datetime, field: str) -> datetime:
-    """A moment that somebody named, in UTC; without a zone it is meant to be."""
+    """A time from a request, in UTC; one without a zone is taken as UTC."""
     try:
         return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except OverflowError:
-        raise InvalidInputError("is not a moment in UTC", field=field) from None
+        raise InvalidInputError("is out of range in UTC", field=field) from None
 
 
 def text_map(metadata: Any) -> dict[str, str] | None:
-    """Metadata as clients read it back: text throughout."""
+    """Metadata in the form that clients receive: all values are strings."""
     if metadata is None:
         return None
     return {

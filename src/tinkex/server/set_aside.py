@@ -1,6 +1,6 @@
-"""What a service finds and cannot use is kept for a person to look at: `<data>/set-aside/<date>/…`.
+"""Keeps files that the service cannot use for the operator to inspect: `<data>/set-aside/<date>/…`.
 
-Nothing here is ever read or deleted by the service.
+The service never reads or deletes anything there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DIRECTORY: Final = "set-aside"
 
 
 class SetAside:
-    """The place for such things in one data directory."""
+    """The set-aside directory of one data directory."""
 
     def __init__(self, data: Path, now: Callable[[], datetime]) -> None:
         self._data = data
         self._now = now
 
     def move(self, path: Path, why: str) -> Path:
-        """Take a file or directory out of use; where it is now."""
+        """Move a file or directory out of use and return its new path."""
         target = self._place(path)
         path.replace(target)
         flush(target.parent)
@@ -38,7 +38,7 @@ class SetAside:
         return target
 
     def copy(self, path: Path, why: str) -> Path:
-        """Keep a copy of a file that stays in use."""
+        """Set aside a copy of a file that stays in use; return the path of the copy."""
         target = self._place(path)
         shutil.copyfile(path, target)
         target.chmod(0o600)

@@ -1,7 +1,7 @@
-"""Snapshots: a model as it was after so many changes, so that a crash costs a minute of work and not all of it.
+"""Snapshots: the state of a model after a number of changes, so that a restart replays a minute of work, not all.
 
-A snapshot is a checkpoint directory; a small file beside it, replaced whole, says which one counts. What came after
-it is in the journal.
+A snapshot is a checkpoint directory. A small file beside it, replaced atomically, names the current one. Later changes
+are replayed from the journal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CURRENT: Final = "current.json"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model after `changes` changes, when `next_seq` was the number it waited for."""
+    """A model after `changes` changes; `next_seq` was the next number to run."""
 
     directory: Path
     changes: int
@@ -40,7 +40,7 @@ class Snapshots:
         return self._of(model_id) / str(changes)
 
     def current(self, model_id: str) -> Snapshot:
-        """The snapshot that counts, of a model that has one."""
+        """The current snapshot of a model that has one."""
         try:
             content = json.loads((self._of(model_id) / _CURRENT).read_text())
             changes, next_seq = int(content["changes"]), int(content["next_seq"])
@@ -49,7 +49,7 @@ class Snapshots:
         return Snapshot(self.place(model_id, changes), changes, next_seq)
 
     def commit(self, model_id: str, snapshot: Snapshot) -> None:
-        """Let a snapshot that has been written count, and drop the others."""
+        """Make a written snapshot the current one and delete the others."""
         content = {"changes": snapshot.changes, "next_seq": snapshot.next_seq}
         write_whole(self._of(model_id) / _CURRENT, json.dumps(content))
         for other in self._of(model_id).iterdir():
@@ -57,7 +57,7 @@ class Snapshots:
                 shutil.rmtree(other, ignore_errors=True)
 
     def clear_scratch(self) -> None:
-        """Remove what a crash left half written."""
+        """Remove incomplete files that a crash left."""
         for leftover in self._directory.glob("*/.*"):
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -73,14 +73,14 @@ class Snapshots:
         known: Callable[[str], bool],
         set_aside: Callable[[Path, str], object],
     ) -> None:
-        """Delete what belongs to models that are over; what belongs to no `known` model is set aside."""
+        """Delete the snapshots of models that have ended; set aside those of models that are not `known`."""
         for entry in self._entries():
             if entry.name in needed:
                 continue
             if known(entry.name):
                 self.forget(entry.name)
             else:
-                set_aside(entry, "neither database nor journal know this run")
+                set_aside(entry, "neither the database nor the journal knows this run")
 
     def model_ids(self) -> Iterator[str]:
         """The models that have a snapshot."""

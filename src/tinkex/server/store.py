@@ -1,8 +1,8 @@
-"""Facts the service keeps: sessions, training runs, checkpoints, samplers, and what was used. Bodies are the journal's.
+"""The database: sessions, training runs, checkpoints, samplers and usage. Request bodies are in the journal instead.
 
-SQLAlchemy Core on SQLite or PostgreSQL; the same statements on both. Every method is one transaction. A transaction
-is on the disk when its method returns, except those that only count (`durable=False`): a power cut may take the last
-of these. Rows come back as frozen dataclasses, times are aware UTC datetimes, JSON columns hold what users attached.
+SQLAlchemy Core on SQLite or PostgreSQL, with the same statements on both. Every method is one transaction. It is on
+disk when the method returns, except for methods that only count (`durable=False`): a power cut may undo the last of
+these. Rows are frozen dataclasses, times are aware UTC datetimes, JSON columns hold users' metadata.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _metadata = sa.MetaData()
 
 
 class _UTC(sa.TypeDecorator[datetime]):
-    """Moments in UTC; SQLite forgets the zone, so it is put back."""
+    """Times in UTC; SQLite does not store the zone, so it is added on reading."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -154,14 +154,14 @@ _telemetry = sa.Table(
     sa.Index("telemetry_once", "owner", "session_id", "event_id", unique=True),
 )
 _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
-#: One row: the identity that this database shares with its data directory.
+#: A table of one row: the identity that this database shares with its data directory.
 _identity = sa.Table("identity", _metadata, sa.Column("identity", sa.String, primary_key=True))
 
-#: What an event takes, as both databases can say it.
+#: The size of an event, as an expression that works in both databases.
 _EVENT_BYTES: Final = sa.func.length(sa.cast(_telemetry.c.event, sa.Text))
 
-#: Statements that bring a database from each version to the next; a new database gets the newest at once. New tables
-#: need none: they are created before.
+#: Statements that migrate a database from each version to the next; a new database starts at the newest. New tables
+#: need no statement: missing tables are created first.
 _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
         "ALTER TABLE telemetry ADD COLUMN event_id VARCHAR",
@@ -173,26 +173,26 @@ _MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE INDEX ix_samplers_expires_at ON samplers (expires_at)",
     ),
 )
-#: One lease for each schema of a database; the first number is ours alone.
+#: One lease per schema of a database; the first number identifies tinkex.
 _TAKE_LEASE: Final = "SELECT pg_try_advisory_lock(1953066596, hashtext(current_schema()))"
-#: PostgreSQL notices within a minute that the machine of a holder is gone.
+#: With these, PostgreSQL notices within a minute that the machine of a lease holder is down.
 _LEASE_KEEPALIVE: Final = (
     "SET tcp_keepalives_idle = 30",
     "SET tcp_keepalives_interval = 10",
     "SET tcp_keepalives_count = 3",
 )
-#: What SQLite says of a full disk, and of a file that may not grow.
+#: SQLite's error codes for a full disk and for a file that may not grow.
 _NO_ROOM: Final = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 )
-#: Of its other errors of the disk, the last byte of their codes.
+#: SQLite's other disk errors, by the last byte of their codes.
 _ERRNO: Final = {sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_IOERR: errno.EIO}
 SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
-#: Calls that share a transaction at most: the first of them should not wait long for the last.
+#: Most calls that share a transaction: the first one should not wait long for the last.
 _SHARED_CALLS: Final = 100
-#: Execution option of a connection: whether its commits wait until they are on the disk.
+#: Execution option of a connection: whether its commits wait until they are on disk.
 _DURABLE: Final = "tinkex_durable"
-#: Inserts that can pass over rows that are there already; the same words in both dialects.
+#: Inserts that can skip existing rows; both dialects have the same methods.
 _INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {
     "sqlite": sqlite.insert,
     "postgresql": postgresql.insert,
@@ -238,7 +238,7 @@ class CheckpointRow:
     public: bool = False
     expires_at: datetime | None = None
     user_metadata: Mapping[str, str] | None = None
-    request_id: str | None = None  # which request wrote it
+    request_id: str | None = None  # the request that wrote it
 
 
 @dataclass(frozen=True)
@@ -250,18 +250,18 @@ class SamplerRow:
     model_path: str | None
     created_at: datetime
     clones: int = 0
-    unnamed: bool = False  # made of a model as it was, without a checkpoint
+    unnamed: bool = False  # made from a model's current weights, without a checkpoint
     expires_at: datetime | None = None
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is more to it than the base model."""
+        """Whether it has weights besides the base model."""
         return self.unnamed or self.model_path is not None
 
 
 @dataclass(frozen=True)
 class UsageRow:
-    """How much of something was used within one hour."""
+    """Usage of one kind within one hour."""
 
     bucket_start: datetime
     owner: str
@@ -288,16 +288,16 @@ class TelemetryRow:
     owner: str
     session_id: str
     event: Mapping[str, Any]
-    event_id: str | None  # unknown of what an older release kept
+    event_id: str | None  # None for events stored by an older release
 
 
 class Store:
-    """The database of one service; `open` makes or migrates its tables."""
+    """The database of one service; `open` creates or migrates its tables."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._engine: Engine | None = None
-        self._shared: Connection | None = None  # of the transaction that several methods share
+        self._shared: Connection | None = None  # while several methods share a transaction
         self._lease: Connection | None = None
 
     def open(self) -> None:
@@ -318,7 +318,7 @@ class Store:
                 return
             if found > SCHEMA_VERSION:
                 raise RuntimeError(
-                    f"the database is of version {found}, this release knows {SCHEMA_VERSION}; "
+                    f"the database has version {found}, but this release supports up to {SCHEMA_VERSION}; "
                     "use a newer release"
                 )
             for statements in _MIGRATIONS[found - 1 :]:
@@ -339,11 +339,11 @@ class Store:
     # -- lease -------------------------------------------------------------------------------
 
     def take_lease(self) -> bool:
-        """Whether this store is the only one with a lease of the database, which it has until it is closed.
+        """Take the exclusive lease of the database, or check that this store still has it; False if another has it.
 
-        In PostgreSQL the lease is a lock of a connection, so it ends with its holder, however that ends. If the
-        connection was lost, it is taken again, unless another has it by now. SQLite needs none: its file is in a data
-        directory, which has a lock of its own.
+        In PostgreSQL the lease is an advisory lock of a connection, so it ends when its holder exits or crashes. After
+        a lost connection it is taken again, unless another store has it by now. SQLite needs no lease: its file
+        is in a data directory, which has its own lock.
         """
         assert self._engine is not None, "the store is not open"
         if self._engine.dialect.name != "postgresql":
@@ -372,14 +372,14 @@ class Store:
 
     def _drop_lease(self) -> None:
         if self._lease is not None:
-            self._lease.invalidate()  # not back to the pool: the lock is of the connection
+            self._lease.invalidate()  # not back to the pool: the connection holds the lock
             self._lease.close()
             self._lease = None
 
     # -- identity ----------------------------------------------------------------------------
 
     def identity(self) -> str | None:
-        """What says which data directory this database belongs to; None before it is set."""
+        """The identity that links this database to its data directory; None before it is set."""
         with self._transaction() as connection:
             found: str | None = connection.scalar(sa.select(_identity.c.identity))
             return found
@@ -392,7 +392,7 @@ class Store:
     # -- sessions ----------------------------------------------------------------------------
 
     def add_session(self, session: SessionRow) -> SessionRow:
-        """Keep a session; one with the same idempotency key is given back instead."""
+        """Add a session; if one has the same idempotency key, return that instead."""
         with self._transaction() as connection:
             if session.idempotency_key is not None:
                 known = _first(connection, SessionRow, _sessions, _keyed(session.idempotency_key))
@@ -410,14 +410,14 @@ class Store:
             return _first(connection, SessionRow, _sessions, _sessions.c.session_id == session_id)
 
     def sessions(self, owner: str | None, *, limit: int, offset: int) -> list[SessionRow]:
-        """Newest first; `owner=None` means everybody's."""
+        """Sessions, newest first; `owner=None` means those of all owners."""
         with self._transaction() as connection:
             return _page(
                 connection, SessionRow, _sessions, owner, _sessions.c.created_at, limit, offset
             )
 
     def active_sessions(self) -> list[SessionRow]:
-        """Everybody's sessions that have not ended."""
+        """The active sessions of all owners."""
         with self._transaction() as connection:
             active = _sessions.c.status["type"].as_string() == "active"
             return _all(connection, SessionRow, _sessions, active, _sessions.c.created_at)
@@ -433,7 +433,7 @@ class Store:
         before: tuple[datetime, str] | None = None,
         limit: int,
     ) -> list[SessionRow]:
-        """The newest sessions that fit, older than `before`."""
+        """The newest matching sessions that are older than `before`."""
         statement = sa.select(_sessions)
         if owners is not None:
             statement = statement.where(_sessions.c.owner.in_(owners))
@@ -452,7 +452,7 @@ class Store:
     # -- runs --------------------------------------------------------------------------------
 
     def add_run(self, run: RunRow) -> None:
-        """Keep a run; one that is there already stays as it is."""
+        """Add a run; an existing one is not changed."""
         with self._transaction() as connection:
             if _first(connection, RunRow, _runs, _runs.c.run_id == run.run_id) is None:
                 connection.execute(_runs.insert().values(_values(run)))
@@ -464,7 +464,7 @@ class Store:
     def runs(
         self, owner: str | None, *, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[RunRow], int]:
-        """A page of runs, the last used first, and how many there are."""
+        """A page of runs, most recently used first, and the total number."""
         where = None
         if project_id is not None:
             of_project = sa.select(_sessions.c.session_id).where(
@@ -490,7 +490,7 @@ class Store:
         return self._update(_runs, _runs.c.run_id == run_id, changes)
 
     def touch_runs(self, times: Mapping[str, datetime]) -> None:
-        """Put down when runs were last asked for something."""
+        """Record the time of the last request of each run."""
         if not times:
             return
         touched = _runs.update().where(_runs.c.run_id == sa.bindparam("run"))
@@ -501,7 +501,7 @@ class Store:
     # -- checkpoints -------------------------------------------------------------------------
 
     def put_checkpoint(self, checkpoint: CheckpointRow) -> None:
-        """Keep a checkpoint; one of the same name is replaced."""
+        """Add a checkpoint; one with the same name is replaced."""
         with self._transaction() as connection:
             connection.execute(_checkpoints.delete().where(_is(checkpoint)))
             connection.execute(_checkpoints.insert().values(_values(checkpoint)))
@@ -518,7 +518,7 @@ class Store:
     def newest_checkpoints(
         self, run_ids: Sequence[str], viewer: str
     ) -> dict[tuple[str, CheckpointType], CheckpointRow]:
-        """By run and kind, the newest that the viewer may see."""
+        """The newest checkpoint that the viewer may see, by run and kind."""
         columns = [_checkpoints.c[field.name] for field in fields(CheckpointRow)]
         place = sa.func.row_number().over(
             partition_by=(_checkpoints.c.run_id, _checkpoints.c.kind),
@@ -538,7 +538,7 @@ class Store:
     def checkpoints(
         self, owner: str | None, *, limit: int, offset: int, external: bool = True
     ) -> tuple[list[CheckpointRow], int]:
-        """A page of checkpoints, newest first, and how many there are; external ones only if they are wanted."""
+        """A page of checkpoints, newest first, and the total number; external ones only on request."""
         where = None if external else _checkpoints.c.kind != "external"
         with self._transaction() as connection:
             order = _checkpoints.c.created_at
@@ -558,7 +558,7 @@ class Store:
             return done.rowcount > 0
 
     def storage(self, owner: str, project_id: str | None) -> list[tuple[str | None, int, int]]:
-        """Projects of an owner, with the number and the bytes of their checkpoints."""
+        """The projects of an owner, with the number and bytes of their checkpoints."""
         project = _sessions.c.project_id
         size = sa.func.coalesce(sa.func.sum(_checkpoints.c.size_bytes), 0)
         statement = (
@@ -583,7 +583,7 @@ class Store:
     # -- samplers ----------------------------------------------------------------------------
 
     def add_sampler(self, sampler: SamplerRow) -> SamplerRow:
-        """Keep a sampler; one with the same id is given back instead."""
+        """Add a sampler; if one has the same id, return that instead."""
         with self._transaction() as connection:
             same = _samplers.c.sampler_id == sampler.sampler_id
             known = _first(connection, SamplerRow, _samplers, same)
@@ -596,7 +596,7 @@ class Store:
             return _first(connection, SamplerRow, _samplers, _samplers.c.sampler_id == sampler_id)
 
     def active_samplers(self) -> list[tuple[str, str]]:
-        """Session and owner of each sampler whose session has not ended."""
+        """The session and owner of each sampler of an active session."""
         active = _sessions.c.status["type"].as_string() == "active"
         statement = (
             sa.select(_samplers.c.session_id, _samplers.c.owner).join(_sessions).where(active)
@@ -619,7 +619,7 @@ class Store:
             connection.execute(_samplers.delete().where(_samplers.c.sampler_id == sampler_id))
 
     def next_clone(self, sampler_id: str) -> int | None:
-        """A number for one more copy of a sampler's client, from 1; None if there is no such sampler."""
+        """The number for one more client of a sampler, from 1; None if there is no such sampler."""
         with self._transaction() as connection:
             statement = (
                 _samplers.update()
@@ -630,10 +630,10 @@ class Store:
             number: int | None = connection.scalar(statement)
             return number
 
-    # -- what was used, done and told ----------------------------------------------------------
+    # -- usage, audit log and telemetry --------------------------------------------------------
 
     def add_usage(self, rows: Sequence[UsageRow]) -> None:
-        """Add to what was used; rows of the same hour and kind are one."""
+        """Add usage; counts of the same hour, session, model and kind are summed in one row."""
         with self._transaction(durable=False) as connection:
             for row in rows:
                 values = _values(row)
@@ -665,7 +665,7 @@ class Store:
             return [_made(AuditRow, row) for row in connection.execute(statement)]
 
     def add_telemetry(self, rows: Sequence[TelemetryRow]) -> None:
-        """Keep events; a client that has not heard our answer sends them again, which changes nothing."""
+        """Store events; idempotent, because a client that received no response sends them again."""
         with self._transaction(durable=False) as connection:
             insert = _INSERTS[connection.dialect.name](_telemetry)
             connection.execute(insert.on_conflict_do_nothing(), [_values(row) for row in rows])
@@ -673,7 +673,7 @@ class Store:
     def telemetry(
         self, owner: str, session_id: str | None, *, limit: int, offset: int
     ) -> tuple[list[TelemetryRow], int]:
-        """A page of what clients reported, in the order in which it came, and how much there is."""
+        """A page of telemetry events in order of arrival, and the total number."""
         where = None if session_id is None else _telemetry.c.session_id == session_id
         columns = [_telemetry.c[field.name] for field in fields(TelemetryRow)]
         statement = sa.select(*columns).where(_telemetry.c.owner == owner)
@@ -689,7 +689,7 @@ class Store:
             connection.execute(_telemetry.delete().where(_telemetry.c.received_at < before))
 
     def trim_telemetry(self, owner: str, size: int) -> None:
-        """Delete the oldest events of an owner, at least so many bytes of them."""
+        """Delete the oldest events of an owner until at least this many bytes are freed."""
         before = sa.func.sum(_EVENT_BYTES).over(order_by=_telemetry.c.id) - _EVENT_BYTES
         events = (
             sa.select(_telemetry.c.id, before.label("before"))
@@ -702,7 +702,7 @@ class Store:
             connection.execute(_telemetry.delete().where(old))
 
     def telemetry_bytes(self, owner: str | None = None) -> dict[str, int]:
-        """How many bytes of events are kept, by owner."""
+        """The stored bytes of events, by owner."""
         size = sa.func.sum(_EVENT_BYTES)
         statement = sa.select(_telemetry.c.owner, size).group_by(_telemetry.c.owner)
         if owner is not None:
@@ -711,24 +711,24 @@ class Store:
             return {name: int(total) for name, total in connection.execute(statement)}
 
     def checkpoint_bytes(self) -> dict[str, int]:
-        """How many bytes of checkpoints are kept, by owner."""
+        """The bytes of checkpoints, by owner."""
         size = sa.func.sum(_checkpoints.c.size_bytes)
         statement = sa.select(_checkpoints.c.owner, size).group_by(_checkpoints.c.owner)
         with self._transaction() as connection:
             return {name: int(total) for name, total in connection.execute(statement)}
 
     def counts(self) -> tuple[int, int, int]:
-        """How many sessions, runs and checkpoints there are."""
+        """The numbers of sessions, runs and checkpoints."""
         with self._transaction() as connection:
             tables = (_sessions, _runs, _checkpoints)
             sessions, runs, checkpoints = (_count(connection, table, None) for table in tables)
             return sessions, runs, checkpoints
 
-    # -- how -----------------------------------------------------------------------------------
+    # -- transactions --------------------------------------------------------------------------
 
     @contextmanager
     def _transaction(self, *, durable: bool = True) -> Iterator[Connection]:
-        """One transaction; unless `durable`, a power cut soon after it may undo it."""
+        """One transaction; if it is not `durable`, a power cut soon after may undo it."""
         assert self._engine is not None, "the store is not open"
         if self._shared is not None:
             yield self._shared
@@ -740,7 +740,7 @@ class Store:
             ):
                 yield connection
         except sa.exc.OperationalError as error:
-            # As the operating system says it; nothing of the transaction was kept.
+            # Disk errors are raised as OSError; the transaction is rolled back.
             code = getattr(error.orig, "sqlite_errorcode", None)
             number = errno.ENOSPC if code in _NO_ROOM else _ERRNO.get((code or 0) & 0xFF)
             if number is not None:
@@ -749,7 +749,7 @@ class Store:
 
     @contextmanager
     def one_transaction(self) -> Iterator[None]:
-        """Methods called inside are committed together; if anything fails, nothing of them is kept."""
+        """Commit the methods called inside together; if anything fails, all of them are rolled back."""
         with self._transaction() as connection:
             self._shared = connection
             try:
@@ -774,7 +774,7 @@ def _new_engine(url: str) -> Engine:
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
-        # Python's driver would begin transactions late and never around a change of the schema.
+        # Python's driver would start transactions late, and none for schema changes.
         connection.isolation_level = None
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=FULL")
@@ -784,18 +784,18 @@ def _new_engine(url: str) -> Engine:
     def begin(connection: Connection) -> None:
         driver: Any = connection.connection.dbapi_connection
         durable = connection.get_execution_options().get(_DURABLE, True)
-        # With FULL every commit waits for the disk, with NORMAL only checkpoints of the write-ahead log do.
+        # With FULL every commit waits for the disk; with NORMAL only checkpoints of the write-ahead log do.
         driver.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        # At once for writing: a transaction that reads first could not write after another has written.
+        # IMMEDIATE: a transaction that starts with a read cannot write once another has written.
         driver.execute("BEGIN IMMEDIATE")
 
     return engine
 
 
 def _create_closed(file: str | None) -> None:
-    """Make the file of a new database, for its owner alone; SQLite gives its other files the same mode."""
+    """Create the file of a new database, private to its owner; SQLite gives its other files the same mode."""
     if file and file != ":memory:":
-        with suppress(OSError):  # SQLite says it better
+        with suppress(OSError):  # SQLite's own error is clearer
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
 
 
@@ -827,7 +827,9 @@ def _page(
     offset: int,
     where: Any = None,
 ) -> list[R]:
-    keys = [column.desc() for column in table.primary_key]  # ties must not move between pages
+    keys = [
+        column.desc() for column in table.primary_key
+    ]  # a stable order: ties must not move between pages
     statement = sa.select(table).order_by(order.desc(), *keys).limit(limit).offset(offset)
     if owner is not None:
         statement = statement.where(table.c.owner == owner)
@@ -861,10 +863,10 @@ def _is(checkpoint: CheckpointRow) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """Something to do on the database's thread, and who waits for it."""
+    """A call for the database's thread, and the future that waits for it."""
 
     do: Callable[[], Any]
-    can_share: bool  # a method of the store itself: it can be undone, and done again
+    can_share: bool  # a method of the store: it can be rolled back and retried
     done: Future[Any]
 
     def run(self) -> None:
@@ -877,7 +879,7 @@ class _Call:
 
 
 class Database:
-    """The store from inside the event loop: one thread of its own does one thing after another.
+    """The store for the event loop: a dedicated thread runs one call after another.
 
     Store methods that wait at the same time share one transaction, so that many small requests wait for the disk once.
     """
@@ -886,7 +888,7 @@ class Database:
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-store")
         self._waiting: deque[_Call] = deque()
-        #: Told how many seconds each call took.
+        #: Called with the duration of each call in seconds.
         self.on_call: Callable[[float], object] = lambda _: None
 
     async def __call__(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -903,7 +905,7 @@ class Database:
             self.on_call(loop.time() - started)
 
     def _work_off(self) -> None:
-        """Do what waits now, in its order."""
+        """Run the waiting calls in order."""
         calls: list[_Call] = []
         while self._waiting and len(calls) < _SHARED_CALLS:
             call = self._waiting.popleft()
@@ -916,12 +918,12 @@ class Database:
                     call.run()
 
     def _done_together(self, calls: Sequence[_Call]) -> bool:
-        """Do calls in one transaction; if one of them fails, none is done."""
+        """Run calls in one transaction; if one fails, roll back and return False."""
         try:
             with self.store.one_transaction():
                 results = [call.do() for call in calls]
         except Exception:
-            return False  # alone, each finds its own result or error
+            return False  # run one by one, each gets its own result or error
         for call, result in zip(calls, results, strict=True):
             call.done.set_result(result)
         return True

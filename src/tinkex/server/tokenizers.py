@@ -1,4 +1,4 @@
-"""The tokenizer files of base models, for clients that do not share a disk with the service."""
+"""Serves the tokenizer files of base models to clients on other machines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def listed(service: Service, request: Request) -> Response:
 
 
 async def file(service: Service, request: Request) -> Response:
-    """One of these files; its checksum is its ETag."""
+    """One tokenizer file; its checksum is its ETag."""
     base = await _base_model(service, request)
     name = request.path_params["name"]
     for known in await asyncio.to_thread(tokenizer_files, base.directory):
@@ -69,7 +69,7 @@ async def _base_model(service: Service, request: Request) -> BaseModel:
 
 
 def tokenizer_files(directory: Path) -> list[TokenizerFile]:
-    """The files of a tokenizer with their checksums, which are computed once for each state of the directory."""
+    """The files of a tokenizer with their checksums, cached until a size or modification time changes."""
     present = [directory / name for name in sorted(TOKENIZER_FILES) if (directory / name).is_file()]
     stats = [(path.name, path.stat()) for path in present]
     stamp = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -85,7 +85,7 @@ def tokenizer_files(directory: Path) -> list[TokenizerFile]:
 
 
 def hub_id(directory: Path) -> str | None:
-    """The hub's name of a model that lies in the hub's cache: `models--<owner>--<name>/snapshots/<revision>`."""
+    """The hub id of a model in the hub's cache: `models--<owner>--<name>/snapshots/<revision>`."""
     cached = directory.parent.parent.name
     if directory.parent.name != "snapshots" or not cached.startswith("models--"):
         return None
@@ -98,7 +98,7 @@ def _checksum(path: Path) -> str:
 
 
 def _caching(sha256: str) -> dict[str, str]:
-    # Asked for again each time, which costs a 304: a base model may be exchanged under its name.
+    # Clients revalidate each time, usually with a 304: the files of a base model may be replaced.
     return {"etag": f'"{sha256}"', "cache-control": "private, no-cache"}
 
 

@@ -1,4 +1,4 @@
-"""Spans of the service, joined to those of its clients; nothing at all where OpenTelemetry is not installed."""
+"""OpenTelemetry spans of the service, as children of its clients' spans; no-ops if OpenTelemetry is not installed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .futures import Promise
 try:
     from opentelemetry import propagate, trace
     from opentelemetry.trace import SpanKind, Status, StatusCode
-except ImportError:  # the extra `otel` is not there
+except ImportError:  # the extra `otel` is not installed
     trace = None  # type: ignore[assignment]
 
 __all__ = ["Tracing"]
 
 
 class Tracing:
-    """Makes spans while somebody has set up a tracer; otherwise every call is a no-op."""
+    """Creates spans if a tracer is set up; otherwise every method is a no-op."""
 
     def __init__(self) -> None:
         self._tracer = None if trace is None else trace.get_tracer("tinkex.server")
         self._contexts: dict[str, Any] = {}
 
     def call(self, operation: str, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
-        """The span of one HTTP call, a child of the client's where its headers name one."""
+        """The span of one HTTP request, as a child of the client's span; no span if the headers name none."""
         if self._tracer is None or "traceparent" not in headers:
             return nullcontext()
         return self._tracer.start_as_current_span(
@@ -36,12 +36,12 @@ class Tracing:
         )
 
     def accepted(self, promise: Promise) -> None:
-        """Remember to whose trace the work of a promise belongs."""
+        """Remember the trace that the work of a promise belongs to."""
         if self._tracer is not None and trace.get_current_span().get_span_context().is_valid:
             self._contexts[promise.request_id] = trace.set_span_in_context(trace.get_current_span())
 
     def finished(self, promise: Promise) -> None:
-        """The span of the work itself: waiting in line, then being worked on."""
+        """Record the span of the work: from acceptance, including the time in the queue, to the result."""
         context = self._contexts.pop(promise.request_id, None)
         result = promise.result
         if context is None or self._tracer is None or result is None:

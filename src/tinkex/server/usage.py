@@ -1,4 +1,4 @@
-"""What was used: tokens by hour, session, model and kind, gathered in memory and written now and then."""
+"""Usage: tokens by hour, session, model and kind, counted in memory and written periodically."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UsageKind = Literal["training", "sampling_prefill", "sampling_sample", "checkpoi
 
 
 class Usage:
-    """The meter of one service."""
+    """Counts the usage of one service."""
 
     def __init__(self, database: Database, now: Callable[[], datetime] = now_utc) -> None:
         self._db = database
         self._now = now
         self._counts: Counter[tuple[datetime, str, str, str, UsageKind]] = Counter()
-        #: Totals since the service started, for whoever watches it.
+        #: Totals since the service started, for the metrics.
         self.totals: Counter[UsageKind] = Counter()
 
     def add(
@@ -38,6 +38,6 @@ class Usage:
             rows = [UsageRow(*key, count) for key, count in counts.items()]
             try:
                 await self._db(self._db.store.add_usage, rows)
-            except Exception:  # a full disk: they are counted when there is room
+            except Exception:  # disk full: keep the counts for the next write
                 self._counts.update(counts)
                 raise

@@ -1,4 +1,4 @@
-"""Whether an engine is stuck: a pure decision on what is seen of its progress."""
+"""Decides from its reported progress whether an engine is stuck; pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tinkex.engine.progress import IDLE, UNTIMED
 
 __all__ = ["Watch"]
 
-#: Looks within a deadline: it is kept to a tenth.
+#: Looks per deadline: the deadline is kept to within a tenth.
 _LOOKS: Final = 10
 _MAX_INTERVAL: Final = 1.0
 
 
 class Watch:
-    """Counts the seconds in which an engine with work to do has not moved on.
+    """Counts the seconds in which an engine with work to do makes no progress.
 
-    A look that comes late counts as two at most: where the whole machine stood still, the engine is not to blame.
+    A late look counts for at most two intervals: if the whole machine was suspended, the engine is not stuck.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self._looked_at = inf
 
     def look(self, progress: tuple[int, int], *, waiting: bool, now: float) -> bool:
-        """Whether the engine is over its deadline; `waiting` says that somebody waits for an answer."""
+        """Whether the engine exceeded its deadline; `waiting` says that a call waits for its reply."""
         work = progress[1]
         passed = min(max(0.0, now - self._looked_at), 2 * self.interval)
         busy = work != UNTIMED and (work != IDLE or waiting)

@@ -1,8 +1,7 @@
-"""The service's side of the pipe: calls of the engine that can be awaited.
+"""The service's side of the pipe: awaitable calls to the engine.
 
-The engine runs in a process of its own, or, for tests that want no second process, in a thread; the pipe between is
-the same. A death of the process fails the calls that were under way with `EngineDiedError`; the next `start` begins anew
-with an engine that knows no models.
+The engine runs in its own process or, for tests without a second process, in a thread; the pipe is the same. If the
+process dies, calls in flight fail with `EngineDiedError`. The next `start` starts an engine that has no adapters loaded.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ logger = logging.getLogger("tinkex.server")
 _LENGTH: Final = struct.Struct("<Q")
 
 
-#: Calls that may take any time, or are answered by a thread beside the engine's own.
+#: Calls without a deadline: they may take any time, or another thread than the engine's main one answers them.
 _UNTIMED: Final = frozenset({"add_base_model", "snapshot"})
 
 
 class EngineDiedError(Exception):
-    """The engine's process ended while it was needed; `cause_known` says that another call was the cause."""
+    """The engine's process ended during a call; `cause_known` says that another call was the cause."""
 
     def __init__(self, message: str, *, cause_known: bool = False) -> None:
         super().__init__(message)
@@ -49,13 +48,13 @@ class EngineDiedError(Exception):
 
 
 class EngineStuckError(EngineDiedError):
-    """The engine was killed because it did not get on with this very call."""
+    """The engine was killed because it made no progress on this call."""
 
 
 class Worker:
     """One engine at the other end of a pipe.
 
-    `deadline` is how many seconds it may take for one piece of its work, such as a micro-batch, before it is killed.
+    `deadline` is the number of seconds that one step of its work, such as a micro-batch, may take before it is killed.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Worker:
         self._clock = clock
         self.watch = Watch(deadline)
         self._watching: asyncio.Task[None] | None = None
-        self._timed: set[int] = set()  # calls that are under way and have a deadline
+        self._timed: set[int] = set()  # calls in flight that have a deadline
         self._progress = Progress.alone()
         self._stuck_in: int | None = None  # the call that the engine was killed for
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,11 +81,11 @@ class Worker:
         self._on_token: dict[int, Callable[[Token], None]] = {}
         self._last_id = 0
         self.ready: Ready | None = None
-        #: Seconds the engine has worked on calls in line.
+        #: Seconds the engine has worked on queued calls.
         self.busy_seconds = 0.0
         self.died = asyncio.Event()
 
-    # -- life --------------------------------------------------------------------------------
+    # -- start and stop ----------------------------------------------------------------------
 
     async def start(self) -> Ready:
         """Start the engine and wait until its base models are in memory."""
@@ -99,14 +98,14 @@ class Worker:
                 )
                 self._thread.start()
             else:
-                # Started from the thread of the event loop: the engine is killed when this thread ends.
+                # Start it from the event loop's thread: the kernel kills the engine when its parent thread ends.
                 passed = theirs.fileno(), progress.fileno()
                 self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own module, started at once
                     [sys.executable, "-m", "tinkex.engine", *map(str, (*passed, os.getpid()))],
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # signals of the terminal are for the service
+                    start_new_session=True,  # signals from the terminal go only to the service
                 )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(self._setup))
@@ -114,7 +113,7 @@ class Worker:
         if ready is None:
             await self.stop()
             raise EngineDiedError(
-                "The engine ended while it was starting; its last words are above."
+                "The engine ended while it was starting; its error output is above."
             )
         if ready.error is not None:
             await self.stop()
@@ -128,7 +127,7 @@ class Worker:
         return self.ready
 
     async def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> None:
-        """Kill the engine when it does not get on with its work."""
+        """Kill the engine when it makes no progress within its deadline."""
         self.watch = watch = Watch(self.watch.deadline)
         while True:
             await asyncio.sleep(watch.interval)
@@ -165,34 +164,34 @@ class Worker:
         self._fail_calls("The service is stopping.")
 
     def also_serve(self, base_model: str) -> None:
-        """Have a base model from the beginning in the engine's next life."""
+        """Load this base model too the next time the engine starts."""
         names = [*self._setup.base_models, base_model]
         self._setup = replace(self._setup, base_models=names)
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits for an answer."""
+        """Whether a call is in flight."""
         return bool(self._calls)
 
     @property
     def pid(self) -> int | None:
-        """The engine's process, if it has one of its own."""
+        """The id of the engine's process; None if it runs in a thread or not at all."""
         return None if self._process is None else self._process.pid
 
     # -- calls -------------------------------------------------------------------------------
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call the engine in line: after what is in line already."""
+        """Call the engine; the call runs after those already in its queue."""
         return await self._sent(method, args, options, "line")
 
     async def call_now(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call the engine for something quick, between two pieces of its work."""
+        """Call a quick method of the engine; it runs between two steps of its work."""
         return await self._sent(method, args, options, "now")
 
     async def sample(
         self, job: SampleJob, on_token: Callable[[Token], None] | None = None
     ) -> SampledResult:
-        """Put a job into the batch and wait for all of its sequences; leaving early cancels it."""
+        """Add a job to the batch and wait for all of its sequences; cancelling this call cancels the job."""
         call_id = self._next_id()
         if on_token is not None:
             self._on_token[call_id] = on_token
@@ -200,7 +199,7 @@ class Worker:
         try:
             return cast("SampledResult", await self._send(drawing))
         except asyncio.CancelledError:
-            with contextlib.suppress(EngineDiedError):  # which has cancelled everything
+            with contextlib.suppress(EngineDiedError):  # its death has cancelled everything
                 self._write(Call(self._next_id(), "cancel_sample", (call_id,), lane="now"))
             raise
         finally:
@@ -267,7 +266,7 @@ class Worker:
 
 
 async def _frame(reader: asyncio.StreamReader) -> Any:
-    """The next frame; None when the other end is gone."""
+    """The next frame; None if the other end has closed."""
     try:
         header = await reader.readexactly(_LENGTH.size)
         data = await reader.readexactly(_LENGTH.unpack(header)[0])
