@@ -57,7 +57,7 @@ def file_links(api: Api, path: str) -> dict[str, str]:
     return urls
 
 
-def test_an_archive_can_be_had_in_parts(api):
+def test_an_archive_can_be_downloaded_in_ranges(api):
     url = link(api, api.model().save("one"))
     whole = api.http.get(url)
     size = len(whole.content)
@@ -83,7 +83,7 @@ def test_an_archive_can_be_had_in_parts(api):
     assert (rest.status_code, rest.content) == (206, whole.content[-7:])
 
 
-def test_what_cannot_be_resumed_is_told_or_sent_whole(api):
+def test_an_unsatisfiable_range_is_416_and_a_changed_archive_is_sent_whole(api):
     model = api.model()
     path = model.save("one")
     url = link(api, path)
@@ -101,7 +101,7 @@ def test_what_cannot_be_resumed_is_told_or_sent_whole(api):
         assert "adapter_model.safetensors" in tar.getnames()
 
 
-def test_an_archive_can_be_asked_about(api):
+def test_head_of_an_archive_gives_its_size_and_tag(api):
     url = link(api, api.model().save("one"))
     whole, about = api.http.get(url), api.http.head(url)
     assert (about.status_code, about.content) == (200, b"")
@@ -111,7 +111,7 @@ def test_an_archive_can_be_asked_about(api):
         assert about.headers[name] == part.headers[name] == whole.headers[name]
 
 
-def test_external_weights_can_be_had_in_parts(api):
+def test_external_weights_can_be_downloaded_in_ranges(api):
     path = api.model().save("one", "save_weights_external")
     url = file_links(api, path)["adapter_model.safetensors"]
     whole = api.http.get(url)
@@ -153,7 +153,7 @@ def test_links_do_not_outlive_the_checkpoint(api, clock):
     assert api.http.get(url).status_code == 404
 
 
-def test_a_link_opens_nothing_else(api, running):
+def test_a_link_opens_only_its_own_checkpoint(api, running):
     model = api.model()
     one, two = model.save("one"), model.save("two")
     url, other = link(api, one), link(api, two)
@@ -169,7 +169,7 @@ def test_a_link_opens_nothing_else(api, running):
     assert api.http.get(url.partition("?")[0]).status_code == 403
 
 
-def test_no_file_outside_of_a_checkpoint_is_sent(api, running):
+def test_files_outside_a_checkpoint_are_not_sent(api, running):
     """Even under a link that the service has signed."""
     path = api.model().save("one", "save_weights_external")
     (place,) = (running.data_dir / "checkpoints").glob("*/external/one")

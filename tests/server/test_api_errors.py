@@ -105,13 +105,13 @@ def test_sample_request_above_a_limit_names_field_and_setting(
     assert f"setting {setting}" in answer.json()["detail"]
 
 
-def test_limits_of_a_sample_request_can_be_used_up(sampler):
+def test_a_sample_request_at_its_limits_is_accepted(sampler):
     stop = [f"zz{number:04}" for number in range(64)]
     assert sampler.tokens(stop=stop, num_samples=64)
     assert sampler.tokens(stop=list(range(1, 200)) * 20)
 
 
-def test_stop_string_that_is_no_unicode_text_is_refused(api, sampler):
+def test_stop_string_that_is_not_valid_unicode_is_refused(api, sampler):
     body = json.dumps(sampler.request(stop=["\ud800"])).encode()
     answer = api.post("asample", body, headers={"content-type": "application/json"})
     assert "surrogate" in complaint(api, answer)
@@ -195,7 +195,7 @@ PASSES = {
 
 @pytest.mark.parametrize("operation", ["forward_backward", "forward"])
 @pytest.mark.parametrize(("inputs", "field"), PASSES.values(), ids=PASSES)
-def test_a_pass_that_cannot_be(api, model, operation, inputs, field):
+def test_an_invalid_pass_is_refused(api, model, operation, inputs, field):
     name = "forward_input" if operation == "forward" else "forward_backward_input"
     whole = {"data": [datum()], "loss_fn": "cross_entropy"} | inputs
     assert field in complaint(api, model.ask(operation, **{name: whole}))
@@ -212,7 +212,7 @@ def test_a_pass_that_cannot_be(api, model, operation, inputs, field):
     ],
     ids=["not integers", "vocabulary", "length", "sparse"],
 )
-def test_a_pass_in_protobuf_that_cannot_be(api, model, tensor, field):
+def test_an_invalid_protobuf_pass_is_refused(api, model, tensor, field):
     example = Datum(ModelInput.from_ints([5, 6]), {"target_tokens": tensor})
     body = training_request(model.model_id, model.seq(), [example])
     answer = api.post("forward_backward", body, headers={"content-type": PROTO})
@@ -238,12 +238,12 @@ def test_a_pass_in_protobuf_that_cannot_be(api, model, tensor, field):
         ({"adam_params": {}, "seq_id": -3}, "seq_id"),
     ],
 )
-def test_a_step_that_cannot_be(api, model, params, field):
+def test_an_invalid_optim_step_is_refused(api, model, params, field):
     assert field in complaint(api, model.ask("optim_step", **params))
 
 
 @pytest.mark.parametrize("name", [5, None, "", "nobody:train:0", "../x"])
-def test_a_model_that_is_not_there(api, name):
+def test_requests_for_an_unknown_model_are_refused(api, name):
     for operation, more in (
         ("optim_step", {"adam_params": {}}),
         ("forward", {"forward_input": {"data": [datum()], "loss_fn": "cross_entropy"}}),
@@ -257,7 +257,7 @@ def test_a_model_that_is_not_there(api, name):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(api, model, number):
+def test_values_that_are_not_numbers_are_refused(api, model, number):
     body = (
         f'{{"model_id": "{model.model_id}", "seq_id": {model.next_seq},'
         f' "adam_params": {{"learning_rate": {number}}}}}'
@@ -269,7 +269,7 @@ def test_numbers_that_are_none(api, model, number):
         model.seq()
 
 
-def test_a_null_is_the_default(api, model):
+def test_a_null_field_means_the_default(api, model):
     assert model.do("optim_step", adam_params={"learning_rate": None})["metrics"]
 
 
@@ -307,7 +307,7 @@ def test_a_null_is_the_default(api, model):
         ({"user_metadata": [1]}, "user_metadata"),
     ],
 )
-def test_a_model_that_cannot_be(api, model, fields, field):
+def test_an_invalid_create_model_request_is_refused(api, model, fields, field):
     body = {"session_id": model.session_id, "model_seq_id": 50, "base_model": TINY}
     answer = api.post("create_model", body | fields)
     assert answer.status_code != 200
@@ -352,7 +352,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize(("fields", "field"), SAMPLES.values(), ids=SAMPLES)
-def test_a_sample_that_cannot_be(api, sampler, fields, field):
+def test_an_invalid_sample_request_is_refused(api, sampler, fields, field):
     answer = api.post("asample", sampler.request(fields=fields))
     if "image" in json.dumps(fields) or "location" in json.dumps(fields):
         assert answer.status_code == 400
@@ -369,7 +369,7 @@ def test_a_sample_that_cannot_be(api, sampler, fields, field):
     "name",
     ["../x", "a/b", ".hidden", "..", "x" * 300, "a\\b", "a b", "ä", "a\0b", "tinker://a", "%2e"],
 )
-def test_names_that_lead_elsewhere(api, model, operation, name):
+def test_checkpoint_names_that_are_paths_are_refused(api, model, operation, name):
     assert "path" in complaint(api, model.ask(operation, path=name))
 
 
@@ -377,13 +377,13 @@ def test_names_that_lead_elsewhere(api, model, operation, name):
     "operation", ["save_weights", "save_weights_for_sampler", "save_weights_external"]
 )
 @pytest.mark.parametrize("seconds", [60, 0, -1, 10**12, 1.5, "x"])
-def test_life_spans_out_of_bounds(api, model, operation, seconds):
+def test_ttl_out_of_bounds_is_refused(api, model, operation, seconds):
     answer = model.ask(operation, path="a", ttl_seconds=seconds)
     assert answer.status_code in {200, 400}
     assert complaint(api, answer).startswith("ttl_seconds: ")
 
 
-def test_names_that_fit(api, model):
+def test_valid_checkpoint_names_are_accepted(api, model):
     for name in ("A-b_c.9", "x" * 240, "000001", "con", "-rf"):
         assert model.save(name, "save_weights_for_sampler").endswith(f"/{name}")
 
@@ -406,7 +406,7 @@ def test_names_that_fit(api, model):
     ],
     ids=["cut", "words", "list", "null", "number", "text", "bytes", "deep", "surrogate"],
 )
-def test_bodies_that_are_no_json(api, body):
+def test_bodies_that_are_not_json_are_refused(api, body):
     for operation in ("optim_step", "forward_backward", "asample", "create_session"):
         refused = api.post(operation, body)
         assert refused.status_code in {413, 422}
@@ -414,13 +414,13 @@ def test_bodies_that_are_no_json(api, body):
 
 
 @pytest.mark.parametrize("body", [b"\xff" * 10, b"\x0a\xff\xff\xff\xff\x0f", b"{}"])
-def test_bodies_that_are_no_protobuf(api, body):
+def test_bodies_that_are_not_protobuf_are_refused(api, body):
     refused = api.post("forward_backward", body, headers={"content-type": PROTO})
     assert refused.status_code == 422
     assert "body" in refused.json()["detail"]
 
 
-def test_protobuf_where_there_is_none(api, model):
+def test_protobuf_is_refused_for_operations_without_it(api, model):
     refused = api.post("optim_step", b"\x0a\x01a", headers={"content-type": PROTO})
     assert refused.status_code == 415
     assert "application/json" in refused.json()["detail"]
@@ -436,7 +436,7 @@ def test_json_content_type_may_have_parameters(api, model):
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data"]
 )
-def test_bodies_a_web_page_can_send_unasked_are_refused(api, content_type):
+def test_content_types_that_a_web_page_can_post_are_refused(api, content_type):
     body = json.dumps({"tags": [], "sdk_version": "1"}).encode()
     for operation in ("create_session", "forward_backward"):
         refused = api.post(operation, body, headers={"content-type": content_type})
@@ -445,7 +445,7 @@ def test_bodies_a_web_page_can_send_unasked_are_refused(api, content_type):
         assert "application/json" in refused.json()["detail"]
 
 
-def test_a_body_that_is_too_large(api, model):
+def test_a_body_over_the_limit_is_refused(api, model):
     large = {"data": [long(2000)] * 200, "loss_fn": "cross_entropy"}
     body = {"model_id": model.model_id, "seq_id": model.next_seq, "forward_backward_input": large}
     refused = api.post("forward_backward", body)
@@ -463,7 +463,7 @@ def test_a_body_that_is_too_large(api, model):
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "gzip", "deflate"])
-def test_a_body_that_swells(api, encoding):
+def test_a_body_that_exceeds_the_limit_after_decompression_is_refused(api, encoding):
     import zlib
 
     content = b" " * (8 << 20)
@@ -484,14 +484,14 @@ def test_a_body_that_swells(api, encoding):
     ("encoding", "body"),
     [("zstd", b"nonsense"), ("gzip", b"nonsense"), ("br", b"x"), ("gzip" + ", gzip" * 9, b"x")],
 )
-def test_a_body_that_is_not_packed_as_it_says(api, encoding, body):
+def test_a_body_with_a_wrong_content_encoding_is_refused(api, encoding, body):
     headers = {"content-type": PROTO, "content-encoding": encoding}
     refused = api.post("forward_backward", body, headers=headers)
     assert refused.status_code in {415, 422}
     assert refused.json()["detail"]
 
 
-def test_no_body_at_all(api):
+def test_a_missing_body_is_refused(api):
     for operation, field in (
         ("create_session", "tags"),
         ("optim_step", "model_id"),
@@ -503,7 +503,7 @@ def test_no_body_at_all(api):
         assert field in refused.json()["detail"] or "optim_params" in refused.json()["detail"]
 
 
-def test_moments_and_counts_that_no_database_knows_are_refused(api):
+def test_times_and_counts_outside_database_range_are_refused(api):
     cursor = {"last_created_at": "9999-12-31T23:59:59-23:59", "last_session_id": "x"}
     answer = api.post("sessions/search", {"owner": {"type": "own"}, "limit": 1, "cursor": cursor})
     assert "last_created_at" in complaint(api, answer)
@@ -512,7 +512,7 @@ def test_moments_and_counts_that_no_database_knows_are_refused(api):
 
 
 @pytest.mark.parametrize("events", [7, 1.5, "x", True, {"a": 1}, None])
-def test_events_that_are_no_list_are_none(api, events):
+def test_telemetry_events_that_are_not_a_list_are_ignored(api, events):
     body = {"events": events, "session_id": "s", "platform": "p", "sdk_version": "1"}
     assert api.told("telemetry", body) == {"status": "accepted"}
 
@@ -535,7 +535,7 @@ def test_bad_requests_do_not_disturb_good_ones(api):
     assert crowded.logprobs() == lonely.logprobs()
 
 
-def test_a_weight_that_is_no_number_is_refused_and_spoils_nothing(api, model):
+def test_a_nan_weight_is_refused_and_changes_nothing(api, model):
     values = TensorData.from_numpy(np.array([np.nan, 1.0], np.float32))
     targets = TensorData.from_numpy(np.array([6, 7]))
     example = Datum(ModelInput.from_ints([5, 6]), {"target_tokens": targets, "weights": values})

@@ -49,7 +49,7 @@ def grad_norm(model: Model) -> float:
     return norm
 
 
-def test_the_service_says_that_it_knows_the_tag(api):
+def test_the_service_announces_support_for_pass_tags(api):
     model = api.model()
     assert part(model, GOOD[0], 0, 2).headers["x-tinkex-pass"] == "all-or-nothing"
     assert (
@@ -61,7 +61,7 @@ def test_the_service_says_that_it_knows_the_tag(api):
     )
 
 
-def test_a_complete_pass_counts_as_its_requests_do_one_by_one(api):
+def test_a_complete_pass_gives_the_same_result_as_untagged_requests(api):
     whole, apart = api.model(), api.model(number=1, session_id=api.session())
     results = run(whole, *GOOD)
     losses = [api.retrieve(apart.forward_backward(data))["metrics"]["loss:sum"] for data in GOOD]
@@ -70,7 +70,7 @@ def test_a_complete_pass_counts_as_its_requests_do_one_by_one(api):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_request_that_fails_takes_the_others_with_it(api, failing):
+def test_a_failed_request_discards_the_whole_pass(api, failing):
     model = api.model()
     requests = [BAD if index == failing else data for index, data in enumerate(GOOD)]
     results = run(model, *requests)
@@ -82,7 +82,7 @@ def test_a_request_that_fails_takes_the_others_with_it(api, failing):
     assert grad_norm(model) == 0.0
 
 
-def test_a_call_that_is_repeated_after_a_failure_counts_once(api):
+def test_a_pass_that_is_retried_after_a_failure_counts_once(api):
     model, other = api.model(), api.model(number=1, session_id=api.session())
     run(model, GOOD[0], BAD)
     run(model, *GOOD, pass_id="again")
@@ -90,7 +90,7 @@ def test_a_call_that_is_repeated_after_a_failure_counts_once(api):
     assert (grad_norm(model), model.logprobs()) == (grad_norm(other), other.logprobs())
 
 
-def test_a_request_that_is_refused_at_the_door_takes_the_others_with_it(api):
+def test_a_refused_request_discards_the_whole_pass(api):
     model = api.model()
     first = part(model, GOOD[0], 0)
     refused = part(model, "nonsense", 1)
@@ -101,7 +101,7 @@ def test_a_request_that_is_refused_at_the_door_takes_the_others_with_it(api):
     assert grad_norm(model) == 0.0
 
 
-def test_a_request_that_is_cancelled_takes_the_others_with_it(api):
+def test_a_cancelled_request_discards_the_whole_pass(api):
     model = api.model()
     later = [part(model, data, index) for index, data in enumerate(GOOD)]
     # Whether it still waits is not known here; a request that has run cannot be cancelled.
@@ -193,7 +193,7 @@ def test_a_pass_survives_the_death_of_the_engine_between_its_requests(tinkex_tin
         assert _life(api.model(), kill) == undisturbed(tinkex_tiny)
 
 
-def test_a_large_call_of_the_client_counts_as_a_whole_or_not_at_all(tinkex_fake):
+def test_a_chunked_client_call_counts_completely_or_not_at_all(tinkex_fake):
     trainer = tinkex_fake.client().create_lora_training_client(tinkex_fake.base_model, rank=8)
     good = proto_datum()
     bad = proto_datum(targets=(6, 7, 10**6))

@@ -46,7 +46,7 @@ def today() -> dict[str, str]:
 # -- the service itself ----------------------------------------------------------------------------
 
 
-def test_what_clients_ask_first(api):
+def test_capabilities_and_health_answer_the_first_requests_of_a_client(api):
     assert api.got("healthz") == {"status": "ok", "engine": "idle"}
     (model,) = api.got("get_server_capabilities")["supported_models"]
     assert model["model_name"] == TINY
@@ -64,7 +64,7 @@ def test_what_clients_ask_first(api):
     assert api.told("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"]
 
 
-def test_who_one_is_without_a_key(api):
+def test_whoami_without_keys_is_the_local_owner(api):
     me = api.got("auth/apikey/me")
     assert me["details"]["org_details"]["name"]
     assert "@" in me["details"]["user_details"]["email"]
@@ -88,7 +88,7 @@ def test_the_fake_engine_refuses_traced_losses(api):
 # -- sessions ---------------------------------------------------------------------------------------
 
 
-def test_a_session_asked_for_twice_with_one_key_is_one(api):
+def test_a_retry_with_the_same_idempotency_key_returns_the_same_session(api):
     body = {"tags": [], "sdk_version": "0.36.0"}
     made = {
         api.told("create_session", body, headers={"x-idempotency-key": key})["session_id"]
@@ -98,7 +98,7 @@ def test_a_session_asked_for_twice_with_one_key_is_one(api):
     assert len(made) == 4
 
 
-def test_a_session_lives_until_it_is_finished(api):
+def test_a_session_stays_active_until_it_is_finished(api):
     session = api.session()
     assert api.post("session_heartbeat", {"session_id": session}).status_code == 200
     assert api.post("session_heartbeat", {"session_id": "nobody"}).status_code == 404
@@ -116,7 +116,7 @@ def test_a_session_lives_until_it_is_finished(api):
     assert api.post("sessions/nobody/finish", {"reason": {"type": "success"}}).status_code == 404
 
 
-def test_a_finished_session_does_nothing_more(api):
+def test_a_finished_session_refuses_new_work(api):
     model = api.model()
     sampler = api.sampler(model.session_id)
     path = model.save("kept")
@@ -142,7 +142,7 @@ def test_a_finished_session_does_nothing_more(api):
     assert done["sequences"]
 
 
-def test_a_session_of_which_nothing_is_heard_ends():
+def test_a_session_without_heartbeats_expires():
     silent = service("fake", session_expiry=0.0, housekeeping_interval=0.01)
     with silent as running, Api(running.url) as api:
         session = api.session()
@@ -155,7 +155,7 @@ def test_a_session_of_which_nothing_is_heard_ends():
         assert api.post("session_heartbeat", {"session_id": session}).status_code == 410
 
 
-def test_a_session_can_be_looked_at(api):
+def test_a_session_can_be_fetched(api):
     session = api.session(
         user_metadata={"run": "7", "depth": 3}, display_name="Blue Moon", project_id="p"
     )
@@ -181,7 +181,7 @@ def test_sessions_are_listed_newest_first(api):
     assert api.got("sessions", limit=0)["sessions"] == []
 
 
-def test_sessions_are_found_by_what_is_known_of_them():
+def test_sessions_can_be_searched_by_their_fields():
     with service("fake") as running, Api(running.url) as api:
         made = [
             api.session(display_name=f"{word} run", project_id=project, user_metadata={"n": word})
@@ -235,7 +235,7 @@ def test_a_session_moves_to_a_project_with_its_runs(api):
     assert api.ask("PUT", "sessions/nobody/project", {"project_id": "p"}).status_code == 404
 
 
-def test_the_time_line_of_a_session_can_be_fetched_without_a_key(api):
+def test_the_trace_of_a_session_has_a_signed_link(api):
     model = api.model()
     model.step()
     ready = api.got(f"sessions/{model.session_id}/trace_export")
@@ -250,7 +250,7 @@ def test_the_time_line_of_a_session_can_be_fetched_without_a_key(api):
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_knows_its_newest_checkpoints(api):
+def test_a_run_lists_its_newest_checkpoints(api):
     model = api.model(user_metadata={"seed": 1})
     run = api.got(f"training_runs/{model.model_id}", access_scope="owned")
     assert run["base_model"] == TINY
@@ -269,7 +269,7 @@ def test_a_run_knows_its_newest_checkpoints(api):
     assert api.get("training_runs/nobody:train:0").status_code == 404
 
 
-def test_runs_are_listed_last_used_first(api):
+def test_runs_are_listed_most_recently_used_first(api):
     models = [api.model() for _ in range(3)]
     models[0].step()
     page = api.got("training_runs", limit=2, offset=0)
@@ -285,7 +285,7 @@ def test_runs_are_listed_last_used_first(api):
 # -- checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_listed_as_clients_read_them():
+def test_checkpoints_are_listed_in_the_clients_format():
     with service("fake") as running, Api(running.url) as api:
         model = api.model()
         paths = [
@@ -323,7 +323,7 @@ def test_checkpoints_are_listed_as_clients_read_them():
             assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 2}
 
 
-def test_a_checkpoint_is_deleted_for_good(api):
+def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(api):
     model = api.model()
     path = model.save("a")
     place = f"training_runs/{model.model_id}/checkpoints/weights/a"
@@ -337,14 +337,14 @@ def test_a_checkpoint_is_deleted_for_good(api):
 
 
 @pytest.mark.parametrize("name", ["a", "weights", "nonsense/a", "weights%2Fa%2Fb"])
-def test_what_is_no_id_of_a_checkpoint_is_refused(api, name):
+def test_an_invalid_checkpoint_id_is_refused(api, name):
     place = f"training_runs/{api.model().model_id}/checkpoints/{name}"
     assert api.ask("DELETE", place).status_code in {400, 404}
     assert api.ask("PUT", f"{place}/ttl", {"ttl_seconds": None}).status_code in {400, 404}
     assert api.ask("POST", f"{place}/publish").status_code in {400, 404}
 
 
-def test_a_life_span_can_be_set_and_taken_away(api):
+def test_a_ttl_can_be_set_and_removed(api):
     model = api.model()
     model.save("a")
     place = f"training_runs/{model.model_id}/checkpoints/weights/a"
@@ -366,7 +366,7 @@ def test_a_life_span_can_be_set_and_taken_away(api):
     assert expiry() is None
 
 
-def test_publishing_twice_is_no_conflict(api):
+def test_publishing_is_idempotent(api):
     model = api.model()
     model.save("a")
     place = f"training_runs/{model.model_id}/checkpoints/weights/a"
@@ -405,7 +405,7 @@ def test_an_archive_is_a_link_that_works_without_a_key(api):
         assert json.load(config)["r"] == 8
 
 
-def test_a_link_opens_nothing_else(api):
+def test_a_changed_link_is_refused(api):
     model = api.model()
     model.save("a")
     model.save("b")
@@ -440,7 +440,7 @@ def external(api, model, **fields):
     return api.got(f"{place}/external_weights_urls")
 
 
-def test_weights_for_elsewhere_are_files_with_links(api):
+def test_external_weights_are_files_with_links(api):
     found = external(api, api.model(), ttl_seconds=3600)
     assert sorted(found["urls"]) == ["adapter_config.json", "adapter_model.safetensors"]
     assert datetime.fromisoformat(found["expires"]) > datetime.now(UTC)
@@ -451,7 +451,7 @@ def test_weights_for_elsewhere_are_files_with_links(api):
             assert json.loads(content)["base_model_name_or_path"] == TINY
 
 
-def test_weights_for_elsewhere_can_be_encrypted(api):
+def test_external_weights_can_be_encrypted(api):
     identity = pyrage.x25519.Identity.generate()
     recipients = [str(identity.to_public())]
     found = external(api, api.model(), age_encryption_recipients=recipients)
@@ -460,7 +460,7 @@ def test_weights_for_elsewhere_can_be_encrypted(api):
     assert json.loads(pyrage.decrypt(content, [identity]))["r"] == 8
 
 
-def test_a_wrong_recipient_is_refused_and_not_shown(api):
+def test_an_invalid_recipient_is_refused_and_not_shown(api):
     model = api.model()
     secret = str(pyrage.x25519.Identity.generate())
     failed = model.do("save_weights_external", path="x", age_encryption_recipients=[secret])
@@ -470,7 +470,7 @@ def test_a_wrong_recipient_is_refused_and_not_shown(api):
     assert api.got(f"training_runs/{model.model_id}/checkpoints")["checkpoints"] == []
 
 
-def test_only_weights_for_elsewhere_have_such_links(api):
+def test_only_external_weights_have_file_links(api):
     model = api.model()
     model.save("a")
     refused = api.get(f"training_runs/{model.model_id}/checkpoints/weights/a/external_weights_urls")
@@ -480,7 +480,7 @@ def test_only_weights_for_elsewhere_have_such_links(api):
 # -- copies ----------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_into_a_session_as_clients_before_0_34_ask_for_it(api):
+def test_a_checkpoint_is_copied_into_a_session_for_clients_before_0_34(api):
     model = api.model()
     model.step()
     path = model.save("a", user_metadata={"k": "v"})
@@ -496,7 +496,7 @@ def test_a_copy_into_a_session_as_clients_before_0_34_ask_for_it(api):
     assert "expires_at" in entry
 
 
-def test_a_copy_into_a_project_as_later_clients_ask_for_it(api):
+def test_a_checkpoint_is_copied_into_a_project_for_later_clients(api):
     path = api.model().save("a", "save_weights_for_sampler")
     body = {"source_path": path, "destination_project_id": "copies"}
     key = {"x-idempotency-key": "copy-1", "x-tinker-weights-access-token": "unused"}
@@ -511,7 +511,7 @@ def test_a_copy_into_a_project_as_later_clients_ask_for_it(api):
     assert api.sampler(model_path=copied).tokens()
 
 
-def test_a_copy_that_cannot_be_made_leaves_nothing(api):
+def test_a_failed_copy_leaves_nothing_behind(api):
     path = api.model().save("a")
     sessions = api.got("sessions")["sessions"]
     runs = api.got("training_runs")["cursor"]
@@ -561,7 +561,7 @@ def test_telemetry_is_always_accepted(api):
         (b"{}", {"content-encoding": "of a release to come"}),
     ],
 )
-def test_a_report_that_cannot_be_read_is_accepted_all_the_same(api, body, headers):
+def test_an_invalid_telemetry_report_is_accepted(api, body, headers):
     kept = reported(api).json()["cursor"]["total_count"]
     assert api.told("telemetry", body, headers=headers) == {"status": "accepted"}
     assert reported(api).json()["cursor"]["total_count"] == kept
@@ -586,7 +586,7 @@ def named(*names: str) -> list[dict[str, object]]:
     return [{"event_id": f"id of {name}", "event_name": name} for name in names]
 
 
-def test_reports_can_be_read_again_by_session_and_by_page(api):
+def test_telemetry_is_listed_by_session_and_by_page(api):
     one, two = api.session(), api.session()
     report(api, one, *named("a", "b", "c"))
     report(api, two, *named("d"))
@@ -601,7 +601,7 @@ def test_reports_can_be_read_again_by_session_and_by_page(api):
     assert {one, two} <= {entry["session_id"] for entry in everything}
 
 
-def test_a_report_that_is_sent_again_is_kept_once(api):
+def test_a_repeated_telemetry_report_is_stored_once(api):
     session_id = api.session()
     for events in (named("a", "b"), named("b", "c"), named("a", "c")):
         report(api, session_id, *events)
@@ -610,13 +610,13 @@ def test_a_report_that_is_sent_again_is_kept_once(api):
 
 
 @pytest.mark.parametrize("query", [{"limit": 1001}, {"limit": -1}, {"offset": "x"}])
-def test_a_page_of_reports_has_limits(api, query):
+def test_the_page_size_of_telemetry_is_limited(api, query):
     answer = reported(api, **query)
     assert answer.status_code == 422
     assert answer.json()["field"] == next(iter(query))
 
 
-def test_a_key_reads_only_its_own_reports(tmp_path):
+def test_a_key_reads_only_its_own_telemetry(tmp_path):
     (tmp_path / "keys").write_text("tml-mine\ntml-yours\n")
     with (
         service("fake", keys=Keys.from_file(tmp_path / "keys")) as running,
@@ -632,7 +632,7 @@ def test_a_key_reads_only_its_own_reports(tmp_path):
         assert reported(nobody).status_code == 401
 
 
-def test_the_audit_log_tells_what_happened_to_checkpoints(api):
+def test_the_audit_log_lists_changes_of_checkpoints(api):
     model = api.model()
     path = model.save("a")
     place = f"training_runs/{model.model_id}/checkpoints/weights/a"
@@ -654,7 +654,7 @@ def test_the_audit_log_tells_what_happened_to_checkpoints(api):
     assert api.get("audit", event_type="nonsense").status_code == 422
 
 
-def test_what_was_used_is_counted():
+def test_usage_is_counted():
     with service("fake") as running, Api(running.url) as api:
         model = api.model(api.session(user_metadata={"who": "me"}))
         model.forward_backward([datum(), datum()])
@@ -691,17 +691,17 @@ def test_what_was_used_is_counted():
         {"starting_on": "0001-01-01T00:00:00+14:00", "ending_before": "0001-01-02T00:00:00Z"},
     ],
 )
-def test_a_span_that_makes_no_sense_is_refused(api, query):
+def test_an_invalid_time_span_is_refused(api, query):
     assert api.get("billing/usage/events", **query).status_code in {400, 422}
 
 
 @pytest.mark.parametrize("where", ["sessions", "training_runs", "checkpoints"])
 @pytest.mark.parametrize("query", [{"limit": 10**20}, {"offset": 10**20}, {"limit": -1}])
-def test_a_page_that_makes_no_sense_is_refused_or_empty(api, where, query):
+def test_an_invalid_page_is_refused_or_empty(api, where, query):
     assert api.get(where, **query).status_code in {200, 400, 422}
 
 
-def test_the_last_day_of_all_is_a_day(api):
+def test_the_last_representable_day_is_accepted(api):
     assert api.get("audit", day="9999-12-31").status_code in {200, 400}
 
 
@@ -721,7 +721,7 @@ def two(tmp_path_factory):
         yield ann, bob
 
 
-def test_without_a_key_nothing_is_answered(two):
+def test_requests_without_a_key_are_refused(two):
     with Api(str(two[0].http.base_url)) as nobody:
         for key in ("", "tml-wrong-key", "eyJhbGciOiJIUzI1NiJ9.e30.x", "eyJ", "eyJ\xe9"):
             headers = {b"x-api-key": key.encode("latin-1")}
@@ -732,7 +732,7 @@ def test_without_a_key_nothing_is_answered(two):
                 assert re.search("x-api-key|token", answer.json()["detail"])
 
 
-def test_a_key_may_come_as_bearer_or_in_its_own_header(two):
+def test_a_key_may_be_a_bearer_token_or_an_api_key_header(two):
     ann, _ = two
     url = str(ann.http.base_url)
     for headers in ({"authorization": "Bearer tml-key-of-ann"}, {"x-api-key": "tml-key-of-ann"}):
@@ -740,14 +740,14 @@ def test_a_key_may_come_as_bearer_or_in_its_own_header(two):
             assert same.got("auth/apikey/me")["name"] == "ann"
 
 
-def test_the_same_idempotency_key_of_two_users_is_two(two):
+def test_idempotency_keys_of_different_users_do_not_collide(two):
     body = {"tags": [], "sdk_version": "0.36.0"}
     key = {"x-idempotency-key": "same"}
     ann, bob = (user.told("create_session", body, headers=key)["session_id"] for user in two)
     assert ann != bob
 
 
-def test_what_is_published_can_be_read_and_not_changed(two):
+def test_a_public_checkpoint_can_be_read_but_not_changed_by_others(two):
     ann, bob = two
     model = ann.model(user_metadata={"a": "b"})
     model.step()

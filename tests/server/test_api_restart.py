@@ -47,7 +47,7 @@ def again(model: Model, api: Api) -> Model:
     return Model(api, model.model_id, model.next_seq)
 
 
-def test_results_can_still_be_had(place):
+def test_results_can_be_fetched_after_a_restart(place):
     model, sampler = place.api.model(), place.api.sampler()
     promises = [model.forward_backward(), model.optim_step(), model.forward_backward(loss_fn="x")]
     promises += [sampler.send(), model.send("save_weights", path="a")]
@@ -59,7 +59,7 @@ def test_results_can_still_be_had(place):
     assert "error" in before[2]
 
 
-def test_training_goes_on_to_the_same_numbers(place, tmp_path_factory):
+def test_training_after_a_restart_gives_the_same_losses(place, tmp_path_factory):
     def steps(model, numbers):
         return [model.step([datum((n, n + 1, 9), (n + 1, 9, 3))]) for n in numbers]
 
@@ -77,7 +77,7 @@ def test_training_goes_on_to_the_same_numbers(place, tmp_path_factory):
     assert (losses, model.logprobs([datum((20, 25), (21, 26))])) == expected
 
 
-def test_snapshots_change_nothing(tmp_path):
+def test_losses_are_the_same_with_and_without_snapshots(tmp_path):
     outcomes = []
     for name, every in (("never", 1e9), ("always", 0.0)):
         place = Restarting(tmp_path / name, snapshot_every=every)
@@ -91,14 +91,14 @@ def test_snapshots_change_nothing(tmp_path):
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_draw_of_the_adapter_is_kept(place):
+def test_a_random_adapter_initialisation_survives_a_restart(place):
     model = place.api.model(lora_config={"rank": 4})  # the seed is the service's
     model.step()
     before = model.logprobs()
     assert again(model, place.restart()).logprobs() == before
 
 
-def test_what_was_waiting_for_a_number_still_does(place):
+def test_a_request_waiting_for_an_earlier_number_still_waits_after_a_restart(place):
     model = place.api.model()
     step = model.optim_step(seq_id=2)
     proto = training_request(model.model_id, 3)
@@ -111,7 +111,7 @@ def test_what_was_waiting_for_a_number_still_does(place):
     assert model.optim_step(seq_id=2) == step  # repetition is still known
 
 
-def test_a_number_refused_before_does_not_hold_up_what_comes_after(place):
+def test_an_earlier_refused_number_is_skipped_after_a_restart(place):
     model = place.api.model()
     model.step()
     assert model.ask("optim_step", adam_params={"beta1": 5}).status_code == 422
@@ -125,7 +125,7 @@ def refuse(model: Model, number: int) -> None:
     assert refused.status_code == 422
 
 
-def test_a_number_refused_last_is_not_waited_for_either(place):
+def test_the_last_refused_number_is_skipped_after_a_restart(place):
     model = place.api.model()
     model.step()
     refuse(model, 3)
@@ -135,7 +135,7 @@ def test_a_number_refused_last_is_not_waited_for_either(place):
     assert model.ask("optim_step", seq_id=3, adam_params={}).status_code == 400
 
 
-def test_a_number_refused_before_its_turn_leaves_the_others_theirs(place):
+def test_a_number_refused_out_of_order_does_not_skip_others(place):
     model = place.api.model()
     second = model.forward_backward(seq_id=2)
     refuse(model, 3)
@@ -146,7 +146,7 @@ def test_a_number_refused_before_its_turn_leaves_the_others_theirs(place):
         assert "metrics" in api.poll(promise).json()
 
 
-def test_samplers_draw_the_same(place):
+def test_samplers_give_the_same_samples_after_a_restart(place):
     api = place.api
     model = api.model()
     model.step()
@@ -167,7 +167,7 @@ def test_samplers_draw_the_same(place):
     assert [sampler.tokens(num_samples=2) for sampler in after] == before
 
 
-def test_a_sampler_made_again_is_the_one_that_was(place):
+def test_a_retried_create_sampler_returns_the_original_after_a_restart(place):
     """A client may not have heard that its sampler was made; by now its checkpoint is another."""
     model = place.api.model()
     model.step()
@@ -182,7 +182,7 @@ def test_a_sampler_made_again_is_the_one_that_was(place):
     assert sampler.tokens() == before
 
 
-def test_samples_under_way_are_drawn_after_all(place):
+def test_samples_in_flight_finish_after_a_restart(place):
     sampler = place.api.sampler()
     request = sampler.request(num_samples=16, max_tokens=1000)
     # Clients 0.13.0 number the samples of their copies beyond 64 bits.
@@ -194,7 +194,7 @@ def test_samples_under_way_are_drawn_after_all(place):
     assert api.told("asample", request) == promise
 
 
-def test_samples_without_a_session_too(place):
+def test_samples_in_flight_without_a_session_finish_after_a_restart(place):
     path = place.api.model().save("w")
     named = {"sampling_session_id": None, "model_path": path}
     sampler = Sampler(place.api, "")
@@ -205,7 +205,7 @@ def test_samples_without_a_session_too(place):
     assert Sampler(api, "").sample(num_samples=16, max_tokens=1000, fields=named) == whole
 
 
-def test_a_poller_hears_of_what_was_finished_meanwhile(tmp_path):
+def test_a_poll_receives_samples_that_finished_across_a_restart(tmp_path):
     place = Restarting(tmp_path, use_retrieve_futures=True)
     sampler = place.api.sampler()
     target = {"type": "sampling_session", "sampling_session_id": sampler.sampler_id}
@@ -229,7 +229,7 @@ def test_a_poller_hears_of_what_was_finished_meanwhile(tmp_path):
     place.running.close()
 
 
-def test_a_model_made_of_a_checkpoint_outlives_it(place):
+def test_a_model_created_from_a_checkpoint_survives_its_deletion(place):
     api = place.api
     first = api.model()
     first.step()
@@ -243,7 +243,7 @@ def test_a_model_made_of_a_checkpoint_outlives_it(place):
     assert again(model, place.restart()).logprobs() == expected
 
 
-def test_a_model_made_of_a_checkpoint_stays_so_when_that_is_overwritten(place):
+def test_a_model_created_from_a_checkpoint_survives_its_overwrite(place):
     """What everybody does who saves under one name and goes on from there."""
     first = place.api.model()
     first.step()
@@ -266,7 +266,7 @@ def test_an_unloaded_model_stays_unloaded(place):
     assert again(model, place.restart()).ask("optim_step", adam_params={}).status_code == 400
 
 
-def test_a_model_that_was_never_made_stays_so(place):
+def test_a_model_whose_creation_failed_stays_failed(place):
     path = place.api.model().save("a")
     (weights,) = place.data_dir.glob("checkpoints/*/training/a/adapter_model.safetensors")
     weights.write_bytes(b"nonsense")
@@ -280,7 +280,7 @@ def test_a_model_that_was_never_made_stays_so(place):
     assert refused.status_code in {400, 404}
 
 
-def test_sessions_are_as_they_were(place):
+def test_sessions_are_unchanged_after_a_restart(place):
     active, finished = place.api.session(), place.api.session()
     key = {"x-idempotency-key": "one"}
     body = {"tags": [], "sdk_version": "0.36.0"}
@@ -293,7 +293,7 @@ def test_sessions_are_as_they_were(place):
     assert api.model(active).step() > 0
 
 
-def test_models_of_a_session_that_ended_do_not_come_back(place):
+def test_models_of_an_ended_session_are_not_restored(place):
     model = place.api.model()
     waiting = model.optim_step(seq_id=2)
     place.api.told(f"sessions/{model.session_id}/finish", FINISH)
@@ -303,7 +303,7 @@ def test_models_of_a_session_that_ended_do_not_come_back(place):
     assert again(model, api).ask("optim_step", adam_params={}).status_code == 400
 
 
-def test_checkpoints_and_their_links_are_still_there(place):
+def test_checkpoints_and_their_links_survive_a_restart(place):
     model = place.api.model()
     path = model.save("a", ttl_seconds=3600, user_metadata={"k": "v"})
     listed = place.api.got("checkpoints")
@@ -317,7 +317,7 @@ def test_checkpoints_and_their_links_are_still_there(place):
     assert api.loaded(path).step() > 0
 
 
-def test_two_services_do_not_share_a_data_directory(place):
+def test_a_second_service_on_a_data_directory_is_refused(place):
     with (
         pytest.raises(ConfigError, match=f"data_dir.*process {os.getpid()};"),
         service("fake", data_dir=place.data_dir),
@@ -326,7 +326,7 @@ def test_two_services_do_not_share_a_data_directory(place):
     assert place.api.model().step() > 0
 
 
-def test_a_request_that_this_release_cannot_read_does_not_keep_it_from_starting(place, tmp_path):
+def test_the_service_starts_despite_an_unreadable_request(place, tmp_path):
     place.api.got("healthz")
     place.running.close()
     journal = Journal(tmp_path / "journal")
@@ -365,7 +365,7 @@ def check_given_up(place: Restarting, model: Model, why: str) -> None:
     assert api.model().step() > 0
 
 
-def test_a_damaged_snapshot_makes_a_run_corrupted(tmp_path):
+def test_a_damaged_snapshot_marks_the_run_corrupted(tmp_path):
     place = Restarting(tmp_path, snapshot_every=0.0)
     model = place.api.model()
     snapshots = tmp_path / "snapshots"
@@ -383,7 +383,7 @@ def test_a_damaged_snapshot_makes_a_run_corrupted(tmp_path):
     place.running.close()
 
 
-def test_a_journal_with_a_gap_makes_a_run_corrupted(place, tmp_path):
+def test_a_journal_with_a_gap_marks_the_run_corrupted(place, tmp_path):
     model = place.api.model()
     for _ in range(3):
         model.step()
@@ -407,7 +407,7 @@ def rewrite_without_change(directory, lost, *, keep_request=False):
     directory.with_name("rewritten").rename(directory)
 
 
-def test_what_is_done_again_because_a_result_is_lost_is_counted_once(place, tmp_path):
+def test_usage_of_a_replayed_request_is_counted_once(place, tmp_path):
     def used(api):
         day = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         span = {"starting_on": day, "ending_before": day + timedelta(days=2)}

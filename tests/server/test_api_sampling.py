@@ -31,7 +31,7 @@ def sampler(api):
 # -- samplers --------------------------------------------------------------------------------------
 
 
-def test_a_sampler_of_a_base_model_as_the_oldest_clients_use_it(api):
+def test_the_oldest_clients_can_sample_from_a_base_model(api):
     session = api.session()
     body = {
         "session_id": session,
@@ -61,7 +61,7 @@ def test_a_sampler_of_a_base_model_as_the_oldest_clients_use_it(api):
     assert "prompt_logprobs" not in result
 
 
-def test_what_a_sampler_is_made_of_can_be_asked(api):
+def test_the_origin_of_a_sampler_can_be_fetched(api):
     model = api.model()
     path = model.save("s", "save_weights_for_sampler")
     named = api.sampler(model.session_id, 0, model_path=path, base_model=TINY)
@@ -75,7 +75,7 @@ def test_what_a_sampler_is_made_of_can_be_asked(api):
     assert session["sampler_ids"] == [named.sampler_id, base.sampler_id]
 
 
-def test_a_sampler_stays_what_it_was_when_made(api):
+def test_a_sampler_keeps_its_weights_while_training_continues(api):
     model = api.model()
     model.step()
     unnamed = model.do("save_weights_for_sampler", sampling_session_seq_id=0)
@@ -99,7 +99,7 @@ def test_a_sampler_stays_what_it_was_when_made(api):
     assert model.logprobs()[0][0] > api.model().logprobs()[0][0]
 
 
-def test_a_number_that_is_taken_gives_no_second_sampler(api):
+def test_a_retry_with_the_same_number_returns_the_same_sampler(api):
     model = api.model()
     base = api.sampler(model.session_id, 0)
     before = base.sample()
@@ -121,7 +121,7 @@ def test_a_number_that_is_taken_gives_no_second_sampler(api):
         ({"model_path": "nonsense"}, "tinker://"),
     ],
 )
-def test_what_cannot_be_sampled_from_is_refused(api, fields, complaint):
+def test_invalid_sampler_sources_are_refused(api, fields, complaint):
     body = {"session_id": api.session(), "sampling_session_seq_id": 0, **fields}
     refused = api.post("create_sampling_session", body)
     assert refused.status_code in {400, 404}
@@ -141,7 +141,7 @@ def test_external_weights_and_other_base_models_are_refused(api):
         assert (refused.status_code, refused.json()["field"]) == (400, field)
 
 
-def test_a_copy_of_a_client_gets_a_number_of_its_own(api, sampler):
+def test_each_copy_of_a_client_gets_its_own_number(api, sampler):
     body = {"sampling_session_id": sampler.sampler_id, "type": "join_sampling_session"}
     numbers = [api.told("join_sampling_session", body)["client_counter"] for _ in range(3)]
     assert numbers == [1, 2, 3]
@@ -164,7 +164,7 @@ def test_a_request_can_name_a_model_instead_of_a_sampler(api, sampler):
         assert answer.status_code == 200, answer.read()
 
 
-def test_requests_of_the_same_number_are_not_the_same_without_a_session(api):
+def test_equal_numbers_without_a_session_are_separate_requests(api):
     first = drawn(api, base_model=TINY)
     body = {"sampling_session_id": None, "base_model": TINY, "seq_id": 0}
     assert Sampler(api, "").tokens((8, 9), fields=body) != first
@@ -172,7 +172,7 @@ def test_requests_of_the_same_number_are_not_the_same_without_a_session(api):
         drawn(api, base_model="no-such-model")
 
 
-def test_a_request_can_name_a_checkpoint_and_gets_what_it_holds_now(api):
+def test_a_request_that_names_a_checkpoint_uses_its_current_weights(api):
     model = api.model()
     path = model.save("w")
     before = drawn(api, model_path=path)
@@ -190,7 +190,7 @@ def test_a_request_can_name_a_checkpoint_and_gets_what_it_holds_now(api):
         drawn(api, model_path=path)
 
 
-def test_samplers_that_nobody_made_are_few_and_end_with_their_session(tmp_path):
+def test_implicit_samplers_are_limited_and_end_with_their_session(tmp_path):
     with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
         model = api.model()
         for number in range(PASSING_LIMIT + 3):
@@ -214,7 +214,7 @@ def test_a_promise_names_its_sequences(api, sampler):
     assert len(api.retrieve(promise)["sequences"]) == 3
 
 
-def test_a_request_sent_twice_is_done_once(api, sampler):
+def test_a_retried_sample_request_runs_once(api, sampler):
     request = sampler.request(seed=None, num_samples=2)
     first, second = api.told("asample", request), api.told("asample", request)
     assert first == second
@@ -224,7 +224,7 @@ def test_a_request_sent_twice_is_done_once(api, sampler):
 
 
 @pytest.mark.parametrize("seq_id", [10**21, 2**63, 2**64 - 1, 999_999 * 10**9 + 5])
-def test_numbers_beyond_64_bits_are_told_apart(api, sampler, seq_id):
+def test_numbers_over_64_bits_stay_distinct(api, sampler, seq_id):
     request = sampler.request(seed=None)
     first = api.told("asample", request | {"seq_id": seq_id})
     assert api.told("asample", request | {"seq_id": seq_id}) == first
@@ -232,7 +232,7 @@ def test_numbers_beyond_64_bits_are_told_apart(api, sampler, seq_id):
     assert api.retrieve(first)["sequences"]
 
 
-def test_a_seed_decides(sampler):
+def test_the_same_seed_gives_the_same_sample(sampler):
     once, again, other = (sampler.tokens(num_samples=3, seed=seed) for seed in (5, 5, 6))
     assert once == again != other
     assert len({tuple(tokens) for tokens in once}) == 3
@@ -241,7 +241,7 @@ def test_a_seed_decides(sampler):
     assert unseeded[0] != unseeded[1]
 
 
-def test_no_heat_means_the_likeliest(sampler):
+def test_temperature_zero_gives_the_likeliest_tokens(sampler):
     results = [sampler.tokens(temperature=0, seed=seed, num_samples=2) for seed in (1, 2)]
     assert results[0] == results[1]
     assert results[0][0] == results[0][1]
@@ -249,7 +249,7 @@ def test_no_heat_means_the_likeliest(sampler):
     assert sampler.tokens(top_p=0, seed=9) == results[0][:1]
 
 
-def test_when_to_stop(sampler):
+def test_sampling_stops_at_stop_tokens_and_limits(sampler):
     (free,) = sampler.tokens(max_tokens=300, temperature=2)
     assert len(free) == 300  # stop=[] never stops
     ends = [index for index, token in enumerate(free) if token in {257, 260}]
@@ -263,7 +263,7 @@ def test_when_to_stop(sampler):
 
 
 @pytest.mark.parametrize("form", [str, list])
-def test_text_that_stops(sampler, form):
+def test_sampling_stops_at_stop_strings(sampler, form):
     (free,) = sampler.tokens(max_tokens=200)
     letters = [index for index, token in enumerate(free) if 65 <= token < 127]
     text = chr(free[letters[0]])
@@ -274,13 +274,13 @@ def test_text_that_stops(sampler, form):
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], [1, "a"], {"a": 1}, [1.5]])
-def test_what_cannot_stop_is_refused(api, sampler, stop):
+def test_invalid_stop_values_are_refused(api, sampler, stop):
     refused = api.post("asample", sampler.request(stop=stop))
     assert refused.status_code in {400, 422}
     assert "stop" in refused.json()["detail"]
 
 
-def test_what_the_prompt_says(sampler):
+def test_prompt_logprobs_are_returned(sampler):
     fields = {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
     result = sampler.sample(fields=fields)
     logprobs, topk = result["prompt_logprobs"], result["topk_prompt_logprobs"]
@@ -292,7 +292,7 @@ def test_what_the_prompt_says(sampler):
     assert last["prompt_logprobs"] == [None, None, logprobs[2]]
 
 
-def test_what_other_tokens_of_the_prompt_would_have_been(sampler):
+def test_topk_prompt_logprobs_are_returned(sampler):
     wanted = {"data": [6, 9, -1, 7], "dtype": "int64", "shape": [2, 2]}
     result = sampler.sample(fields={"target_prompt_logprobs": wanted, "prompt_logprobs": True})
     found = result["target_prompt_logprobs"]
@@ -302,18 +302,18 @@ def test_what_other_tokens_of_the_prompt_would_have_been(sampler):
     assert found["data"][2] == 0
 
 
-def test_the_likeliest_tokens_of_a_sample(sampler):
+def test_topk_logprobs_of_sampled_tokens_are_returned(sampler):
     (sequence,) = sampler.sample(fields={"topk_sample_logprobs": 3}, temperature=0)["sequences"]
     assert [len(row) for row in sequence["topk_logprobs"]] == [3] * 5
     assert [row[0][0] for row in sequence["topk_logprobs"]] == sequence["tokens"]
 
 
-def test_what_is_not_offered_is_refused_and_not_ignored(api, sampler):
+def test_unsupported_fields_are_refused(api, sampler):
     refused = api.post("asample", sampler.request(fields={"prompt_alt_tokens_k": 2}))
     assert (refused.status_code, refused.json()["field"]) == (400, "prompt_alt_tokens_k")
 
 
-def test_a_sample_in_protobuf_is_the_sample_in_json(api, sampler):
+def test_protobuf_and_json_samples_are_equal(api, sampler):
     fields = {"prompt_logprobs": True, "topk_prompt_logprobs": 1, "topk_sample_logprobs": 1}
     promise = sampler.send(num_samples=2, fields=fields)
     decoded = decode_sample_response(api.retrieve(promise, PROTO))
@@ -322,14 +322,14 @@ def test_a_sample_in_protobuf_is_the_sample_in_json(api, sampler):
     assert np.isnan(decoded.prompt_logprobs_np[0])
 
 
-def test_a_failed_sample_says_whose_fault_it_is(api, sampler):
+def test_a_failed_sample_has_an_error_category(api, sampler):
     answer = api.poll(sampler.send(prompt=(5, 999_999)), PROTO)
     assert answer.status_code == 200
     assert answer.json()["category"] == "user"
     assert "prompt" in answer.json()["error"]
 
 
-def test_a_prompt_may_come_in_pieces(sampler):
+def test_a_prompt_may_have_several_chunks(sampler):
     pieces = {"chunks": [{"tokens": [5]}, {"tokens": [6, 7], "type": "encoded_text"}]}
     assert sampler.sample(fields={"prompt": pieces}) == sampler.sample()
 
@@ -343,7 +343,7 @@ def listen(api, sampler, cursor=0, clone=0, **more):
     return api.told("retrieve_futures", {"target": target, "prev_cursor": cursor, **more})
 
 
-def test_one_poll_hears_of_all_samples(api, sampler):
+def test_one_poll_receives_all_finished_samples(api, sampler):
     promises = [sampler.send(), sampler.send(prompt=(999_999,)), sampler.send()]
     for promise in promises:
         api.retrieve(promise)
@@ -364,7 +364,7 @@ def test_one_poll_hears_of_all_samples(api, sampler):
     assert more["cursor"] > heard["cursor"]
 
 
-def test_copies_of_a_client_hear_of_their_own(api, sampler):
+def test_each_copy_of_a_client_receives_only_its_own_samples(api, sampler):
     mine, theirs = sampler.request(), sampler.request()
     theirs["seq_id"] = 3_000_000_001
     promises = [api.told("asample", request) for request in (mine, theirs)]
@@ -376,7 +376,7 @@ def test_copies_of_a_client_hear_of_their_own(api, sampler):
     assert listen(api, sampler, clone=1, timeout=0)["completions"] == []
 
 
-def test_a_result_ends_the_waiting_for_any(api, sampler):
+def test_a_finished_sample_wakes_a_poll_for_any(api, sampler):
     heard: list[Any] = []
     listening = threading.Thread(target=lambda: heard.append(listen(api, sampler)))
     listening.start()
@@ -388,7 +388,7 @@ def test_a_result_ends_the_waiting_for_any(api, sampler):
 # -- leaving early ----------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_sample_is_given_up(api, sampler):
+def test_a_cancelled_sample_fails_as_cancelled(api, sampler):
     promise = sampler.send(num_samples=512, max_tokens=2000)
     assert api.post("cancel_future", {"request_id": promise["request_id"]}).status_code == 200
     result = api.retrieve(promise)
@@ -396,7 +396,7 @@ def test_a_cancelled_sample_is_given_up(api, sampler):
     assert sampler.tokens()
 
 
-def test_cancelling_what_is_done_or_unknown_is_no_error(api, sampler):
+def test_cancelling_a_finished_or_unknown_request_succeeds(api, sampler):
     promise = sampler.send()
     result = api.retrieve(promise)
     for request_id in (promise["request_id"], "nonsense", "0" * 32):
@@ -418,7 +418,7 @@ def events(api, request):
     return found
 
 
-def test_a_streamed_sample_is_the_sample(api, sampler):
+def test_a_streamed_sample_equals_the_polled_one(api, sampler):
     whole = sampler.sample(num_samples=2)["sequences"]
     streamed = events(api, sampler.request(num_samples=2))
     for index, sequence in enumerate(whole):
@@ -432,7 +432,7 @@ def test_a_streamed_sample_is_the_sample(api, sampler):
         )
 
 
-def test_a_stream_that_cannot_begin_has_a_status_and_one_that_fails_an_event(api, sampler):
+def test_a_stream_reports_early_errors_by_status_and_later_ones_by_event(api, sampler):
     request = sampler.request(num_samples=0)
     assert api.post("stream_sample", request).status_code == 422
     ((kind, data),) = events(api, sampler.request(prompt=(5, 999_999)))
@@ -440,7 +440,7 @@ def test_a_stream_that_cannot_begin_has_a_status_and_one_that_fails_an_event(api
     assert "prompt" in data["error"]
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(api, sampler):
+def test_disconnecting_from_a_stream_cancels_the_sample(api, sampler):
     request = sampler.request(num_samples=64, max_tokens=2000)
     with api.http.stream("POST", "/api/v1/stream_sample", json=request) as answer:
         next(answer.iter_raw())

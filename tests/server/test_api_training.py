@@ -34,7 +34,7 @@ def impatient():
 # -- making models ---------------------------------------------------------------------------------
 
 
-def test_a_model_as_the_oldest_clients_make_and_train_it(api):
+def test_the_oldest_clients_can_create_and_train_a_model(api):
     session = api.told(
         "create_session", {"tags": ["a"], "user_metadata": None, "sdk_version": "0.7.0"}
     )["session_id"]
@@ -65,7 +65,7 @@ def test_a_model_as_the_oldest_clients_make_and_train_it(api):
     assert api.retrieve(step)["metrics"]["learning_rate"] == 1e-4
 
 
-def test_a_model_as_the_newest_clients_make_it(api):
+def test_the_newest_clients_can_create_a_model(api):
     model = api.model(
         api.session(project_id="p", display_name="n", user_metadata={"a": "b"}),
         type="create_model",
@@ -84,12 +84,12 @@ def test_a_model_as_the_newest_clients_make_it(api):
     assert model.step() > 0
 
 
-def test_a_field_of_a_release_to_come_is_ignored(api):
+def test_unknown_fields_are_ignored(api):
     model = api.model(new_field={"a": 1})
     assert "metrics" in model.do("optim_step", adam_params={"new_moment": 2}, new_field=[])
 
 
-def test_the_tokenizer_of_a_model_is_a_directory(api):
+def test_model_info_names_the_tokenizer_directory(api):
     from pathlib import Path
 
     info = api.told("get_info", {"model_id": api.model().model_id})
@@ -99,7 +99,7 @@ def test_the_tokenizer_of_a_model_is_a_directory(api):
     assert (Path(tokenizer) / "tokenizer.json").is_file()
 
 
-def test_a_model_made_twice_is_one(api):
+def test_a_retried_create_model_creates_one_model(api):
     body = {"session_id": api.session(), "model_seq_id": 3, "base_model": TINY}
     first, second = api.told("create_model", body), api.told("create_model", body)
     assert first == second
@@ -108,13 +108,13 @@ def test_a_model_made_twice_is_one(api):
     assert api.retrieve(other)["model_id"].endswith(":train:4")
 
 
-def test_a_model_can_be_asked_about_before_it_is_made(api):
+def test_model_info_works_before_the_model_is_created(api):
     body = {"session_id": api.session(), "model_seq_id": 0, "base_model": TINY}
     promise = api.told("create_model", body)
     assert api.told("get_info", {"model_id": promise["model_id"]})["is_lora"]
 
 
-def test_an_unloaded_model_is_gone_and_its_checkpoints_are_not(api):
+def test_unloading_a_model_keeps_its_checkpoints(api):
     model = api.model()
     path = model.save("kept")
     promise = api.told("unload_model", {"model_id": model.model_id})
@@ -136,7 +136,7 @@ def logprobs(output: ForwardBackwardOutput):
     ("encoding", "encode"),
     [(None, bytes), ("zstd", compress), ("gzip", gzip.compress), ("identity", bytes)],
 )
-def test_a_pass_in_protobuf_is_the_pass_in_json(api, encoding, encode):
+def test_protobuf_and_json_passes_are_equal(api, encoding, encode):
     in_json, in_proto = api.model(), api.model()
     expected = api.retrieve(in_json.forward_backward())
     headers = {"content-type": PROTO} | ({"content-encoding": encoding} if encoding else {})
@@ -168,7 +168,7 @@ def test_a_pass_without_backward_leaves_no_gradient(api):
     assert model.logprobs() == before
 
 
-def test_the_form_of_a_result_is_what_the_poll_accepts(api):
+def test_the_result_format_follows_the_accept_header(api):
     model = api.model()
     promise = model.forward_backward()
     as_json = api.poll(promise)
@@ -182,7 +182,7 @@ def test_the_form_of_a_result_is_what_the_poll_accepts(api):
     assert step.headers["content-type"] == "application/json"
 
 
-def test_a_sparse_tensor_is_what_it_stands_for(api):
+def test_a_sparse_tensor_equals_its_dense_form(api):
     tokens, targets = np.arange(5, 17), np.arange(6, 18)
     weights = np.zeros((12, 2), np.float32)
     weights[3, 0] = weights[7, 1] = 1
@@ -206,7 +206,7 @@ def test_a_sparse_tensor_is_what_it_stands_for(api):
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_losses_on_rewards_give_logprobs_and_learn(api, loss):
+def test_reinforcement_losses_return_logprobs_and_learn(api, loss):
     model = api.model()
     (before,) = model.logprobs()
     example = datum(logprobs=before, advantages=[1, 1, 1])
@@ -217,7 +217,7 @@ def test_losses_on_rewards_give_logprobs_and_learn(api, loss):
 
 
 @pytest.mark.parametrize("engine", ["fake", "torch"])
-def test_numbers_that_are_not_finite_are_read_as_such(engine):
+def test_non_finite_numbers_reach_the_client(engine):
     with service(engine) as running, Api(running.url) as api:
         model = api.model()
         far = datum(logprobs=[-1e4, -1e4, -1.0], advantages=[1.0, -1.0, 1.0])
@@ -257,7 +257,7 @@ def test_a_large_result_is_announced_first(api):
     assert len(payload) == announced["response_payload_size"] > 8 << 20
 
 
-def test_a_small_result_is_not(api):
+def test_a_small_result_is_not_announced_first(api):
     model = api.model()
     promise = model.forward_backward()
     assert "metrics" in api.poll(promise, allow_metadata_only=True).json()
@@ -266,7 +266,7 @@ def test_a_small_result_is_not(api):
 # -- waiting ------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_done_is_to_be_asked_for_again(impatient):
+def test_a_poll_for_an_unfinished_result_says_try_again(impatient):
     model = impatient.model()
     promise = model.optim_step(seq_id=2)  # 1 is missing
     answer = impatient.poll(promise)
@@ -280,7 +280,7 @@ def test_what_is_not_done_is_to_be_asked_for_again(impatient):
     assert "metrics" in impatient.retrieve(promise)
 
 
-def test_a_result_wakes_all_who_wait_for_it_and_can_be_had_again(api):
+def test_a_result_wakes_all_polls_and_can_be_fetched_again(api):
     model = api.model()
     promise = model.optim_step(seq_id=2)
     answers = []
@@ -296,7 +296,7 @@ def test_a_result_wakes_all_who_wait_for_it_and_can_be_had_again(api):
     assert len({answer.content for answer in answers}) == 1
 
 
-def test_an_unknown_result_is_not_found_and_a_lost_one_is_gone(api):
+def test_an_invalid_request_id_is_404_and_an_evicted_one_410(api):
     assert api.poll("nonsense").status_code == 404
     assert api.poll("0" * 32).status_code == 410
 
@@ -316,7 +316,7 @@ def in_order(api):
     return model.logprobs([datum((10, 11, 12, 13), (11, 12, 13, 14))])
 
 
-def test_requests_run_by_number_whatever_order_they_come_in(api):
+def test_requests_run_in_the_order_of_their_numbers(api):
     model = api.model()
     data = chunks()
     promises = {
@@ -330,14 +330,14 @@ def test_requests_run_by_number_whatever_order_they_come_in(api):
     assert model.logprobs([datum((10, 11, 12, 13), (11, 12, 13, 14))]) == in_order(api)
 
 
-def test_a_step_that_comes_first_still_sees_the_gradients(api):
+def test_a_step_that_arrives_before_its_pass_uses_its_gradients(api):
     model = api.model()
     step = model.optim_step(seq_id=2)
     model.forward_backward(seq_id=1)
     assert api.retrieve(step)["metrics"]["grad_norm"] > 0
 
 
-def test_a_request_sent_twice_is_done_once(api):
+def test_a_retried_training_request_runs_once(api):
     once, twice = api.model(), api.model()
     for model, times in ((once, 1), (twice, 2)):
         for _ in range(times):
@@ -351,7 +351,7 @@ def test_a_request_sent_twice_is_done_once(api):
     assert once.logprobs() == twice.logprobs()
 
 
-def test_requests_without_a_number_are_all_done(api):
+def test_requests_without_a_number_all_run(api):
     model = api.model()
     promises = [model.forward_backward(seq_id=None) for _ in range(2)]
     assert promises[0] != promises[1]
@@ -379,7 +379,7 @@ def test_training_makes_the_loss_fall(api):
     assert losses[-1] < losses[0]
 
 
-def test_two_models_of_one_session_do_not_know_of_each_other(api):
+def test_two_models_of_one_session_are_independent(api):
     session = api.session()
     first, second = api.model(session, 0), api.model(session, 1)
     untouched = second.logprobs()
@@ -388,7 +388,7 @@ def test_two_models_of_one_session_do_not_know_of_each_other(api):
     assert first.logprobs() != untouched
 
 
-def test_a_refused_number_does_not_hold_up_the_next(api):
+def test_a_refused_number_does_not_delay_the_next(api):
     model = api.model()
     inputs = {"data": "none", "loss_fn": "cross_entropy"}
     refused = model.ask("forward_backward", forward_backward_input=inputs)
@@ -397,7 +397,7 @@ def test_a_refused_number_does_not_hold_up_the_next(api):
     assert api.poll(model.optim_step()).status_code == 200
 
 
-def test_a_number_refused_in_protobuf_does_not_either(api):
+def test_a_number_refused_in_protobuf_does_not_delay_the_next(api):
     model = api.model()
     strange = Datum(
         ModelInput.from_ints([5, 6]), {"target_tokens": TensorData.from_numpy(np.array([6, 7]))}
@@ -411,7 +411,7 @@ def test_a_number_refused_in_protobuf_does_not_either(api):
     assert api.poll(model.optim_step()).status_code == 200
 
 
-def test_a_refused_repetition_leaves_the_first_request_in_line(api):
+def test_a_refused_retry_leaves_the_first_request_queued(api):
     model = api.model()
     first = model.optim_step(seq_id=2)
     assert model.ask("optim_step", seq_id=2, adam_params={"beta1": 7}).status_code == 422
@@ -419,7 +419,7 @@ def test_a_refused_repetition_leaves_the_first_request_in_line(api):
     assert api.retrieve(first)["metrics"]["grad_norm"] > 0
 
 
-def test_a_number_that_was_refused_cannot_be_used_later(api):
+def test_a_refused_number_cannot_be_used_later(api):
     model = api.model()
     assert model.ask("optim_step", seq_id=1, adam_params={"beta1": 7}).status_code == 422
     later = model.ask("optim_step", seq_id=1, adam_params={})
@@ -427,7 +427,7 @@ def test_a_number_that_was_refused_cannot_be_used_later(api):
     assert later.json()["field"] == "seq_id"
 
 
-def test_failed_work_is_a_result_that_says_so(api):
+def test_a_failed_request_has_an_error_result(api):
     model = api.model()
     failed = model.forward_backward(loss_fn="nonsense")
     answer = api.poll(failed, PROTO)
@@ -439,7 +439,7 @@ def test_failed_work_is_a_result_that_says_so(api):
     assert api.retrieve(model.optim_step())["metrics"]["grad_norm"] == 0
 
 
-def test_one_bad_example_spoils_its_whole_pass_and_nothing_else(api):
+def test_one_invalid_example_fails_only_its_own_pass(api):
     model, clean = api.model(), api.model()
     model.forward_backward([datum()])
     failed = model.forward_backward([datum(), datum((5, 999_999), (6, 7))])
@@ -448,7 +448,7 @@ def test_one_bad_example_spoils_its_whole_pass_and_nothing_else(api):
     assert api.retrieve(model.optim_step()) == api.retrieve(clean.optim_step())
 
 
-def test_too_many_requests_are_told_to_wait_and_lose_nothing():
+def test_requests_over_the_pending_limit_get_429_and_can_be_retried():
     with service("fake", limits=Limits(pending=2)) as running, Api(running.url) as api:
         stuck, model = api.model(), api.model()
         waiting = [stuck.optim_step(seq_id=number) for number in (2, 3)]
@@ -467,7 +467,7 @@ def test_too_many_requests_are_told_to_wait_and_lose_nothing():
 # -- saving and loading ---------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_goes_on_where_it_was_saved(api):
+def test_training_continues_from_a_checkpoint(api):
     model = api.model()
     model.step()
     path = model.save("first")
@@ -480,7 +480,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved(api):
     assert model.logprobs() == resumed.logprobs() != fresh.logprobs()
 
 
-def test_weights_load_into_a_model_that_is_there(api):
+def test_weights_load_into_an_existing_model(api):
     model = api.model()
     model.step()
     path = model.save("a")
@@ -500,7 +500,7 @@ def test_weights_load_into_a_model_that_is_there(api):
     assert other.logprobs() == model.logprobs()
 
 
-def test_a_model_made_of_a_checkpoint_is_named_as_its_client_expects(api):
+def test_a_model_created_from_a_checkpoint_has_the_expected_id(api):
     path = api.model().save("a")
     session = api.session()
     body = {
@@ -526,7 +526,7 @@ def test_a_save_without_a_name_gets_one(api):
     assert api.told("weights_info", {"tinker_path": path})
 
 
-def test_a_name_is_taken_unless_it_may_be_overwritten(api):
+def test_an_existing_checkpoint_name_needs_overwrite(api):
     model = api.model()
     path = model.save("same", user_metadata={"step": "1"})
     model.step()
@@ -539,7 +539,7 @@ def test_a_name_is_taken_unless_it_may_be_overwritten(api):
     assert "user_metadata" not in listed
 
 
-def test_a_save_sent_twice_is_no_conflict(api):
+def test_a_retried_save_is_not_a_conflict(api):
     model = api.model()
     first = model.send("save_weights", path="x", seq_id=1)
     assert model.send("save_weights", path="x", seq_id=1) == first
@@ -547,7 +547,7 @@ def test_a_save_sent_twice_is_no_conflict(api):
 
 
 @pytest.mark.parametrize("form", ["into a model", "as a model"])
-def test_what_cannot_be_loaded_is_refused(api, form):
+def test_invalid_checkpoint_paths_are_refused_on_load(api, form):
     model = api.model()
     paths = {
         "tinker://nobody:train:0/weights/x": "no checkpoint",
@@ -569,13 +569,13 @@ def test_what_cannot_be_loaded_is_refused(api, form):
     assert model.step() > 0
 
 
-def test_a_load_that_names_no_model_is_refused(api):
+def test_a_load_without_a_model_is_refused(api):
     refused = api.post("load_weights", {"path": "tinker://a:train:0/weights/x"})
     assert refused.status_code == 400
     assert refused.json()["field"] == "model_id"
 
 
-def test_a_damaged_checkpoint_is_told_of_and_makes_no_model(tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_creates_no_model(tmp_path):
     with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
         model = api.model()
         path = model.save("a")
@@ -611,7 +611,7 @@ def test_unnamed_weights_for_sampling_have_a_session_and_no_path(api):
     assert api.got(f"training_runs/{model.model_id}/checkpoints")["checkpoints"] == []
 
 
-def test_a_retry_under_another_sampler_number_finds_the_first(api):
+def test_a_retry_with_another_sampler_number_returns_the_first_sampler(api):
     model = api.model()
     first = model.send("save_weights_for_sampler", sampling_session_seq_id=0, seq_id=1)
     again = model.send("save_weights_for_sampler", sampling_session_seq_id=1, seq_id=1)
@@ -626,7 +626,7 @@ def test_weights_for_sampling_need_a_name_or_a_number(api):
     assert "path" in failed["error"]
 
 
-def test_weights_for_elsewhere_tell_their_size(api):
+def test_external_weights_report_their_size(api):
     result = api.model().do("save_weights_external", path="out", type="save_weights_external")
     assert result["path"].endswith("/external_weights/out")
     assert result["size_bytes"] > 0

@@ -46,13 +46,13 @@ def keys(load):
         ("tml-dave-4444", "key-2"),
     ],
 )
-def test_a_key_tells_its_owner(keys, key, name):
+def test_a_key_identifies_its_owner(keys, key, name):
     assert keys.owner({"x-api-key": key}) == name
     assert keys.owner({"authorization": f"Bearer {key}"}) == name
     assert keys.owner({"authorization": f"bearer   {key} "}) == name
 
 
-def test_the_key_header_goes_before_a_bearer_token(keys):
+def test_the_api_key_header_takes_precedence_over_a_bearer_token(keys):
     assert keys.owner({"x-api-key": ALICE, "authorization": f"Bearer {BOB}"}) == "alice"
     assert keys.owner({"x-api-key": "", "authorization": f"Bearer {BOB}"}) == "key-1"
     with pytest.raises(AuthenticationError):
@@ -77,7 +77,7 @@ def test_the_key_header_goes_before_a_bearer_token(keys):
         {"authorization": "Bearer"},
     ],
 )
-def test_anybody_else_is_turned_away_without_an_echo(keys, headers):
+def test_an_unknown_key_is_refused_and_not_shown(keys, headers):
     with pytest.raises(AuthenticationError) as caught:
         keys.owner(headers)
     assert caught.value.status_code == 401
@@ -89,20 +89,20 @@ def test_anybody_else_is_turned_away_without_an_echo(keys, headers):
 
 
 @given(st.text())
-def test_no_text_at_all_breaks_the_check(key):
+def test_any_header_text_is_handled(key):
     keys = Keys({"alice": hashlib.sha256(ALICE.encode()).digest()})
     with pytest.raises(AuthenticationError):
         keys.owner({"x-api-key": key})
 
 
-def test_without_keys_everybody_is_the_local_owner():
+def test_without_keys_every_request_has_the_local_owner():
     keys = Keys.open()
     assert not keys.needed
     for headers in ({}, {"x-api-key": ALICE}, {"authorization": "nonsense"}):
         assert keys.owner(headers) == "local"
 
 
-def test_keys_do_not_show(keys):
+def test_keys_are_not_shown_in_repr(keys):
     assert keys.needed
     shown = repr(keys) + str(keys)
     for key in (ALICE, BOB, CAROL):
@@ -114,23 +114,23 @@ def test_keys_do_not_show(keys):
 # --- key files
 
 
-def test_a_hash_has_its_form():
+def test_a_hashed_key_has_the_documented_form():
     assert hash_key("tml-12345") == "sha256:" + hashlib.sha256(b"tml-12345").hexdigest()
 
 
 @pytest.mark.parametrize("key", ["", "short12", "with a space", "schlüssel1"])
-def test_what_could_not_be_sent_is_not_hashed(key):
+def test_an_invalid_key_is_not_hashed(key):
     with pytest.raises(InvalidInputError, match="at least 8") as caught:
         hash_key(key)
     assert not key or key not in str(caught.value)
 
 
-def test_a_hash_may_be_in_capitals(load):
+def test_a_hash_may_be_upper_case(load):
     digits = hash_key(ALICE).removeprefix("sha256:").upper()
     assert load(f"sha256:{digits}").owner({"x-api-key": ALICE}) == "key-1"
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(load):
+def test_a_byte_order_mark_is_ignored(load):
     assert load(f"\ufeff{ALICE}\n").owner({"x-api-key": ALICE}) == "key-1"
 
 
@@ -155,7 +155,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(load):
         (f"sha256:{'0' * 63}", 1, "64 hexadecimal"),
     ],
 )
-def test_a_bad_line_is_named_and_not_shown(load, text, line, why):
+def test_an_invalid_line_is_reported_by_number_and_not_shown(load, text, line, why):
     with pytest.raises(ConfigError, match=why) as caught:
         load(text)
     assert caught.value.field == "api_key_file"
@@ -167,12 +167,12 @@ def test_a_bad_line_is_named_and_not_shown(load, text, line, why):
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "# nobody yet\n"])
-def test_a_file_without_keys_is_not_an_open_door(load, text):
+def test_a_key_file_without_keys_is_refused(load, text):
     with pytest.raises(ConfigError, match="holds no keys"):
         load(text)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_key_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.txt cannot be read"):
         Keys.from_file(tmp_path / "missing.txt")
     (tmp_path / "binary").write_bytes(b"secret-\xff\xfe")
@@ -196,7 +196,7 @@ def test_loopback_needs_no_keys(host, keys):
     "host",
     ["0.0.0.0", "::", "", "192.168.1.4", "128.0.0.1", "example.org", "localhost.example.org"],
 )
-def test_anywhere_else_does(host, keys):
+def test_other_addresses_need_keys(host, keys):
     with pytest.raises(ConfigError, match="--api-key-file"):
         require_keys(host, Keys.open())
     require_keys(host, keys)

@@ -25,7 +25,7 @@ def train(model: Model, stop: threading.Event, said: list[object]) -> None:
         model.save("last", overwrite=True)
 
 
-def test_backups_taken_under_load_are_whole(tmp_path):
+def test_backups_taken_under_load_are_consistent(tmp_path):
     stop = threading.Event()
     said: list[list[object]] = [[], []]
     with (
@@ -77,7 +77,7 @@ def check(
             assert told in known
 
 
-def test_a_backup_of_a_run_goes_on_to_the_same_numbers(tmp_path):
+def test_training_from_a_backup_gives_the_same_losses(tmp_path):
     with service("fake", data_dir=tmp_path / "live") as running, Api(running.url) as api:
         model = api.model()
         for _ in range(3):
@@ -93,7 +93,7 @@ def test_a_backup_of_a_run_goes_on_to_the_same_numbers(tmp_path):
         assert [again.step() for _ in range(2)] == expected
 
 
-def test_a_backup_overwrites_nothing_and_copies_nothing_else(tmp_path):
+def test_a_backup_needs_a_data_directory_and_an_empty_target(tmp_path):
     with service("fake", data_dir=tmp_path / "live"):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").touch()

@@ -56,7 +56,7 @@ def test_every_operation_bounds_its_body_before_and_after_decompression(api, row
             assert named in refused.json()["detail"]
 
 
-def test_only_operations_with_tensors_take_more_than_a_megabyte():
+def test_only_operations_with_tensors_accept_more_than_a_megabyte():
     large = {row.name for row in WITH_BODY if row.limits.json > 1 << 20}
     assert large == {
         "forward",
@@ -66,14 +66,14 @@ def test_only_operations_with_tensors_take_more_than_a_megabyte():
     }
 
 
-def test_a_small_body_stores_no_large_session(api):
+def test_a_session_that_decompresses_over_the_limit_is_refused(api):
     metadata = {"user_metadata": {"a": "x" * (64 << 20)}, "tags": [], "sdk_version": "1"}
     body = packed(json.dumps(metadata).encode())
     assert len(body) < 10_000
     assert api.post("create_session", body, headers=ZSTD).status_code == 413
 
 
-def test_a_small_report_of_many_events_is_dropped(api):
+def test_a_telemetry_report_of_too_many_events_is_dropped(api):
     event = {"event": "SESSION_START", "event_id": "e", "event_session_index": 0}
     batch = {"events": [event] * 400_000, "session_id": "s", "platform": "p", "sdk_version": "1"}
     body = packed(json.dumps(batch).encode())
@@ -104,7 +104,7 @@ def test_a_pass_of_many_tiny_fields_is_refused(api):
     assert model.step() > 0
 
 
-def test_a_pass_of_more_examples_than_allowed_is_refused_and_not_waited_for(api):
+def test_a_pass_with_too_many_examples_is_refused_and_its_number_skipped(api):
     model = api.model()
     for operation, name in (
         ("forward_backward", "forward_backward_input"),
@@ -127,7 +127,7 @@ def test_deep_nesting_is_refused(api, depth):
     assert refused.json()["detail"].startswith("body: ")
 
 
-def test_metadata_of_a_usual_depth_is_kept(api):
+def test_nested_metadata_of_usual_depth_is_stored(api):
     nested = json.loads('{"a":' * 30 + "1" + "}" * 30)
     assert api.session(user_metadata={"b": [nested] * 3})
 
@@ -142,7 +142,7 @@ def test_a_large_pass_is_decoded_and_run(api):
     assert model.step() > 0  # its number was read off the loop too, and nobody waits for it
 
 
-def test_work_on_many_bytes_leaves_the_event_loop(tmp_path):
+def test_large_bodies_are_handled_in_a_thread(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, _):
             here = threading.get_ident()
@@ -153,7 +153,7 @@ def test_work_on_many_bytes_leaves_the_event_loop(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_key_with_many_large_bodies_leaves_a_thread_to_others(tmp_path):
+def test_a_key_with_many_large_bodies_leaves_a_thread_for_others(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, _):
             off_loop, release = made.bodies.off_loop, threading.Event()

@@ -50,7 +50,7 @@ def test_an_announced_size_is_checked_but_not_counted():
     assert budget.held == 1
 
 
-def test_what_is_given_back_leaves_nothing_behind():
+def test_released_bytes_are_no_longer_counted():
     budget = ByteBudget(per_key=100, total=1000)
     for owner in map(str, range(10)):
         hold = budget.hold(owner)

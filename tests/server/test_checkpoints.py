@@ -66,7 +66,7 @@ def events(database):
     return [row.event for row in database.store.audit("me", topic="checkpoints", **day)]
 
 
-def test_what_has_expired_is_deleted_and_the_rest_stays(checkpoints, database, clock):
+def test_only_expired_checkpoints_are_deleted(checkpoints, database, clock):
     async def scenario():
         short = await save(checkpoints, "short", ttl_seconds=3600)
         long = await save(checkpoints, "long", ttl_seconds=7200)
@@ -94,7 +94,7 @@ def test_what_has_expired_is_deleted_and_the_rest_stays(checkpoints, database, c
     assert events(database) == ["checkpoint_created"] * 3 + ["checkpoint_expired"] * 2
 
 
-def test_what_took_the_place_of_an_expired_one_stays(checkpoints, clock):
+def test_a_checkpoint_that_replaced_an_expired_one_stays(checkpoints, clock):
     async def scenario():
         old = await save(checkpoints, "a", ttl_seconds=3600)
         extended = await save(checkpoints, "b", ttl_seconds=3600)
@@ -111,7 +111,7 @@ def test_what_took_the_place_of_an_expired_one_stays(checkpoints, clock):
 
 
 @pytest.mark.parametrize("when", ["it is written", "it is listed"])
-def test_what_is_overwritten_may_expire_or_be_deleted_meanwhile(checkpoints, clock, when):
+def test_a_checkpoint_may_expire_or_be_deleted_while_it_is_overwritten(checkpoints, clock, when):
     async def scenario():
         old = await save(checkpoints, ttl_seconds=3600)
         place = await checkpoints.check_free("me", RUN, "training", "a", overwrite=True)
@@ -144,7 +144,7 @@ def test_a_name_is_free_once_its_checkpoint_has_expired(checkpoints, database, c
     assert events(database) == [created, "checkpoint_expired", created]
 
 
-def test_a_copy_under_way_holds_up_nobody(checkpoints, database, monkeypatch):
+def test_a_copy_in_progress_blocks_no_other_call(checkpoints, database, monkeypatch):
     begun, go, copy = threading.Event(), threading.Event(), directories.copy
 
     def slow(source, target):
@@ -167,7 +167,7 @@ def test_a_copy_under_way_holds_up_nobody(checkpoints, database, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_life_span_counts_from_when_it_is_set(checkpoints, clock):
+def test_a_ttl_counts_from_when_it_is_set(checkpoints, clock):
     async def scenario():
         row = await save(checkpoints)
         clock.now += timedelta(days=100)
@@ -187,7 +187,7 @@ def test_a_life_span_counts_from_when_it_is_set(checkpoints, clock):
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 60, 3599, 10 * 365 * 86_400 + 1])
-def test_life_spans_have_bounds(checkpoints, seconds):
+def test_ttl_bounds_are_enforced(checkpoints, seconds):
     async def scenario():
         row = await save(checkpoints)
         with pytest.raises(InvalidInputError, match="ttl_seconds"):
@@ -197,7 +197,7 @@ def test_life_spans_have_bounds(checkpoints, seconds):
     asyncio.run(scenario())
 
 
-def test_what_is_public_can_be_read_and_is_not_owned(checkpoints):
+def test_a_public_checkpoint_is_readable_but_not_owned(checkpoints):
     async def scenario():
         row = await save(checkpoints)
         with pytest.raises(NotFoundError):
@@ -214,7 +214,7 @@ def test_what_is_public_can_be_read_and_is_not_owned(checkpoints):
     asyncio.run(scenario())
 
 
-def test_a_copy_is_whole_and_independent(checkpoints, database):
+def test_a_copy_is_complete_and_independent(checkpoints, database):
     database.store.add_run(
         RunRow("s:train:1", "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START)
     )
@@ -235,7 +235,7 @@ def test_a_copy_is_whole_and_independent(checkpoints, database):
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 256, "", ".", "a b", "a\0"])
-def test_names_that_are_no_names(checkpoints, name):
+def test_invalid_names_are_refused(checkpoints, name):
     with pytest.raises(InvalidInputError, match="path"):
         asyncio.run(checkpoints.check_free("me", RUN, "training", name))
 
@@ -243,18 +243,18 @@ def test_names_that_are_no_names(checkpoints, name):
 @pytest.mark.parametrize(
     "path", ["", "tinker://", f"tinker://{RUN}/weights/..", f"tinker://{RUN}/nonsense/a"]
 )
-def test_paths_that_are_no_paths(checkpoints, path):
+def test_invalid_paths_are_refused(checkpoints, path):
     with pytest.raises(InvalidPathError):
         asyncio.run(checkpoints.readable("me", path))
 
 
 @pytest.mark.parametrize("checkpoint_id", ["a", "weights/", "nonsense/a", "/a", ""])
-def test_ids_that_are_no_ids(checkpoints, checkpoint_id):
+def test_invalid_checkpoint_ids_are_refused(checkpoints, checkpoint_id):
     with pytest.raises(InvalidInputError, match="checkpoint_id"):
         asyncio.run(checkpoints.owned("me", RUN, checkpoint_id))
 
 
-def test_what_a_crash_left_half_written_is_cleared(checkpoints, tmp_path):
+def test_incomplete_directories_are_removed_at_startup(checkpoints, tmp_path):
     async def scenario():
         await save(checkpoints)
 
@@ -266,7 +266,7 @@ def test_what_a_crash_left_half_written_is_cleared(checkpoints, tmp_path):
     assert (leftover.parent / "a" / "file").exists()
 
 
-def test_a_row_as_clients_see_it(checkpoints):
+def test_a_row_is_converted_to_the_clients_format(checkpoints):
     row = asyncio.run(save(checkpoints, "x", "external", ttl_seconds=3600))
     shown = checkpoint_of(row)
     assert shown.checkpoint_id == "external_weights/x"
@@ -275,7 +275,7 @@ def test_a_row_as_clients_see_it(checkpoints):
     assert shown.expires_at == START + timedelta(hours=1)
 
 
-def test_a_service_sweeps_up_what_has_expired(tmp_path):
+def test_housekeeping_deletes_expired_checkpoints(tmp_path):
     """Housekeeping itself, with a checkpoint whose time was over before it began."""
 
     async def scenario():

@@ -32,7 +32,7 @@ class Times:
         return self.steady
 
 
-def test_the_steady_clock_goes_on_and_expiry_waits_for_both():
+def test_steady_time_is_monotonic_and_expiry_is_the_earlier_clock():
     times = Times()
     clock = Clock(times.now, times.monotonic)
     assert clock.steady() == START.timestamp()
@@ -45,7 +45,7 @@ def test_the_steady_clock_goes_on_and_expiry_waits_for_both():
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY, 365 * DAY, -365 * DAY])
-def test_a_clock_that_is_set_costs_no_result_session_checkpoint_or_sampler(tmp_path, jump):
+def test_setting_the_clock_deletes_no_result_session_checkpoint_or_sampler(tmp_path, jump):
     times = Times()
 
     async def scenario() -> None:

@@ -71,14 +71,14 @@ def status(answer: bytes) -> int:
     ],
     ids=["one long", "many long", "many"],
 )
-def test_a_head_that_is_too_large_is_refused(running, head):
+def test_a_request_head_over_the_limit_is_refused(running, head):
     answer = exchange(running.url, HEALTH + head + b"\r\n")
     assert status(answer) == 431
     assert b"connection: close" in answer
     assert b"--set max_head_bytes" in answer
 
 
-def test_a_head_without_end_is_refused_and_not_kept(running):
+def test_an_endless_head_is_refused_and_not_buffered(running):
     answer = exchange(running.url, HEALTH + b"a: ", *[b"x" * 65536] * 64)
     assert answer == b"" or status(answer) == 431
 
@@ -94,13 +94,13 @@ def test_a_long_path_is_refused(running):
     assert status(answer) == 414
 
 
-def test_trailers_without_end_are_refused(running):
+def test_endless_trailers_are_refused(running):
     chunked = POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: "
     answer = exchange(running.url, chunked, *[b"y" * 65536] * 64)
     assert answer == b"" or status(answer) == 431
 
 
-def test_trailers_are_no_headers(running):
+def test_trailers_are_not_added_to_headers(running):
     body = b'{"tags": [], "sdk_version": "1"}'
     chunked = b"%x\r\n%s\r\n0\r\nhost: evil.example\r\nx: y\r\n\r\n" % (len(body), body)
     head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -124,7 +124,7 @@ def test_few_pipelined_requests_are_served_and_many_are_refused(running):
         b"transfer-encoding: x\r\n",
     ],
 )
-def test_a_body_of_doubtful_length_is_refused(running, head):
+def test_a_body_with_ambiguous_length_is_refused(running, head):
     assert status(exchange(running.url, POST + head + b"\r\n{}")) == 400
 
 
@@ -210,7 +210,7 @@ async def drained(peer: socket.socket) -> bytes:
     return answer
 
 
-def test_peers_that_take_too_long_to_send_are_closed(tmp_path):
+def test_slow_senders_are_disconnected(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:
             kept, silent, half, body, empty = [await connect() for _ in range(5)]
@@ -231,7 +231,7 @@ def test_peers_that_take_too_long_to_send_are_closed(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_a_body_that_keeps_coming_is_read(tmp_path):
+def test_a_slow_but_steady_body_is_read(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:
             steady, probe = await connect(), await connect()
@@ -246,7 +246,7 @@ def test_a_body_that_keeps_coming_is_read(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_a_lease_and_a_held_poll_are_not_closed(tmp_path):
+def test_a_lease_and_an_open_poll_are_not_closed(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:
             lease, probe = await connect(), await connect()
@@ -260,7 +260,7 @@ def test_a_lease_and_a_held_poll_are_not_closed(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_a_peer_that_does_not_take_its_answer_is_closed(tmp_path):
+def test_a_peer_that_does_not_read_its_response_is_disconnected(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:
             probe = await connect()
@@ -287,7 +287,7 @@ def test_a_peer_that_does_not_take_its_answer_is_closed(tmp_path):
 # -- number --------------------------------------------------------------------------------------
 
 
-def test_when_all_connections_are_in_use_the_longest_idle_makes_room(tmp_path):
+def test_at_the_connection_limit_the_longest_idle_connection_is_closed(tmp_path):
     async def scenario(_: SkippingLoop) -> None:
         async with serving(tmp_path, max_connections=3) as connect:
             first, second, third = [await connect() for _ in range(3)]
@@ -302,7 +302,7 @@ def test_when_all_connections_are_in_use_the_longest_idle_makes_room(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_a_refused_request_whose_body_does_not_come_makes_room(tmp_path):
+def test_at_the_limit_a_refused_request_without_its_body_is_closed(tmp_path):
     async def scenario(_: SkippingLoop) -> None:
         async with serving(tmp_path, max_connections=2) as connect:
             refused = [await connect() for _ in range(2)]
@@ -314,7 +314,7 @@ def test_a_refused_request_whose_body_does_not_come_makes_room(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_an_idle_connection_is_closed_although_its_last_body_came_after_the_answer(tmp_path):
+def test_an_idle_connection_is_closed_after_a_late_body(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:
             late = await connect()
@@ -334,7 +334,7 @@ def test_an_idle_connection_is_closed_although_its_last_body_came_after_the_answ
     on_skipping_loop(scenario)
 
 
-def test_without_a_key_no_body_is_waited_for(tmp_path):
+def test_a_request_without_a_key_is_refused_before_its_body(tmp_path):
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\n")
 
@@ -347,7 +347,7 @@ def test_without_a_key_no_body_is_waited_for(tmp_path):
     on_skipping_loop(scenario)
 
 
-def test_when_all_connections_are_busy_a_new_one_is_refused(tmp_path):
+def test_a_new_connection_is_refused_when_all_are_busy(tmp_path):
     async def scenario(_: SkippingLoop) -> None:
         async with serving(tmp_path, max_connections=2) as connect:
             leases = [await connect() for _ in range(2)]
@@ -373,5 +373,5 @@ def test_when_all_connections_are_busy_a_new_one_is_refused(tmp_path):
         (10_000, 50, 1),
     ],
 )
-def test_connections_leave_descriptors_for_the_rest(wanted, descriptors, connections):
+def test_the_connection_limit_reserves_file_descriptors(wanted, descriptors, connections):
     assert affordable_connections(wanted, descriptors) == connections

@@ -100,7 +100,7 @@ def test_acknowledged_samplers_survive_a_power_cut(tmp_path, cut):
         assert [each.tokens(seed=3, max_tokens=8) for each in samplers] == expected
 
 
-def test_a_replaced_checkpoint_is_never_missing(tmp_path, monkeypatch):
+def test_replacing_a_checkpoint_never_leaves_its_name_empty(tmp_path, monkeypatch):
     """At every moment there is the old checkpoint or the new one under its name."""
     place = tmp_path / "kept"
     seen = []
@@ -122,7 +122,7 @@ def test_a_replaced_checkpoint_is_never_missing(tmp_path, monkeypatch):
     assert seen == ["new"]
 
 
-def test_files_that_cannot_be_exchanged_are_said_to_be(tmp_path):
+def test_exchange_reports_files_that_cannot_be_exchanged(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.exchange(tmp_path / "a", tmp_path / "b")
 
@@ -172,7 +172,7 @@ def check_nothing_rolled_back(directory: Path, expected: dict[str, object], next
     return given_up
 
 
-def test_no_flipped_bit_of_the_journal_rolls_a_run_back_or_lets_it_hang(trained, tmp_path):
+def test_a_flipped_bit_in_the_journal_never_rolls_a_run_back_or_hangs_it(trained, tmp_path):
     _, expected, next_seq = trained
     [segment] = (trained[0] / "journal").iterdir()
     chance = random.Random(7)
@@ -184,7 +184,7 @@ def test_no_flipped_bit_of_the_journal_rolls_a_run_back_or_lets_it_hang(trained,
         assert check_nothing_rolled_back(directory, expected, next_seq) <= 1, at
 
 
-def test_a_hole_in_the_journal_gives_up_all_runs_it_may_concern(trained, tmp_path):
+def test_a_hole_in_the_journal_marks_all_runs_it_may_affect(trained, tmp_path):
     _, expected, next_seq = trained
     directory = tmp_path / "hole"
     shutil.copytree(trained[0], directory)
@@ -200,7 +200,7 @@ def test_a_hole_in_the_journal_gives_up_all_runs_it_may_concern(trained, tmp_pat
         assert sorted(run["corrupted"] for run in runs) == [False, True, True]
 
 
-def test_the_end_of_the_journal_cut_in_a_length_is_not_taken_for_a_crash(trained, tmp_path):
+def test_a_damaged_length_in_the_journal_is_not_taken_for_a_torn_end(trained, tmp_path):
     """The fault as it was first seen: one bit in a length, and the run went on from old weights."""
     _, expected, next_seq = trained
     [segment] = (trained[0] / "journal").iterdir()
@@ -235,7 +235,7 @@ def test_the_snapshot_of_an_unknown_run_is_set_aside_and_not_deleted(tmp_path, c
     assert any("is set aside" in record.message for record in caplog.records)
 
 
-def test_the_snapshot_of_a_run_that_is_over_is_deleted(tmp_path):
+def test_the_snapshot_of_an_ended_run_is_deleted(tmp_path):
     with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
         model = api.model()
         model.do("unload_model")
@@ -285,7 +285,7 @@ def forget_identity(data_dir: Path, database: Path) -> None:
     store.close()
 
 
-def test_the_same_database_is_taken_again(used):
+def test_the_matching_database_is_accepted_again(used):
     for _ in range(2):
         with start(used / "data", used / "one.db") as running, Api(running.url) as api:
             assert api.got("training_runs")["cursor"]["total_count"] == 1
@@ -306,7 +306,7 @@ def test_the_database_of_another_directory_is_refused(used):
     refuse(used / "data", used / "two.db", "the database of another directory")
 
 
-def test_an_install_of_an_earlier_release_gets_an_identity(used):
+def test_data_of_an_earlier_release_gets_an_identity(used):
     forget_identity(used / "data", used / "one.db")
     with start(used / "data", used / "one.db") as running, Api(running.url) as api:
         assert api.got("training_runs")["cursor"]["total_count"] == 1
@@ -325,7 +325,7 @@ def test_a_database_of_an_earlier_release_is_refused_for_a_new_directory(used):
     refuse(used / "new", used / "one.db", "the database of another directory")
 
 
-def test_a_crash_while_an_identity_is_given_does_not_part_the_two(used):
+def test_a_crash_while_an_identity_is_written_is_recovered(used):
     forget_identity(used / "data", used / "one.db")
     store = Store(f"sqlite:///{used / 'one.db'}")
     store.open()
@@ -340,7 +340,7 @@ def test_a_crash_while_an_identity_is_given_does_not_part_the_two(used):
     store.close()
 
 
-def test_an_unused_directory_takes_any_unused_database(tmp_path):
+def test_an_empty_directory_accepts_any_empty_database(tmp_path):
     for name in ("one.db", "two.db"):
         with start(tmp_path / "data", tmp_path / name) as running, Api(running.url) as api:
             assert api.got("healthz")["status"] == "ok"
@@ -349,7 +349,7 @@ def test_an_unused_directory_takes_any_unused_database(tmp_path):
 # -- samplers without a name -----------------------------------------------------------------------
 
 
-def test_a_session_keeps_the_unnamed_samplers_that_were_used_last(tmp_path):
+def test_a_session_keeps_its_most_recently_used_unnamed_samplers(tmp_path):
     with (
         service("fake", data_dir=tmp_path, max_unnamed_samplers=3) as running,
         Api(running.url) as api,

@@ -147,9 +147,7 @@ async def scenario(data_dir: Path, disk: FailingDisk) -> tuple[list[Any], list[A
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
-def test_a_disk_that_fails_at_any_write_costs_nothing_that_was_acknowledged(
-    tmp_path, monkeypatch, number
-):
+def test_a_failed_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch, number):
     disk = FailingDisk(monkeypatch, number)
     seen, again, refused = asyncio.run(scenario(tmp_path / "whole", disk))
     assert (seen, refused) == (again, 0)
@@ -183,9 +181,7 @@ def started(data_dir: Path, disk: FailingDisk) -> int:
     return begun
 
 
-def test_a_replaced_checkpoint_is_what_it_was_if_the_new_one_cannot_be_listed(
-    tmp_path, monkeypatch
-):
+def test_the_old_checkpoint_stays_if_its_replacement_cannot_be_committed(tmp_path, monkeypatch):
     disk = FailingDisk(monkeypatch)
 
     async def scenario() -> None:
@@ -230,9 +226,7 @@ def content(data_dir: Path, kind: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("change", ["publish", "ttl"])
-def test_what_is_changed_of_a_checkpoint_is_never_changed_of_the_one_that_replaced_it(
-    tmp_path, change
-):
+def test_a_change_never_applies_to_a_replacement_of_the_checkpoint(tmp_path, change):
     """Publishing waits for its turn; the owner has replaced the checkpoint by a private one meanwhile."""
 
     async def scenario() -> None:
@@ -254,7 +248,7 @@ def test_what_is_changed_of_a_checkpoint_is_never_changed_of_the_one_that_replac
     asyncio.run(scenario())
 
 
-def test_publishing_and_unpublishing_at_once_ends_as_the_last_one_acknowledged(tmp_path):
+def test_concurrent_publish_and_unpublish_end_as_the_last_acknowledged(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             kept = await live(User(client))
@@ -277,7 +271,7 @@ def test_publishing_and_unpublishing_at_once_ends_as_the_last_one_acknowledged(t
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_deleted_while_it_is_copied_is_said_to_be_gone(tmp_path):
+def test_copying_a_checkpoint_that_is_deleted_meanwhile_is_not_found(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             kept = await live(User(client))

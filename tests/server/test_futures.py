@@ -110,7 +110,7 @@ def metrics(value: float = 1.0) -> OptimStepResponse:
 # -- accepting and finishing -------------------------------------------------------------------------
 
 
-def test_a_request_becomes_a_promise_becomes_a_result(tmp_path):
+def test_an_accepted_request_gets_its_result(tmp_path):
     with desk(tmp_path) as at:
         promise = at.step()
         assert not promise.done
@@ -129,7 +129,7 @@ def test_a_request_becomes_a_promise_becomes_a_result(tmp_path):
             assert at.answer(at.get(promise)) == {"metrics": {"loss": 1.0}}
 
 
-def test_a_result_wakes_whoever_waits_for_it(tmp_path):
+def test_a_result_wakes_its_waiters(tmp_path):
     async def wait(at: Desk) -> None:
         promise = at.step()
         waiting = [asyncio.create_task(promise.finished.wait()) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_a_result_wakes_whoever_waits_for_it(tmp_path):
         asyncio.run(wait(at))
 
 
-def test_listeners_hear_of_every_promise_and_of_its_result_once_it_is_there(tmp_path):
+def test_listeners_are_called_on_accept_and_on_finish(tmp_path):
     with desk(tmp_path) as at:
         heard: list[tuple[int | None, bool]] = []
         for listeners in (at.promises.on_accept, at.promises.on_finish):
@@ -152,7 +152,7 @@ def test_listeners_hear_of_every_promise_and_of_its_result_once_it_is_there(tmp_
         assert heard == [(1, False), (2, False), (2, True), (1, True)]
 
 
-def test_the_first_result_stands(tmp_path):
+def test_a_second_result_is_ignored(tmp_path):
     with desk(tmp_path) as at:
         promise = at.step()
         at.promises.fail(promise, RequestFailedError("cancelled"))
@@ -161,7 +161,7 @@ def test_the_first_result_stands(tmp_path):
         assert at.promises.pending("me") == 0
 
 
-def test_samples_and_passes_are_kept_in_protobuf(tmp_path):
+def test_samples_and_passes_are_stored_as_protobuf(tmp_path):
     response = SampleResponse(
         [SampledSequence("length", tokens=[5, 6], logprobs=[-0.5, -1.25])],
         prompt_logprobs_np=np.array([np.nan, -2.0], np.float32),
@@ -193,9 +193,7 @@ def test_samples_and_passes_are_kept_in_protobuf(tmp_path):
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", "server"),
     ],
 )
-def test_a_failure_is_a_result_that_says_why_and_whose_fault_it_was(
-    tmp_path, error, message, category
-):
+def test_a_failure_is_a_result_with_message_and_category(tmp_path, error, message, category):
     with desk(tmp_path) as at:
         promise = at.step()
         at.promises.fail(promise, error)
@@ -217,7 +215,7 @@ def test_pending_requests_are_counted_by_owner(tmp_path):
 # -- duplicates --------------------------------------------------------------------------------------
 
 
-def test_a_repeated_number_finds_its_promise(tmp_path):
+def test_a_repeated_number_returns_its_promise(tmp_path):
     with desk(tmp_path) as at:
         promise = at.step(7)
         assert at.promises.duplicate("m", 7) is promise
@@ -250,7 +248,7 @@ def test_old_results_leave_memory_and_are_read_from_the_journal(tmp_path):
         assert answers == list(range(30))
 
 
-def test_a_result_that_was_told_leaves_memory(tmp_path):
+def test_a_fetched_result_is_dropped_from_memory(tmp_path):
     with desk(tmp_path) as at:
         made = [at.step(number) for number in range(2)]
         for promise in made:
@@ -262,7 +260,7 @@ def test_a_result_that_was_told_leaves_memory(tmp_path):
         assert kept[1] is not None
 
 
-def test_promises_share_what_they_have_in_common(tmp_path):
+def test_promises_share_equal_strings(tmp_path):
     with desk(tmp_path) as at:
         at.sample(1), at.sample(2)
     with desk(tmp_path) as at:  # where every text was read anew
@@ -280,7 +278,7 @@ def test_a_result_larger_than_the_memory_is_read_from_the_journal(tmp_path):
         assert at.answer(promise)["metrics"] == {"loss": 1.0}
 
 
-def test_on_a_full_disk_results_stay_in_memory_until_there_is_room(tmp_path):
+def test_on_a_full_disk_results_stay_in_memory_until_there_is_space(tmp_path):
     with desk(tmp_path, memory_bytes=100) as at:
         made = [at.step(number) for number in range(8)]
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -328,7 +326,7 @@ def test_a_crash_on_a_full_disk_loses_the_newest_results_and_no_others(tmp_path)
         assert [promise.done for promise in at.promises] == [True] * 3 + [False] * 5
 
 
-def test_a_result_without_its_request_is_missed(tmp_path):
+def test_a_result_whose_request_is_lost_is_detected(tmp_path):
     with desk(tmp_path) as at:
         for number in range(3):
             at.promises.finish(at.step(number), metrics(number), change=number + 1)
@@ -345,7 +343,7 @@ def test_a_result_without_its_request_is_missed(tmp_path):
 # -- asking ------------------------------------------------------------------------------------------
 
 
-def test_what_was_there_once_is_gone_and_what_never_was_is_not_found(tmp_path):
+def test_an_evicted_request_is_gone_and_an_invalid_id_is_not_found(tmp_path):
     with desk(tmp_path) as at:
         promise = at.step()
         with pytest.raises(NotFoundError):
@@ -359,7 +357,7 @@ def test_what_was_there_once_is_gone_and_what_never_was_is_not_found(tmp_path):
                 at.promises.get(promise.request_id, owner)
 
 
-def test_forgetting_frees_the_number_and_the_memory(tmp_path):
+def test_eviction_frees_number_and_memory(tmp_path):
     with desk(tmp_path, memory_bytes=150) as at:
         kept = at.step(0)
         at.promises.finish(kept, metrics())
@@ -374,7 +372,7 @@ def test_forgetting_frees_the_number_and_the_memory(tmp_path):
         assert kept.result.payload is not None  # the forgotten ones did not push it out
 
 
-def test_forgetting_the_first_does_not_lose_the_second_of_a_number(tmp_path):
+def test_evicting_an_earlier_request_keeps_a_later_one_with_the_same_number(tmp_path):
     with desk(tmp_path) as at:
         first, second = at.step(1), at.step(1)
         at.promises.finish(first, metrics())
@@ -403,7 +401,7 @@ def facts(promise: Promise) -> Any:
     )
 
 
-def test_what_was_done_again_after_a_restart_has_its_later_result(tmp_path):
+def test_a_replayed_request_has_its_later_result(tmp_path):
     with desk(tmp_path) as at:
         at.promises.fail(at.step(1), InvalidInputError("is wrong", field="x"))
     with desk(tmp_path) as at:
@@ -420,7 +418,7 @@ def test_what_was_done_again_after_a_restart_has_its_later_result(tmp_path):
         assert at.promises.pending("me") == 0
 
 
-def test_a_restart_gives_equal_promises_and_results(tmp_path):
+def test_promises_and_results_are_equal_after_a_restart(tmp_path):
     with desk(tmp_path) as at:
         made = [at.step(1), at.step(None, owner="other"), at.sample(BEYOND), at.step(2), at.step(3)]
         at.clock.now += 0.1
@@ -441,7 +439,7 @@ def test_a_restart_gives_equal_promises_and_results(tmp_path):
         assert at.answer(list(at.promises)[4])["metrics"] == {"loss": 4.0}
 
 
-def test_a_request_is_read_again_after_a_restart(tmp_path):
+def test_a_request_is_read_from_the_journal_after_a_restart(tmp_path):
     with desk(tmp_path) as at:
         step, sample = at.step(5), at.sample(6)
         kept = [at.promises.request_of(step), at.promises.request_of(sample)]
@@ -451,7 +449,7 @@ def test_a_request_is_read_again_after_a_restart(tmp_path):
         assert [at.promises.request_of(promise) for promise in at.promises] == kept
 
 
-def test_a_request_in_protobuf_is_read_again_after_a_restart(tmp_path):
+def test_a_protobuf_request_is_read_from_the_journal_after_a_restart(tmp_path):
     datum = Datum(
         model_input=ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": TensorData.from_numpy(np.array([2, 3]))},
@@ -467,7 +465,7 @@ def test_a_request_in_protobuf_is_read_again_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, 2**63, 2**64 + 1, BEYOND])
-def test_numbers_of_any_size_survive(tmp_path, number):
+def test_numbers_of_any_size_survive_a_restart(tmp_path, number):
     with desk(tmp_path) as at:
         assert at.sample(number).seq_id == number
         assert at.promises.duplicate("s", number) is not None
@@ -479,7 +477,7 @@ def test_numbers_of_any_size_survive(tmp_path, number):
         assert at.promises.request_of(promise).seq_id == number
 
 
-def test_forgotten_promises_may_come_back_with_a_restart_until_their_segment_goes(tmp_path):
+def test_evicted_promises_may_reappear_after_a_restart_until_compaction(tmp_path):
     with desk(tmp_path, segment_bytes=200) as at:
         made = [at.step(number) for number in range(10)]
         for promise in made[:-1]:
@@ -514,7 +512,7 @@ def test_results_and_requests_are_found_where_compaction_moved_them(tmp_path):
         assert answers == list(range(6))
 
 
-def test_a_result_that_cannot_be_told_is_a_failure_and_still_the_change_it_was(tmp_path):
+def test_a_result_that_cannot_be_encoded_fails_but_keeps_its_change_number(tmp_path):
     with desk(tmp_path) as at:
         promise = at.step()
         at.promises.finish(promise, object(), 7)
@@ -526,7 +524,7 @@ def test_a_result_that_cannot_be_told_is_a_failure_and_still_the_change_it_was(t
         assert (promise.result.failed, promise.result.change) == (True, 7)
 
 
-def test_refused_numbers_are_remembered(tmp_path):
+def test_refused_numbers_survive_a_restart(tmp_path):
     with desk(tmp_path) as at:
         at.promises.refuse("m", 3)
         at.promises.refuse("m", BEYOND)
@@ -540,7 +538,7 @@ def test_refused_numbers_are_remembered(tmp_path):
 # -- feeds -------------------------------------------------------------------------------------------
 
 
-def test_a_feed_gives_what_was_finished_since_and_forgets_what_was_taken(tmp_path):
+def test_a_feed_returns_requests_after_the_cursor_and_drops_acknowledged_ones(tmp_path):
     with desk(tmp_path) as at:
         feed = Feed()
         first, second, third = (at.sample(number) for number in (1, 2, 3))
@@ -557,7 +555,7 @@ def test_a_feed_gives_what_was_finished_since_and_forgets_what_was_taken(tmp_pat
         assert not feed.finished
 
 
-def test_a_feed_goes_on_from_what_was_told_however_the_clock_was_set(tmp_path):
+def test_a_feed_continues_after_its_last_cursor_when_the_clock_is_set_back(tmp_path):
     with desk(tmp_path) as at:
         feed = Feed(cursor=100)
         first, second = at.sample(1), at.sample(2)
@@ -569,7 +567,7 @@ def test_a_feed_goes_on_from_what_was_told_however_the_clock_was_set(tmp_path):
         assert feed.after(feed.cursor) == []
 
 
-def test_a_sample_names_its_sequences_from_the_beginning(tmp_path):
+def test_a_sample_promise_has_sequence_ids(tmp_path):
     with desk(tmp_path) as at:
         promise = at.sample(num_samples=2)
         assert promise.sequence_ids == [f"{promise.request_id}-0", f"{promise.request_id}-1"]

@@ -113,7 +113,7 @@ def test_a_request_has_exactly_one_host():
         ("", ""),
     ],
 )
-def test_the_name_in_a_host_header(header, name):
+def test_host_name_is_parsed_without_port_and_brackets(header, name):
     assert host_name(header) == name
 
 

@@ -88,7 +88,7 @@ def test_adapter_of_a_rank_that_no_model_can_have_is_refused(running, saved):
     assert "the highest possible is 512" in refused.json()["detail"]
 
 
-def test_weights_larger_than_any_adapter_of_the_model_are_not_read(tmp_path):
+def test_weights_larger_than_any_adapter_of_the_model_are_refused_unread(tmp_path):
     from safetensors.torch import save_file
 
     with service("torch") as tiny:
@@ -103,7 +103,7 @@ def test_weights_larger_than_any_adapter_of_the_model_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("number", ["../0", "0/..", "a\0b", "x" * 5000, ""])
-def test_loss_id_is_a_session_and_a_number(running, number):
+def test_loss_id_must_be_a_session_and_a_number(running, number):
     with Api(running.url) as api:
         model = api.model()
         config = {"loss_id": f"{model.session_id}:loss:{number}"}
@@ -139,7 +139,7 @@ def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
         unpack(tmp_path / "archive", tmp_path / "files")
 
 
-def test_archive_counts_towards_the_checkpoints_of_its_owner_before_it_is_sent(saved):
+def test_archive_is_charged_to_the_checkpoint_quota_before_it_is_read(saved):
     archive = tar(*saved.items())
     with (
         service("fake", limits=Limits(checkpoint_bytes=len(archive) - 1)) as running,
@@ -163,7 +163,7 @@ def test_archive_counts_towards_the_checkpoints_of_its_owner_before_it_is_sent(s
 @pytest.mark.parametrize(
     "header", ["x-forwarded-for", "forwarded", "x-real-ip", "x-forwarded-host", "via"]
 )
-def test_request_that_a_proxy_has_forwarded_is_not_from_this_machine(running, saved, header):
+def test_forwarded_request_does_not_count_as_local(running, saved, header):
     with httpx.Client(trust_env=False) as http:
         refused = http.post(
             f"{running.url}/local/import",
@@ -175,7 +175,7 @@ def test_request_that_a_proxy_has_forwarded_is_not_from_this_machine(running, sa
     assert "forwarded" in refused.json()["detail"]
 
 
-def test_service_behind_a_proxy_takes_no_adapters(saved):
+def test_service_behind_a_proxy_refuses_imports(saved):
     with service("fake", behind_proxy=True) as running:
         refused = post(running, saved)
         assert refused.status_code == 403

@@ -225,7 +225,7 @@ def its(two):
     return Anns(two[0])
 
 
-def test_every_operation_is_tried(its):
+def test_every_operation_has_an_attempt(its):
     assert attempts(its, "s").keys() == OPERATIONS.keys()
 
 
@@ -235,7 +235,7 @@ def before(two, its):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_is_anothers_is_neither_read_nor_changed(two, its, before, name):
+def test_data_of_another_key_is_neither_read_nor_changed(two, its, before, name):
     ann, bob = two
     mine = bob.session()
     tries = [attempts(its, mine)[name]]
@@ -256,7 +256,7 @@ def test_what_is_anothers_is_neither_read_nor_changed(two, its, before, name):
     assert state(ann, its) == before
 
 
-def test_nor_in_protobuf(two, its, before):
+def test_data_of_another_key_cannot_be_reached_with_protobuf(two, its, before):
     ann, bob = two
     for forward_only in (False, True):
         body = training_request(its.run, 5, forward_only=forward_only)
@@ -265,7 +265,7 @@ def test_nor_in_protobuf(two, its, before):
     assert state(ann, its) == before
 
 
-def test_nor_under_another_path_of_the_service(two, its, before):
+def test_data_of_another_key_cannot_be_reached_under_other_paths(two, its, before):
     ann, bob = two
     telemetry = bob.http.get("/local/telemetry", params={"session_id": its.session})
     assert telemetry.status_code == 200
@@ -283,21 +283,21 @@ def test_nor_under_another_path_of_the_service(two, its, before):
     assert state(ann, its) == before
 
 
-def test_a_model_of_ones_own_cannot_load_anothers(two, its, before):
+def test_a_model_cannot_load_a_private_checkpoint_of_another_key(two, its, before):
     ann, bob = two
     failed = bob.model().do("load_weights", path=its.path)
     assert "no checkpoint" in failed["error"]
     assert state(ann, its) == before
 
 
-def test_nor_sampled_from_without_a_session(two, its, before):
+def test_a_private_checkpoint_of_another_key_cannot_be_sampled_without_a_session(two, its, before):
     ann, bob = two
     body = bob.sampler().request(fields={"sampling_session_id": None, "model_path": its.weights})
     assert bob.post("asample", body).status_code == 404
     assert state(ann, its) == before
 
 
-def test_what_was_tried_in_vain_did_not_use_up_any_number(two, its, before):
+def test_refused_attempts_of_another_key_use_up_no_number(two, its, before):
     """All of it was sent under numbers that Ann's client uses next."""
     ann, _ = two
     for _ in range(5):
@@ -308,7 +308,7 @@ def test_what_was_tried_in_vain_did_not_use_up_any_number(two, its, before):
     assert its.model.save("later").endswith("/later")
 
 
-def test_token_opens_no_operation_and_cannot_be_renewed(two):
+def test_token_is_no_api_key_and_cannot_be_renewed(two):
     """Whoever is lent a token can read weights with it; it is not the account of its owner."""
     ann, _ = two
     token = ann.told("auth/token")["jwt"]
@@ -323,7 +323,7 @@ def test_token_opens_no_operation_and_cannot_be_renewed(two):
                 assert holder.http.get(path).status_code == 401
 
 
-def test_token_holds_no_hash_of_the_key(two):
+def test_token_contains_no_plain_hash_of_the_key(two):
     ann, _ = two
     token = ann.told("auth/token")["jwt"]
     digest = hashlib.sha256(b"tml-key-of-ann").hexdigest()
@@ -333,7 +333,7 @@ def test_token_holds_no_hash_of_the_key(two):
         assert digest[start : start + 8] not in claims
 
 
-def test_token_ends_with_the_key_it_was_made_for(tmp_path):
+def test_token_is_invalid_once_its_key_is_removed(tmp_path):
     file, data_dir = tmp_path / "keys", tmp_path / "data"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
 
@@ -378,7 +378,7 @@ def test_token_expires(tmp_path):
 
 
 @pytest.mark.parametrize("lent", ["a key", "a token"])
-def test_who_was_lent_a_key_or_a_token_can_load_and_copy_what_it_reads(two, its, lent):
+def test_a_lent_key_or_token_can_load_and_copy_its_owners_weights(two, its, lent):
     ann, bob = two
     token = "tml-key-of-ann" if lent == "a key" else ann.told("auth/token")["jwt"]
     expected = ann.loaded(its.path).logprobs()
@@ -403,7 +403,7 @@ def test_who_was_lent_a_key_or_a_token_can_load_and_copy_what_it_reads(two, its,
 @pytest.mark.parametrize(
     "wrong", ["tml-key-of-nobody", "eyJhbGciOiJIUzI1NiJ9.e30.AAAA", "eyJ\u00e9"]
 )
-def test_a_token_that_nobody_owns_opens_nothing(two, its, wrong):
+def test_an_invalid_token_is_refused(two, its, wrong):
     _, bob = two
     model, body = bob.model(), {"path": its.path, "weights_access_token": wrong}
     refused = [
@@ -420,7 +420,7 @@ def test_a_token_that_nobody_owns_opens_nothing(two, its, wrong):
     )  # the refused number is not waited for
 
 
-def test_a_token_opens_what_its_owner_may_read_and_nothing_else(two, its):
+def test_a_token_reads_only_its_owners_weights(two, its):
     ann, bob = two
     mine = ann.loaded(its.path).save("mine")
     token = {"weights_access_token": "tml-key-of-bob"}
@@ -432,7 +432,7 @@ def test_a_token_opens_what_its_owner_may_read_and_nothing_else(two, its):
     assert ann.post("copy_weights", {"source_path": mine} | wrong).status_code == 200
 
 
-def test_a_key_that_was_lent_is_not_written_down_and_a_restart_does_not_need_it(tmp_path):
+def test_a_lent_key_is_not_stored_and_not_needed_after_a_restart(tmp_path):
     file, data_dir = tmp_path / "keys", tmp_path / "data"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     keys = Keys.from_file(file)

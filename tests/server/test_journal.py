@@ -86,7 +86,7 @@ def test_a_new_journal_is_empty(tmp_path):
     assert found(tmp_path / "deep" / "journal") == []
 
 
-def test_bodies_are_read_from_where_append_said_they_are(tmp_path):
+def test_bodies_are_read_at_the_place_that_append_returned(tmp_path):
     with opened(tmp_path) as (journal, _):
         places = [journal.append(*entry) for entry in ENTRIES]
         assert [journal.read(place) for place in places] == [entry[2] for entry in ENTRIES]
@@ -94,7 +94,7 @@ def test_bodies_are_read_from_where_append_said_they_are(tmp_path):
         assert journal.size == sum(file.stat().st_size for file in tmp_path.iterdir())
 
 
-def test_reopening_gives_all_records_in_order(tmp_path):
+def test_reopening_returns_all_records_in_order(tmp_path):
     with opened(tmp_path) as (journal, _):
         places = [journal.append(*entry) for entry in ENTRIES]
         asyncio.run(journal.flushed())
@@ -103,12 +103,12 @@ def test_reopening_gives_all_records_in_order(tmp_path):
         assert [record.place for record in records] == places
 
 
-def test_what_was_not_flushed_survives_the_end_of_the_process_alone(tmp_path):
+def test_unflushed_records_survive_a_process_crash(tmp_path):
     written(tmp_path, *ENTRIES)  # no flush: only a crash of the machine could lose these
     assert found(tmp_path) == ENTRIES
 
 
-def test_a_journal_goes_on_after_reopening_without_a_file_for_each_start(tmp_path):
+def test_reopening_continues_the_last_segment(tmp_path):
     for entry in ENTRIES:
         written(tmp_path, entry)
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_journal_goes_on_after_reopening_without_a_file_for_each_start(tmp_pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_only_the_owner_may_read_what_users_sent(tmp_path):
+def test_journal_files_are_readable_by_their_owner_only(tmp_path):
     written(tmp_path, *ENTRIES)
     [file] = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
@@ -166,7 +166,7 @@ def aside(directory: Path, data: bytes) -> tuple[list[Entry], list[Damage], list
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_flipped_bit_costs_at_most_one_record_and_is_never_silent(sound, data):
+def test_a_flipped_bit_loses_at_most_one_record_and_is_reported(sound, data):
     """Whatever is missing is reported as damage that says whose it was, unless nothing is missing."""
     _, content, _ = sound
     at = data.draw(st.integers(0, len(content) - 1))
@@ -186,7 +186,7 @@ def test_a_flipped_bit_costs_at_most_one_record_and_is_never_silent(sound, data)
     assert bool(copied) == bool(damage)
 
 
-def test_every_flipped_bit_of_a_header_is_mended_from_its_copy(sound, tmp_path):
+def test_a_flipped_bit_in_a_header_is_repaired_from_its_copy(sound, tmp_path):
     _, content, ends = sound
     for begin in (PROLOGUE_BYTES, *ends[:-1]):
         for at in range(begin, begin + HEADER_BYTES):
@@ -195,7 +195,7 @@ def test_every_flipped_bit_of_a_header_is_mended_from_its_copy(sound, tmp_path):
             assert aside(tmp_path, bytes(damaged))[:2] == (ENTRIES, []), at
 
 
-def test_both_headers_lost_mean_that_anything_may_be_lost(sound, tmp_path):
+def test_two_lost_headers_mean_that_any_record_may_be_lost(sound, tmp_path):
     _, content, ends = sound
     damaged = bytearray(content)
     damaged[ends[0] + 3] ^= 1
@@ -206,7 +206,7 @@ def test_both_headers_lost_mean_that_anything_may_be_lost(sound, tmp_path):
     assert copied
 
 
-def test_a_hole_across_several_records_ends_at_the_next_sound_one(tmp_path):
+def test_a_hole_across_several_records_ends_at_the_next_valid_one(tmp_path):
     many = [body(number) for number in range(9)]
     written(tmp_path, *many)
     [file] = tmp_path.iterdir()
@@ -219,7 +219,7 @@ def test_a_hole_across_several_records_ends_at_the_next_sound_one(tmp_path):
     assert damage[0].kind is None
 
 
-def test_what_was_lost_is_gone_after_mending_and_the_rest_is_kept(sound, tmp_path, caplog):
+def test_mend_removes_damage_and_keeps_the_other_records(sound, tmp_path, caplog):
     name, content, ends = sound
     damaged = bytearray(content)
     damaged[ends[1] - HEADER_BYTES - 1] ^= 1  # the head of the second record, which has no body
@@ -235,7 +235,7 @@ def test_what_was_lost_is_gone_after_mending_and_the_rest_is_kept(sound, tmp_pat
     assert not caplog.records
 
 
-def test_damage_stays_until_it_is_mended(sound, tmp_path):
+def test_damage_is_reported_until_it_is_mended(sound, tmp_path):
     name, content, ends = sound
     damaged = bytearray(content)
     damaged[ends[0] - HEADER_BYTES - 1] ^= 1
@@ -249,7 +249,7 @@ def test_damage_stays_until_it_is_mended(sound, tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=80))
-def test_whatever_follows_the_last_record_does_not_disturb(sound, rest):
+def test_garbage_after_the_last_record_loses_no_record(sound, rest):
     name, content, _ = sound
     check_recovery(name, content + rest, ENTRIES)
 
@@ -267,7 +267,7 @@ def test_a_tail_of_zeros_is_cut_off(sound, tmp_path):
             assert cut > len(content) - HEADER_BYTES
 
 
-def test_a_segment_of_which_nothing_can_be_read_is_damage(sound, tmp_path):
+def test_a_fully_unreadable_segment_is_damage(sound, tmp_path):
     _, content, _ = sound
     kept, damage, copied = aside(tmp_path, b"?" * 32 + content[32:])
     assert (kept, damage) == ([], [Damage(0, len(content))])
@@ -277,7 +277,7 @@ def test_a_segment_of_which_nothing_can_be_read_is_damage(sound, tmp_path):
 
 
 @pytest.mark.parametrize("torn", [30, 1, 100])
-def test_a_record_inside_a_torn_body_is_none(tmp_path, sound, torn):
+def test_a_forged_record_inside_a_torn_body_is_ignored(tmp_path, sound, torn):
     """Whoever sends a request decides what is in its body; that must not become a record of somebody else."""
     _, content, ends = sound
     forged = content[ends[0] : ends[1]]  # a whole record of another segment
@@ -287,7 +287,7 @@ def test_a_record_inside_a_torn_body_is_none(tmp_path, sound, torn):
     assert found(tmp_path) == []
 
 
-def test_a_record_inside_a_damaged_body_is_none(tmp_path, sound):
+def test_a_forged_record_inside_a_damaged_body_is_ignored(tmp_path, sound):
     _, content, ends = sound
     forged = content[ends[0] : ends[1]]
     written(tmp_path, (REQUEST, {"id": "x"}, forged * 5), body(1))
@@ -335,7 +335,7 @@ def test_a_torn_end_of_version_1_is_cut_off(tmp_path):
             file.unlink()
 
 
-def test_damage_of_version_1_is_told(tmp_path):
+def test_damage_of_version_1_is_reported(tmp_path):
     data = bytearray(version_1(*ENTRIES))
     data[60] ^= 1
     kept, [damage], copied = aside(tmp_path, bytes(data))
@@ -352,7 +352,7 @@ def test_segments_roll_and_keep_the_order(tmp_path):
     assert found(tmp_path, segment_bytes=560) == many
 
 
-def test_compacting_keeps_what_is_needed_and_says_where_it_is_now(tmp_path):
+def test_compaction_keeps_needed_records_and_reports_their_new_places(tmp_path):
     with opened(tmp_path, segment_bytes=560) as (journal, _):
         places = {str(number): journal.append(*body(number)) for number in range(12)}
         oldest = min(tmp_path.iterdir())
@@ -381,7 +381,7 @@ def test_compacting_keeps_what_is_needed_and_says_where_it_is_now(tmp_path):
     assert found(tmp_path, segment_bytes=560) == kept
 
 
-def test_a_request_moved_behind_its_result_is_still_met_first(tmp_path):
+def test_a_request_moved_after_its_result_is_still_read_first(tmp_path):
     with opened(tmp_path, segment_bytes=180) as (journal, _):
         journal.append(REQUEST, {"id": "a"}, b"." * 200)
         journal.append(RESULT, {"id": "a"}, b"")
@@ -396,14 +396,14 @@ def test_a_request_moved_behind_its_result_is_still_met_first(tmp_path):
         assert [record.number for record in records] == [0, 1, 2]
 
 
-def test_the_segment_that_is_written_to_is_never_compacted(tmp_path):
+def test_the_current_segment_is_never_compacted(tmp_path):
     with opened(tmp_path) as (journal, _):
         journal.append(*ENTRIES[0])
         assert not compact(journal, lambda _: False, lambda _: None)
     assert found(tmp_path) == ENTRIES[:1]
 
 
-def test_compacting_says_when_it_gains_nothing(tmp_path):
+def test_compaction_reports_when_it_frees_nothing(tmp_path):
     with opened(tmp_path, segment_bytes=560) as (journal, _):
         for number in range(20):
             journal.append(*body(number))
@@ -413,7 +413,7 @@ def test_compacting_says_when_it_gains_nothing(tmp_path):
     assert found(tmp_path) == [body(number) for number in range(20) if number != 9]
 
 
-def test_a_crash_between_moving_and_removing_leaves_each_record_once(tmp_path):
+def test_a_crash_during_compaction_leaves_each_record_once(tmp_path):
     with opened(tmp_path, segment_bytes=560) as (journal, _):
         for number in range(8):
             journal.append(*body(number))
@@ -427,7 +427,7 @@ def test_a_crash_between_moving_and_removing_leaves_each_record_once(tmp_path):
     assert found(tmp_path, segment_bytes=560) == [body(number) for number in range(8)]
 
 
-def test_what_was_moved_is_on_the_disk_before_the_old_copy_goes(tmp_path):
+def test_moved_records_are_flushed_before_the_old_segment_is_deleted(tmp_path):
     synced: set[int] = set()
 
     def sync(descriptor: int) -> None:
@@ -451,7 +451,7 @@ def test_what_was_moved_is_on_the_disk_before_the_old_copy_goes(tmp_path):
 
 
 @pytest.mark.parametrize("room", [0, 1, 10, 21, 30, 60, 100])
-def test_a_full_disk_raises_and_leaves_no_trace(tmp_path, room):
+def test_append_on_a_full_disk_raises_and_writes_nothing(tmp_path, room):
     with opened(tmp_path) as (journal, _):
         journal.append(*body(1))
         with full_disk(journal.size + room):
@@ -465,7 +465,7 @@ def test_a_full_disk_raises_and_leaves_no_trace(tmp_path, room):
 
 
 @pytest.mark.parametrize("room", [0, 5])
-def test_a_disk_too_full_for_a_new_segment_can_be_freed(tmp_path, room):
+def test_a_journal_continues_once_a_full_disk_has_space_for_a_new_segment(tmp_path, room):
     with opened(tmp_path, segment_bytes=40) as (journal, _):
         journal.append(*body(1))
         with full_disk(room):
@@ -478,7 +478,7 @@ def test_a_disk_too_full_for_a_new_segment_can_be_freed(tmp_path, room):
     assert found(tmp_path) == [body(1), body(2), body(3)]
 
 
-def test_a_disk_that_fills_up_while_compacting_loses_nothing(tmp_path):
+def test_a_disk_that_fills_up_during_compaction_loses_nothing(tmp_path):
     many = [body(number) for number in range(9)]
     places: dict[str, Place] = {}
     with opened(tmp_path, segment_bytes=560) as (journal, _):
@@ -515,7 +515,7 @@ class SlowDisk:
         os.fsync(descriptor)
 
 
-def test_records_that_come_together_share_a_flush(tmp_path):
+def test_concurrent_records_share_a_flush(tmp_path):
     disk = SlowDisk()
 
     async def write(journal: Journal, number: int) -> None:
@@ -538,7 +538,7 @@ def test_records_that_come_together_share_a_flush(tmp_path):
     assert found(tmp_path) == [body(number) for number in range(100)]
 
 
-def test_a_flush_that_is_under_way_does_not_count_for_what_comes_after(tmp_path):
+def test_a_running_flush_does_not_cover_later_records(tmp_path):
     disk = SlowDisk()
 
     async def overlap(journal: Journal) -> None:
@@ -557,7 +557,7 @@ def test_a_flush_that_is_under_way_does_not_count_for_what_comes_after(tmp_path)
         asyncio.run(overlap(journal))
 
 
-def test_who_waits_for_one_record_waits_for_one_flush(tmp_path):
+def test_waiting_for_one_record_takes_one_flush(tmp_path):
     disk = SlowDisk()
 
     async def overlap(journal: Journal) -> None:
@@ -580,7 +580,7 @@ def test_who_waits_for_one_record_waits_for_one_flush(tmp_path):
         asyncio.run(overlap(journal))
 
 
-def test_what_was_flushed_is_known(tmp_path):
+def test_is_flushed_reports_flushed_records(tmp_path):
     with opened(tmp_path, segment_bytes=40) as (journal, _):
         first, second = (journal.append(REQUEST, {}, b"") for _ in range(2))
         assert not journal.is_flushed(first)
@@ -590,7 +590,7 @@ def test_what_was_flushed_is_known(tmp_path):
         assert not journal.is_flushed(journal.append(*body(1)))
 
 
-def test_what_was_there_before_is_flushed_too(tmp_path):
+def test_open_flushes_existing_segments(tmp_path):
     written(tmp_path, *(body(number) for number in range(6)), segment_bytes=280)
     synced: set[int] = set()
     with opened(tmp_path, sync=lambda each: synced.add(os.fstat(each).st_ino)) as (journal, _):
@@ -598,7 +598,7 @@ def test_what_was_there_before_is_flushed_too(tmp_path):
     assert synced == {file.stat().st_ino for file in tmp_path.iterdir()}
 
 
-def test_every_segment_that_was_written_to_is_flushed(tmp_path):
+def test_a_flush_covers_every_written_segment(tmp_path):
     synced: set[int] = set()
 
     def sync(descriptor: int) -> None:
@@ -628,7 +628,7 @@ class FailingDisk:
         self._flushed[descriptor] = size
 
 
-def test_after_a_failed_flush_everything_is_written_anew(tmp_path):
+def test_after_a_failed_flush_unflushed_records_are_rewritten(tmp_path):
     disk = FailingDisk()
     places: dict[str, Place] = {}
 
@@ -653,7 +653,7 @@ def test_after_a_failed_flush_everything_is_written_anew(tmp_path):
         assert journal.damage == []
 
 
-def test_a_flush_that_fails_twice_is_told_and_the_next_one_writes_anew_again(tmp_path):
+def test_a_flush_that_fails_twice_is_reported_and_the_next_one_rewrites_again(tmp_path):
     disk = FailingDisk()
 
     async def fail(journal: Journal) -> None:
@@ -672,7 +672,7 @@ def test_a_flush_that_fails_twice_is_told_and_the_next_one_writes_anew_again(tmp
         assert journal.damage == []
 
 
-def test_records_that_come_during_a_failing_flush_are_written_anew_too(tmp_path):
+def test_records_appended_during_a_failing_flush_are_rewritten(tmp_path):
     slow, disk = SlowDisk(), FailingDisk()
 
     def sync(descriptor: int) -> None:
@@ -695,7 +695,7 @@ def test_records_that_come_during_a_failing_flush_are_written_anew_too(tmp_path)
     assert found(tmp_path) == [body(0), body(1)]
 
 
-def test_a_disk_that_never_flushes_does_not_fill_the_memory(tmp_path):
+def test_unflushed_bytes_are_bounded_when_the_disk_never_flushes(tmp_path):
     disk = FailingDisk()
 
     async def fill(journal: Journal) -> None:
@@ -714,7 +714,7 @@ def test_a_disk_that_never_flushes_does_not_fill_the_memory(tmp_path):
         asyncio.run(fill(journal))
 
 
-def test_much_that_nobody_waits_for_is_flushed_all_the_same(tmp_path):
+def test_many_bytes_without_a_waiter_are_flushed(tmp_path):
     async def fill(journal: Journal) -> None:
         for _ in range(100):
             last = journal.append(RESULT, {}, bytes(1000))
@@ -727,7 +727,7 @@ def test_much_that_nobody_waits_for_is_flushed_all_the_same(tmp_path):
         asyncio.run(fill(journal))
 
 
-def test_a_disk_that_fails_at_the_start_stops_it(tmp_path):
+def test_a_flush_error_at_open_is_raised(tmp_path):
     written(tmp_path, *ENTRIES)
     disk = FailingDisk()
     disk.failures = 1
@@ -735,7 +735,7 @@ def test_a_disk_that_fails_at_the_start_stops_it(tmp_path):
         pass
 
 
-def test_who_stops_waiting_does_not_disturb_the_others(tmp_path):
+def test_a_cancelled_waiter_does_not_affect_the_others(tmp_path):
     disk = SlowDisk()
 
     async def leave(journal: Journal) -> None:
@@ -752,7 +752,7 @@ def test_who_stops_waiting_does_not_disturb_the_others(tmp_path):
         asyncio.run(leave(journal))
 
 
-def test_a_segment_is_not_closed_under_a_flush(tmp_path):
+def test_a_segment_is_not_closed_during_its_flush(tmp_path):
     disk = SlowDisk()
 
     async def overlap(journal: Journal) -> None:
@@ -774,7 +774,7 @@ def test_a_segment_is_not_closed_under_a_flush(tmp_path):
         asyncio.run(overlap(journal))
 
 
-def test_others_have_their_turns_while_a_segment_is_compacted(tmp_path):
+def test_compaction_yields_to_the_event_loop(tmp_path):
     large = 100 << 10
     turns = 0
 
@@ -803,7 +803,7 @@ def test_others_have_their_turns_while_a_segment_is_compacted(tmp_path):
     assert kept == {*map(str, range(9)), *(f"meanwhile {n + 1}" for n in range(turns))} - {"3"}
 
 
-def test_a_closed_journal_does_not_let_anybody_wait(tmp_path):
+def test_waiting_on_a_closed_journal_raises(tmp_path):
     journal = Journal(tmp_path)
     journal.open()
     journal.close()

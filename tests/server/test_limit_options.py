@@ -19,7 +19,7 @@ def test_body_limits_are_named_by_operation():
 
 
 @pytest.mark.parametrize("text", ["create_session", "create_session=-1", "healthz=1", "", "=1"])
-def test_what_is_no_body_limit_is_refused(text):
+def test_an_invalid_body_limit_is_refused(text):
     with pytest.raises(ConfigError, match="body_limit"):
         read_body_limit(text)
 

@@ -34,7 +34,7 @@ def running(tmp_path_factory):
         yield started
 
 
-def test_a_key_with_many_samples_waiting_does_not_keep_others_waiting(tmp_path):
+def test_many_waiting_samples_of_a_key_do_not_delay_other_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     with (
@@ -51,7 +51,7 @@ def test_a_key_with_many_samples_waiting_does_not_keep_others_waiting(tmp_path):
         assert float(waiting) >= 3
 
 
-def test_a_key_with_many_requests_waiting_is_told_to_wait_and_others_are_not(running):
+def test_the_pending_limit_applies_per_key(running):
     with Api(running.url, "tml-key-of-ann") as ann, Api(running.url, "tml-key-of-bob") as bob:
         model, sampler = ann.model(), ann.sampler()
         session = model.session_id
@@ -116,7 +116,7 @@ def test_sequences_beyond_the_context_are_refused(running, length):
         assert str(CONTEXT) in failed["error"]
 
 
-def test_more_samples_than_anybody_may_ask_for_are_refused(running):
+def test_too_many_samples_in_one_request_are_refused(running):
     with Api(running.url, "tml-key-of-bob") as bob:
         sampler = bob.sampler()
         for operation in ("asample", "stream_sample"):
@@ -127,7 +127,7 @@ def test_more_samples_than_anybody_may_ask_for_are_refused(running):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_setting_that_is_no_number_is_refused_in_protobuf_too(running, value):
+def test_a_non_numeric_loss_setting_in_protobuf_is_refused(running, value):
     with Api(running.url, "tml-key-of-bob") as bob:
         model = bob.model()
         body = training_request(model.model_id, model.seq(), loss_fn="ppo", config={"beta": value})
@@ -151,7 +151,7 @@ async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation
 
 
 @pytest.mark.parametrize("operation", ["forward_backward", "optim_step", "asample"])
-def test_a_body_too_large_to_be_read_says_nothing_of_any_model(tmp_path, operation):
+def test_a_body_too_large_to_read_skips_no_number(tmp_path, operation):
     """It may have been meant for another; a chunk that takes long to arrive must not be passed over."""
 
     async def scenario() -> None:

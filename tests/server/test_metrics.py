@@ -76,7 +76,7 @@ FAMILIES = {
 }
 
 
-def test_every_family_is_there_with_its_type_and_its_meaning(scrapes):
+def test_every_metric_family_has_a_type_and_a_help_text(scrapes):
     _, after = scrapes
     families = {name: family.type for name, family in after.families.items()}
     # When each was begun, which the library adds by itself.
@@ -86,7 +86,7 @@ def test_every_family_is_there_with_its_type_and_its_meaning(scrapes):
     assert all(family.documentation for family in after.families.values())
 
 
-def test_nothing_is_in_line_once_all_is_done(scrapes):
+def test_queue_gauges_are_zero_when_all_requests_are_done(scrapes):
     _, after = scrapes
     assert after.value("tinkex_requests_waiting") == 0
     assert after.value("tinkex_samples") == 0
@@ -121,12 +121,12 @@ def test_a_batch_has_at_least_the_request_that_finished(scrapes):
     assert grown(scrapes, "tinkex_samples_under_way_sum") >= 2
 
 
-def test_memory_of_both_processes_is_more_than_that_of_an_empty_one(scrapes):
+def test_memory_of_both_processes_is_reported(scrapes):
     for process in ("service", "engine"):
         assert scrapes[1].value("tinkex_resident_bytes", process=process) > 10e6
 
 
-def test_calls_of_the_database_are_timed(scrapes):
+def test_database_calls_are_timed(scrapes):
     calls = grown(scrapes, "tinkex_store_seconds_count")
     assert calls > 0
     assert grown(scrapes, "tinkex_store_seconds_bucket", le="+Inf") == calls
@@ -135,12 +135,12 @@ def test_calls_of_the_database_are_timed(scrapes):
     assert grown(scrapes, "tinkex_results") > 0
 
 
-def test_calls_are_counted_by_operation_and_status(scrapes):
+def test_http_requests_are_counted_by_operation_and_status(scrapes):
     asked = {"operation": "optim_step", "status": "200"}
     assert grown(scrapes, "tinkex_http_requests_total", **asked) == 3
 
 
-def test_what_waits_in_line_is_seen_while_it_waits(tinkex_tiny):
+def test_the_queue_gauge_counts_waiting_requests(tinkex_tiny):
     """A request whose predecessor has not come waits; the gauge shows it until then."""
     with Api(tinkex_tiny.url) as api:
         model = api.model()
@@ -152,7 +152,7 @@ def test_what_waits_in_line_is_seen_while_it_waits(tinkex_tiny):
         assert scrape(tinkex_tiny).value("tinkex_requests_waiting") == 0
 
 
-def test_where_keys_are_needed_metrics_need_one_too(tmp_path):
+def test_metrics_need_a_key_if_the_service_has_keys(tmp_path):
     (tmp_path / "keys").write_text("tml-mine\n")
     with service("fake", keys=Keys.from_file(tmp_path / "keys")) as running:
         assert httpx.get(f"{running.url}/metrics", trust_env=False).status_code == 401

@@ -16,7 +16,7 @@ from tinkex.server.service import Service
 from .test_storage import housed, inputs, new_model, told
 
 
-def test_who_comes_back_takes_turns_with_who_was_there(tmp_path):
+def test_a_returning_key_shares_the_engine_with_a_busy_one(tmp_path):
     """However little was done for one of them before, and however many models it has."""
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
@@ -65,7 +65,7 @@ def test_who_comes_back_takes_turns_with_who_was_there(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_model_that_was_being_made_of_a_checkpoint_is_made_after_a_restart(tmp_path):
+def test_creating_a_model_from_a_checkpoint_finishes_after_a_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
@@ -124,7 +124,7 @@ async def outcome(client: httpx.AsyncClient, model: str, number: int) -> object:
     return stepped, await told(client, "forward", asked)
 
 
-def test_a_run_that_never_steps_does_not_grow_the_journal_without_end(tmp_path):
+def test_the_journal_of_a_run_that_never_steps_is_bounded(tmp_path):
     """Snapshots hold its gradients, and after a restart it goes on to the same numbers."""
 
     async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, int]:
@@ -142,7 +142,7 @@ def test_a_run_that_never_steps_does_not_grow_the_journal_without_end(tmp_path):
     assert asyncio.run(scenario(tmp_path / "always", 0.0)) == (expected, 0)
 
 
-def test_a_snapshot_waits_for_the_last_part_of_a_pass(tmp_path):
+def test_a_snapshot_waits_for_the_last_request_of_a_pass(tmp_path):
     """What a half done pass has gathered in the engine is in no snapshot; its parts are in the journal."""
 
     async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, list[int]]:

@@ -80,12 +80,12 @@ def test_the_version_is_all_that_differs_between_releases():
     assert other | {"info": DOCUMENT["info"]} == DOCUMENT
 
 
-def test_every_reference_leads_somewhere():
+def test_every_reference_has_a_target():
     for reference in references(DOCUMENT):
         target(reference)
 
 
-def test_nothing_is_described_that_no_call_needs():
+def test_every_schema_is_used_by_an_operation():
     reached: set[str] = set()
     waiting = references(DOCUMENT["paths"])
     while waiting:
@@ -98,7 +98,7 @@ def test_nothing_is_described_that_no_call_needs():
     assert described == reached
 
 
-def test_a_key_is_asked_for_in_its_header():
+def test_the_api_key_header_is_documented():
     scheme = DOCUMENT["components"]["securitySchemes"]["ApiKey"]
     assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
     assert DOCUMENT["security"] == [{"ApiKey": []}]
@@ -107,7 +107,7 @@ def test_a_key_is_asked_for_in_its_header():
 # -- calls ---------------------------------------------------------------------------------------
 
 
-def test_every_operation_is_there_exactly_once():
+def test_every_operation_is_documented_exactly_once():
     calls = [
         call["operationId"]
         for item in DOCUMENT["paths"].values()
@@ -119,7 +119,7 @@ def test_every_operation_is_there_exactly_once():
 
 
 @pytest.mark.parametrize("row", OPERATIONS.values(), ids=lambda row: row.name)
-def test_a_call_stands_at_its_path_with_what_it_takes(row):
+def test_an_operation_has_its_path_parameters_and_body(row):
     path, method, call = CALLS[row.name]
     assert method == row.method.lower()
     assert path.replace("{checkpoint_kind}/{checkpoint_name}", "{checkpoint_id}") == row.path
@@ -143,7 +143,7 @@ def test_a_call_stands_at_its_path_with_what_it_takes(row):
     assert {"200", "400", "401", "404", "422", "429"} <= set(call["responses"])
 
 
-def test_calls_of_one_theme_stand_together_in_the_order_of_the_tags():
+def test_operations_are_grouped_in_the_order_of_the_tags():
     themes = [call["tags"][0] for _, _, call in CALLS.values()]
     assert list(dict.fromkeys(themes)) == [tag["name"] for tag in DOCUMENT["tags"]]
 
@@ -151,7 +151,7 @@ def test_calls_of_one_theme_stand_together_in_the_order_of_the_tags():
 @pytest.mark.parametrize(
     "row", [row for row in OPERATIONS.values() if row.queued], ids=lambda row: row.name
 )
-def test_what_takes_time_is_answered_with_a_promise_of_its_result(row):
+def test_queued_operations_return_a_promise_of_their_result(row):
     promised = answer(row.name, 200)
     schema = promised["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/UntypedAPIFuture"}
@@ -160,7 +160,7 @@ def test_what_takes_time_is_answered_with_a_promise_of_its_result(row):
     assert {"$ref": f"#/components/schemas/{row.result.__name__}"} in kept
 
 
-def test_a_future_is_kept_or_failed_or_still_open():
+def test_a_future_is_finished_failed_or_pending():
     content = answer("retrieve_future", 200)["content"]
     assert set(content) == {"application/json", "application/x-protobuf"}
     failed = {"$ref": "#/components/schemas/RequestFailedResponse"}
@@ -170,21 +170,21 @@ def test_a_future_is_kept_or_failed_or_still_open():
     assert answer("retrieve_future", 410)
 
 
-def test_a_stream_is_events():
+def test_a_stream_is_server_sent_events():
     assert set(answer("stream_sample", 200)["content"]) == {"text/event-stream"}
 
 
-def test_an_archive_is_somewhere_else():
+def test_an_archive_is_a_redirect():
     assert set(answer("get_checkpoint_archive_url", 302)["headers"]) == {"Location", "Expires"}
 
 
-def test_a_checkpoint_is_named_by_its_kind_and_its_name():
+def test_a_checkpoint_id_has_a_kind_and_a_name():
     _, _, call = CALLS["delete_checkpoint"]
     kind = next(entry for entry in call["parameters"] if entry["name"] == "checkpoint_kind")
     assert kind["schema"]["enum"] == ["weights", "sampler_weights", "external_weights"]
 
 
-def test_a_query_knows_its_defaults_and_no_null():
+def test_query_parameters_have_defaults_and_no_null():
     _, _, call = CALLS["list_training_runs"]
     query = {entry["name"]: entry for entry in call["parameters"]}
     assert query["limit"]["schema"] == {"type": "integer", "minimum": 0, "default": 20}
@@ -207,24 +207,24 @@ def test_telemetry_can_be_read_at_a_path_of_our_own():
 # -- schemas -------------------------------------------------------------------------------------
 
 
-def test_creating_a_model_needs_its_place_and_its_base():
+def test_create_model_requires_session_number_and_base_model():
     schema = SCHEMAS["CreateModelRequest"]
     assert schema["required"] == ["session_id", "model_seq_id", "base_model"]
     assert schema["properties"]["model_seq_id"] == {"type": "integer", "minimum": 0}
 
 
-def test_a_prompt_may_ask_for_targets_by_a_tensor():
+def test_target_prompt_logprobs_are_a_tensor():
     asked = SCHEMAS["SampleRequest"]["properties"]["target_prompt_logprobs"]["anyOf"]
     assert {"$ref": "#/components/schemas/TensorData"} in asked
 
 
-def test_a_step_names_its_parameters_as_they_are_on_the_wire():
+def test_optimizer_parameters_have_their_wire_names():
     schema = SCHEMAS["OptimStepRequest"]
     assert {"adam_params", "optimizer_params"} < set(schema["properties"])
     assert "optim_params" not in schema["properties"]
 
 
-def test_fields_that_are_ignored_are_not_forbidden():
+def test_ignored_fields_are_allowed():
     assert all(schema.get("additionalProperties") is not False for schema in SCHEMAS.values())
 
 
@@ -268,7 +268,7 @@ def test_values_around_arrays_are_written_as_described(kind):
     check()
 
 
-def test_no_value_without_a_model_is_forgotten():
+def test_every_value_without_a_model_is_covered():
     assert set(kinds(pydantic=False)) == {*WITHOUT_A_MODEL, types.SampleStreamChunk}
 
 
@@ -279,7 +279,7 @@ def test_a_chunk_of_a_stream_has_the_fields_that_are_described():
 
 
 @pytest.mark.parametrize("kind", [types.ForwardRequest, types.ForwardBackwardRequest])
-def test_what_is_called_required_is_required(kind):
+def test_required_fields_are_required(kind):
     batch = {"data": [], "loss_fn": "cross_entropy"}
     whole = {"model_id": "m", "forward_input": batch, "forward_backward_input": batch}
     decode(encode(whole), kind)

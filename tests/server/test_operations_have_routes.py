@@ -37,7 +37,7 @@ def test_every_operation_is_routed_to_its_handler(http, row):
         assert answer.json()["detail"]
 
 
-def test_other_methods_and_paths_are_no_operations(http):
+def test_other_methods_and_paths_are_refused(http):
     assert http.get("/api/v1/optim_step").status_code == 405
     assert http.post("/api/v1/healthz").status_code == 405
     assert http.post("/api/v1/nonsense").status_code == 404
@@ -45,13 +45,13 @@ def test_other_methods_and_paths_are_no_operations(http):
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_pages_for_people(http, path):
+def test_html_pages_are_served(http, path):
     page = http.get(path)
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
 
 
-def test_the_document_is_served(http):
+def test_the_openapi_document_is_served(http):
     assert http.get("/openapi.json").json()["openapi"].startswith("3.")
 
 

@@ -95,7 +95,7 @@ DOCS = Page(docs_page(DOCUMENT))
 
 
 @pytest.mark.parametrize("page", [front(), DOCS], ids=["front", "docs"])
-def test_a_page_needs_nothing_from_anywhere(page):
+def test_a_page_loads_no_other_files(page):
     assert page.source.startswith("<!doctype html>")
     assert page.all("html", lang="en")
     assert page.all("script") == []
@@ -110,7 +110,7 @@ def test_a_page_needs_nothing_from_anywhere(page):
 
 
 @pytest.mark.parametrize("page", [front(), DOCS], ids=["front", "docs"])
-def test_ids_are_unique_and_links_within_the_page_lead_somewhere(page):
+def test_ids_are_unique_and_links_within_the_page_have_targets(page):
     ids = [element.attributes["id"] for element in page.elements if "id" in element.attributes]
     assert len(ids) == len(set(ids))
     links = {element.attributes["href"] for element in page.all("a")}
@@ -120,7 +120,7 @@ def test_ids_are_unique_and_links_within_the_page_lead_somewhere(page):
 # -- the front page ------------------------------------------------------------------------------
 
 
-def test_the_front_page_says_what_runs_here():
+def test_the_front_page_shows_the_state_of_the_service():
     page = front()
     cells = [element.text for element in page.all("td")]
     assert cells == ["some/model", "8,192 tokens", "other/model", "2,048 tokens"]
@@ -156,11 +156,11 @@ def test_the_front_page_says_what_runs_here():
         (400 * 86400 + 3600, "400 d 1 h"),
     ],
 )
-def test_uptime_is_told_by_its_two_largest_units(seconds, text):
+def test_uptime_is_shown_in_its_two_largest_units(seconds, text):
     assert front(uptime_seconds=seconds).all("dd")[-1].text == text
 
 
-def test_without_models_the_page_says_so_and_stays_whole():
+def test_the_front_page_works_without_models():
     page = front(models=[])
     assert page.all("td") == []
     assert "without a model" in page.text
@@ -168,7 +168,7 @@ def test_without_models_the_page_says_so_and_stays_whole():
         compile(script, "try.py", "exec")
 
 
-def test_nothing_from_outside_is_read_as_html():
+def test_values_from_outside_are_escaped():
     page = front(models=[(HOSTILE, 1)], url=f"http://h/{HOSTILE}", version=HOSTILE)
     assert page.all("script") == []
     assert "<script" not in page.source
@@ -200,7 +200,7 @@ def test_the_script_on_the_page_runs(model, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-def test_the_official_sdk_runs_the_same_script_once_it_knows_where():
+def test_the_official_sdk_runs_the_script_on_the_page():
     ours, settings, official = scripts_of(front(url="http://h:1/a b"))
     arguments = 'base_url="http://h:1/a b", api_key="tml-local"'
     assert official == ours.replace("tinkex", "tinker").replace(arguments, "")
@@ -223,14 +223,14 @@ def test_every_operation_is_in_the_reference(row):
     assert len(DOCS.all("a", href=f"#call-{row.name}")) >= 1
 
 
-def test_one_fold_for_each_operation_and_one_heading_for_each_tag():
+def test_each_operation_has_a_fold_and_each_tag_a_heading():
     calls = sum(map(len, DOCUMENT["paths"].values()))
     assert len(DOCS.all("details")) == len(DOCS.all("summary")) == calls
     headings = [element.text for element in DOCS.all("h2")]
     assert headings == [*(tag["name"] for tag in DOCUMENT["tags"]), "Schemas"]
 
 
-def test_every_schema_has_its_place():
+def test_every_schema_is_in_the_reference():
     places = [element.attributes["id"] for element in DOCS.all("section", **{"class": "schema"})]
     assert places == [f"schema-{name}" for name in DOCUMENT["components"]["schemas"]]
 
@@ -243,7 +243,7 @@ def schema(name: str) -> str:
     return " ".join(DOCS.all("section", id=f"schema-{name}")[0].text.split())
 
 
-def test_a_call_shows_what_it_takes_and_what_it_answers():
+def test_an_operation_shows_its_request_and_its_responses():
     created = inside("create_model")
     assert "base_model required string" in created
     assert "model_seq_id required integer ≥ 0" in created
@@ -256,7 +256,7 @@ def test_a_call_shows_what_it_takes_and_what_it_answers():
     assert '"owned" | "accessible"' in listed
 
 
-def test_types_are_told_in_a_few_words():
+def test_types_are_described_briefly():
     assert "topk_logprobs list of (list of [integer, number] or null)" in schema("SampledSequence")
     assert "metrics required object of (number or null)" in schema("ForwardBackwardOutput")
     assert "Exactly one of adam_params and optimizer_params" in schema("OptimStepRequest")
@@ -266,7 +266,7 @@ def test_types_are_told_in_a_few_words():
     assert '"active"' in schema("QueueState")
 
 
-def test_a_document_cannot_smuggle_anything_in():
+def test_values_of_the_document_are_escaped():
     hostile = {
         "info": {"title": HOSTILE, "version": HOSTILE, "description": f"a `{HOSTILE}` b"},
         "tags": [{"name": HOSTILE, "description": HOSTILE}],

@@ -23,7 +23,7 @@ def open_to_others(directory):
     return [path for path in found if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
-def test_everything_that_a_service_process_writes_is_for_its_owner_alone(tmp_path):
+def test_all_files_of_a_service_process_are_private(tmp_path):
     previous = os.umask(0o022)  # what most shells have
     try:
         running = Served(tmp_path / "data", "--engine=fake")
@@ -42,7 +42,7 @@ def test_everything_that_a_service_process_writes_is_for_its_owner_alone(tmp_pat
         running.stop()
 
 
-def test_directory_of_an_older_release_is_closed_with_a_word(tmp_path, caplog):
+def test_directory_of_an_older_release_is_made_private_with_a_warning(tmp_path, caplog):
     data = tmp_path / "data"
     with service("fake", data_dir=data):
         pass
@@ -88,7 +88,7 @@ def test_links_are_not_followed(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
-def test_what_belongs_to_another_user_is_left_alone(tmp_path):
+def test_files_of_another_user_are_not_changed(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     os.chown(data, 12345, 12345)
@@ -97,7 +97,7 @@ def test_what_belongs_to_another_user_is_left_alone(tmp_path):
     assert stat.S_IMODE(data.stat().st_mode) == 0o755
 
 
-def test_database_file_is_never_open_to_others_for_a_moment(tmp_path):
+def test_database_file_is_private_from_its_creation(tmp_path):
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"

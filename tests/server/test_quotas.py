@@ -97,7 +97,7 @@ def test_results_of_one_key_never_evict_those_of_another(tmp_path, kept):
     asyncio.run(scenario())
 
 
-def test_key_with_too_many_unfetched_results_is_told_to_fetch_them(tmp_path):
+def test_too_many_unfetched_results_are_a_429_that_says_to_fetch_them(tmp_path):
     async def scenario() -> None:
         async with housed_for_two(tmp_path, "results=6") as (service, ann, bob):
             promises = await drawn(ann, 6)
@@ -116,7 +116,7 @@ def test_key_with_too_many_unfetched_results_is_told_to_fetch_them(tmp_path):
     asyncio.run(scenario())
 
 
-def test_results_that_nobody_has_fetched_for_long_make_room_for_new_ones_of_their_key(tmp_path):
+def test_abandoned_results_are_evicted_for_new_requests_of_their_key(tmp_path):
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
     async def scenario() -> None:
@@ -132,7 +132,7 @@ def test_results_that_nobody_has_fetched_for_long_make_room_for_new_ones_of_thei
     asyncio.run(scenario())
 
 
-def test_journal_bytes_of_a_key_are_bounded_and_those_of_others_are_not_touched(tmp_path):
+def test_journal_bytes_are_bounded_per_key(tmp_path):
     large = inputs()
     large["data"] = large["data"] * 200
 
@@ -172,7 +172,7 @@ def test_fetched_results_make_room_when_the_journal_of_a_key_is_full(tmp_path):
     asyncio.run(scenario())
 
 
-def test_counts_are_the_same_after_a_restart(tmp_path):
+def test_quota_counts_are_the_same_after_a_restart(tmp_path):
     def counts(service: Service) -> dict[str, int]:
         names = [each.name for each in fields(Quotas)]
         return {name: getattr(service.quotas, name).used("ann") for name in names}
@@ -307,7 +307,7 @@ def test_checkpoints_of_a_key_are_limited_and_deleting_one_makes_room(tmp_path):
     asyncio.run(scenario())
 
 
-def test_losses_of_a_key_are_limited_and_a_restart_does_not_forget_them(tmp_path):
+def test_losses_of_a_key_are_limited_also_after_a_restart(tmp_path):
     nodes = [
         {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
         {"op": "output", "name": "o", "target": "o", "args": [{"ref": "logprobs"}]},
@@ -364,7 +364,7 @@ def test_telemetry_of_a_key_keeps_its_newest_events(tmp_path):
     asyncio.run(scenario())
 
 
-def test_feeds_of_one_key_do_not_push_out_those_of_another(tmp_path, monkeypatch):
+def test_feeds_of_one_key_never_evict_those_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr("tinkex.server.samplers.FEED_LIMIT", 3)
 
     async def scenario() -> None:
@@ -409,7 +409,7 @@ def test_wrong_limit_options_are_refused(option):
 
 
 @pytest.mark.parametrize("info", limit_infos(), ids=lambda info: info.name)
-def test_refusal_names_the_limit_and_clients_repeat_it_only_where_waiting_helps(info):
+def test_refusal_names_the_limit_and_is_retried_only_where_waiting_helps(info):
     quota = Quota(info, 5 << 30)
     quota.add("ann", 5 << 30)
     quota.check("bob", 1)

@@ -21,13 +21,13 @@ TAG = '"tag"'
         ("bytes=0-0", range(1)),
     ],
 )
-def test_a_part_that_is_there(asked, expected):
+def test_a_valid_range_is_returned(asked, expected):
     assert asked_range({"range": asked}, 100, TAG) == expected
     assert asked_range({"range": asked, "if-range": TAG}, 100, TAG) == expected
 
 
 @pytest.mark.parametrize("asked", ["bytes=100-", "bytes=200-300", "bytes=-0"])
-def test_a_part_that_is_not_there(asked):
+def test_a_range_beyond_the_end_is_empty(asked):
     found = asked_range({"range": asked}, 100, TAG)
     assert found is not None
     assert not found
@@ -48,12 +48,12 @@ def test_a_part_that_is_not_there(asked):
         {"range": "bytes=5-", "if-range": "Wed, 01 Jan 2025 00:00:00 GMT"},
     ],
 )
-def test_what_is_answered_with_the_whole(headers):
+def test_unsupported_or_stale_ranges_return_the_whole_file(headers):
     assert asked_range(headers, 100, TAG) is None
 
 
 @given(text=st.text(max_size=40), size=st.integers(0, 1 << 50))
-def test_whatever_is_asked_the_answer_lies_inside(text, size):
+def test_any_range_lies_inside_the_file(text, size):
     for header in (text, f"bytes={text}"):
         found = asked_range({"range": header}, size, TAG)
         assert not found or 0 <= found.start < found.stop <= size

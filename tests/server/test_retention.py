@@ -43,7 +43,7 @@ async def asked(client: httpx.AsyncClient, promises: list[dict[str, str]]) -> li
     return [answer.status_code for answer in answers]
 
 
-def test_of_many_results_those_go_that_were_told(tmp_path: Path) -> None:
+def test_fetched_results_are_evicted_first(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with housed(tmp_path, kept_results=5, told_retention=-1.0) as (made, client):
             promises = await drawn(client, 12)
@@ -56,7 +56,7 @@ def test_of_many_results_those_go_that_were_told(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_under_load_results_go_as_they_come(tmp_path: Path) -> None:
+def test_under_load_results_are_evicted_continuously(tmp_path: Path) -> None:
     """Memory follows neither the hour nor the minute in which all of them are looked through."""
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
@@ -77,7 +77,7 @@ def test_under_load_results_go_as_they_come(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_above_its_limit_a_key_loses_fetched_results_first_then_abandoned_ones(
+def test_above_its_limit_fetched_results_are_evicted_before_abandoned_ones(
     tmp_path: Path,
 ) -> None:
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
@@ -103,7 +103,7 @@ def test_above_its_limit_a_key_loses_fetched_results_first_then_abandoned_ones(
     asyncio.run(scenario())
 
 
-def test_everything_is_dated_by_the_clock_of_the_service(tmp_path: Path) -> None:
+def test_all_times_come_from_the_service_clock(tmp_path: Path) -> None:
     then = datetime(2020, 2, 2, tzinfo=UTC)
 
     async def scenario() -> None:
@@ -122,7 +122,7 @@ def test_everything_is_dated_by_the_clock_of_the_service(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
-def test_a_client_that_no_longer_listens_holds_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_feed_keeps_no_evicted_results(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with housed(tmp_path, result_retention=-1.0) as (made, client):
             promises = await drawn(client, 3)
@@ -136,7 +136,7 @@ def test_a_client_that_no_longer_listens_holds_nothing(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_a_model_needs_stays_however_much_there_is(tmp_path: Path) -> None:
+def test_results_needed_for_a_replay_are_never_evicted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with housed(tmp_path, kept_results=0, told_retention=-1.0) as (made, client):
             model = await new_model(client)
@@ -148,7 +148,7 @@ def test_what_a_model_needs_stays_however_much_there_is(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_model_that_is_asked_for_again_is_the_one_that_lives(tmp_path: Path) -> None:
+def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: Path) -> None:
     """The first promise of it is forgotten; the model is not."""
 
     async def scenario() -> None:
@@ -181,7 +181,7 @@ def test_a_model_that_is_asked_for_again_is_the_one_that_lives(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def test_a_model_that_was_unloaded_is_not_made_again_under_its_name(tmp_path: Path) -> None:
+def test_an_unloaded_model_is_not_recreated_by_a_late_retry(tmp_path: Path) -> None:
     """Nothing that was promised of it is known any more; that there was one is."""
 
     async def scenario() -> None:

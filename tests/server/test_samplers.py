@@ -60,7 +60,7 @@ def request_of(sampler: str) -> SampleRequest:
 # -- how many, and for how long ----------------------------------------------------------------
 
 
-def test_unnamed_samplers_are_put_away_like_others(tmp_path):
+def test_unnamed_samplers_are_closed_in_the_engine_like_others(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             made.samplers._open_limit = 2
@@ -82,7 +82,7 @@ def test_unnamed_samplers_are_put_away_like_others(tmp_path):
     asyncio.run(scenario())
 
 
-def test_an_unnamed_sampler_goes_when_its_time_is_over(tmp_path):
+def test_an_unnamed_sampler_expires(tmp_path):
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
     async def scenario() -> None:
@@ -104,7 +104,7 @@ def test_an_unnamed_sampler_goes_when_its_time_is_over(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_new_unnamed_sampler_makes_room_for_itself(tmp_path):
+def test_adding_an_unnamed_sampler_closes_the_least_recently_used_one(tmp_path):
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
     async def scenario() -> None:
@@ -118,7 +118,7 @@ def test_a_new_unnamed_sampler_makes_room_for_itself(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_sampler_whose_weights_are_gone_is_not_its_base_model(tmp_path):
+def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (_, client):
             sampler = await unnamed(client, await new_model(client), 0)
@@ -144,7 +144,7 @@ async def drawing(made: Service, client: httpx.AsyncClient, sampler: str):
     made.engine._alive.set()
 
 
-def test_what_is_being_drawn_ends_with_its_session(tmp_path):
+def test_samples_in_flight_are_cancelled_with_their_session(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             sampler = await of_base_model(client)
@@ -161,7 +161,7 @@ def test_what_is_being_drawn_ends_with_its_session(tmp_path):
     asyncio.run(scenario())
 
 
-def test_nothing_is_drawn_after_a_restart_for_a_session_that_has_ended(tmp_path):
+def test_samples_of_an_ended_session_are_not_resumed(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             sampler = await of_base_model(client)
@@ -201,7 +201,7 @@ async def streamed(made: Service, sampler: str, into: list[int]) -> None:
         into += [] if chunk.token_id is None else [chunk.token_id]
 
 
-def test_a_stream_says_nothing_twice_when_the_engine_dies(tmp_path):
+def test_a_stream_never_repeats_tokens_when_the_engine_dies(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             sampler = await of_base_model(client)
@@ -221,7 +221,7 @@ def test_a_stream_says_nothing_twice_when_the_engine_dies(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_sampler_that_its_engine_took_along_is_opened_again(tmp_path):
+def test_a_sampler_is_reopened_after_an_engine_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)

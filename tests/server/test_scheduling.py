@@ -25,7 +25,7 @@ def drain(sequencer, now=0.0):
 
 
 @given(st.permutations(range(1, 12)))
-def test_requests_run_by_number_whatever_order_they_arrive_in(order):
+def test_requests_run_by_number_in_any_arrival_order(order):
     sequencer: Sequencer[int] = Sequencer()
     run = []
     for number in order:
@@ -35,7 +35,7 @@ def test_requests_run_by_number_whatever_order_they_arrive_in(order):
     assert len(sequencer) == 0
 
 
-def test_the_first_chunk_may_come_last():
+def test_the_first_chunk_may_arrive_last():
     sequencer: Sequencer[str] = Sequencer()
     for number in (2, 3, 4):
         sequencer.offer(number, f"chunk {number}")
@@ -45,7 +45,7 @@ def test_the_first_chunk_may_come_last():
     assert drain(sequencer) == ["chunk 1", "chunk 2", "chunk 3", "chunk 4", "optim_step"]
 
 
-def test_a_repeated_number_finds_the_first_request():
+def test_a_repeated_number_returns_the_first_request():
     sequencer: Sequencer[str] = Sequencer()
     assert sequencer.offer(1, "original") == "original"
     assert sequencer.offer(1, "retry") == "original"
@@ -54,7 +54,7 @@ def test_a_repeated_number_finds_the_first_request():
     assert not sequencer.knows(2)
 
 
-def test_whose_turn_is_over_can_be_taken_out_of_line():
+def test_late_requests_can_be_removed():
     sequencer: Sequencer[int] = Sequencer(next_seq=4)
     for number in (2, 6, 3, 4):
         sequencer.offer(number, number)
@@ -63,7 +63,7 @@ def test_whose_turn_is_over_can_be_taken_out_of_line():
     assert sequencer.drop_done() == []
 
 
-def test_what_is_to_run_again_goes_before_all_others():
+def test_replayed_requests_run_before_all_others():
     sequencer: Sequencer[int] = Sequencer(next_seq=4)
     sequencer.run_again([2, 3])
     assert sequencer.ready(0.0)
@@ -89,7 +89,7 @@ def test_a_refused_number_is_not_waited_for():
     assert drain(sequencer) == ["fifth"]
 
 
-def test_a_number_that_never_comes_holds_the_others_up_only_so_long():
+def test_a_missing_number_is_skipped_after_the_gap_limit():
     sequencer: Sequencer[str] = Sequencer()
     sequencer.offer(2, "second")
     assert sequencer.take(100.0) is None
@@ -100,7 +100,7 @@ def test_a_number_that_never_comes_holds_the_others_up_only_so_long():
     assert sequencer.wakes_at(200.0) is None
 
 
-def test_a_gap_before_what_is_not_a_pass_is_short_but_still_waited_for():
+def test_a_gap_before_a_settling_request_has_the_short_limit():
     sequencer: Sequencer[str] = Sequencer()
     sequencer.offer(2, "pass")
     sequencer.offer(3, "step", settles=True)
@@ -112,7 +112,7 @@ def test_a_gap_before_what_is_not_a_pass_is_short_but_still_waited_for():
     assert sequencer.wakes_at(100.0) == 100.0 + GAP_LIMIT
 
 
-def test_a_late_number_after_the_gap_was_passed_over_is_known():
+def test_a_number_skipped_by_the_gap_limit_counts_as_known():
     sequencer: Sequencer[str] = Sequencer()
     sequencer.offer(3, "third")
     sequencer.take(0.0)
@@ -120,7 +120,7 @@ def test_a_late_number_after_the_gap_was_passed_over_is_known():
     assert sequencer.knows(1)
 
 
-def test_a_request_without_a_number_runs_after_what_was_there():
+def test_a_request_without_a_number_runs_after_those_already_queued():
     sequencer: Sequencer[str] = Sequencer()
     sequencer.offer(1, "first")
     sequencer.offer(2, "second")
@@ -143,7 +143,7 @@ def candidates(key: str, count: int) -> list[Candidate]:
     return [Candidate(f"{key}{number:02}", key, number) for number in range(count)]
 
 
-def test_keys_take_turns_however_much_one_of_them_asks():
+def test_keys_share_equally_however_many_requests_one_has():
     waiting = [*candidates("greedy", 50), Candidate("modest", "modest", 49.5)]
     order = order_of(Shares(), waiting)
     assert order.index("modest") <= 1
@@ -154,7 +154,7 @@ def test_keys_take_turns_however_much_one_of_them_asks():
 
 
 @pytest.mark.parametrize("served_before", [0, 3])
-def test_who_comes_back_has_saved_up_no_turns(served_before):
+def test_an_idle_key_saves_up_no_share(served_before):
     shares = Shares()
     shares.arrive("back")
     order_of(shares, candidates("back", served_before))

@@ -131,7 +131,7 @@ def start(cache_home, tmp_path) -> Iterator[Any]:
 # -- a life ------------------------------------------------------------------------------------------
 
 
-def test_a_service_says_one_line_answers_and_ends_when_told_to(start):
+def test_a_service_prints_its_url_serves_and_stops_on_a_signal(start):
     running = start(f"--base-model={TINY}")
     url = running.ready()
     address = running.data_dir / ADDRESS_FILE
@@ -162,7 +162,7 @@ def test_a_service_says_one_line_answers_and_ends_when_told_to(start):
     assert not address.exists()
 
 
-def test_a_service_can_be_ended_while_it_is_starting(start, tmp_path):
+def test_a_service_can_be_stopped_while_it_starts(start, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     endless = tmp_path / "model.safetensors.index.json"
@@ -173,7 +173,7 @@ def test_a_service_can_be_ended_while_it_is_starting(start, tmp_path):
     assert not (running.data_dir / ADDRESS_FILE).exists()
 
 
-def test_more_connections_than_descriptors_do_not_stop_a_service(start):
+def test_more_connections_than_descriptors_do_not_break_a_service(start):
     running = start(f"--base-model={TINY}", shell="ulimit -Sn 64; ulimit -Hn 256")
     running.ready()
     with contextlib.ExitStack() as stack:
@@ -189,7 +189,7 @@ def test_more_connections_than_descriptors_do_not_stop_a_service(start):
 # -- leases ------------------------------------------------------------------------------------------
 
 
-def test_a_leased_service_ends_with_its_last_holder(start):
+def test_a_leased_service_stops_with_its_last_holder(start):
     running = start(f"--base-model={TINY}", "--leased")
     running.ready()
     first, second = running.lease(), running.lease()
@@ -212,7 +212,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 @pytest.mark.parametrize("leased", [True, False])
-def test_only_a_service_that_was_leased_ends_when_nobody_holds_it(tmp_path, cache_home, leased):
+def test_only_a_leased_service_stops_without_holders(tmp_path, cache_home, leased):
     async def hold() -> None:
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
@@ -271,7 +271,7 @@ class Holder:
         return {"type": "http.disconnect"}
 
 
-def test_the_last_of_several_holders_ends_a_lease():
+def test_the_service_stops_after_the_last_of_several_holders():
     async def hold() -> None:
         ended = asyncio.Event()
         leases = Leases(ended.set, grace=0.0)
@@ -287,7 +287,7 @@ def test_the_last_of_several_holders_ends_a_lease():
     asyncio.run(hold())
 
 
-def test_who_comes_right_after_the_last_one_left_finds_the_service_there():
+def test_a_holder_within_the_grace_period_keeps_the_service_running():
     async def hold() -> None:
         ended = asyncio.Event()
         leases = Leases(ended.set, grace=0.0)
@@ -314,7 +314,7 @@ def complaint(running: Running) -> str:
     return complained
 
 
-def test_a_taken_port_is_told(start):
+def test_a_port_in_use_is_reported(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = complaint(start(f"--base-model={TINY}", f"--port={port}"))
@@ -322,7 +322,9 @@ def test_a_taken_port_is_told(start):
     assert "--port" in told
 
 
-def test_a_data_directory_in_use_is_told_and_its_service_left_alone(start, tmp_path, cache_home):
+def test_a_data_directory_in_use_is_reported_and_its_service_keeps_running(
+    start, tmp_path, cache_home
+):
     running = ServiceThread(settings(tmp_path, cache_home))
     url = running.start()
     try:
@@ -342,11 +344,11 @@ def test_a_data_directory_in_use_is_told_and_its_service_left_alone(start, tmp_p
         ([f"--base-model={TINY}", "--port=70000"], "cannot listen on 127.0.0.1:70000"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_one_line(start, arguments, message):
+def test_an_invalid_configuration_is_reported_in_one_line(start, arguments, message):
     assert message in complaint(start(*arguments))
 
 
-def test_a_data_directory_that_cannot_be_made_is_told(start, tmp_path):
+def test_a_data_directory_that_cannot_be_created_is_reported(start, tmp_path):
     (tmp_path / "file").touch()
     told = complaint(start(f"--base-model={TINY}", data_dir=tmp_path / "file" / "data"))
     assert f"cannot create {tmp_path / 'file' / 'data'}" in told
@@ -365,7 +367,7 @@ def test_a_service_can_run_in_a_thread(tmp_path, cache_home):
         assert not (tmp_path / ADDRESS_FILE).exists()
 
 
-def test_numbers_of_the_settings_can_be_set_by_name():
+def test_numeric_settings_can_be_set_by_name():
     assert read_setting("max_stop_strings=7") == ("max_stop_strings", 7)
     assert read_setting("hold=0.5") == ("hold", 0.5)
 
@@ -374,7 +376,7 @@ def test_numbers_of_the_settings_can_be_set_by_name():
     "text",
     ["", "max_stops=1", "keys=1", "hold", "hold=soon", "hold=nan", "hold=-1", "max_topk=1.5"],
 )
-def test_setting_that_cannot_be_set_is_refused_by_name(text):
+def test_an_unknown_or_invalid_setting_is_refused_by_name(text):
     with pytest.raises(ConfigError) as refused:
         read_setting(text)
     assert refused.value.field == text.partition("=")[0]

@@ -22,7 +22,7 @@ async def expired(sessions: Sessions) -> list[str]:
     return [session_id async for session_id in sessions.expire()]
 
 
-def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
+def test_silent_sessions_expire_after_a_restart(tmp_path):
     clock = [1000.0]
     store = Store(f"sqlite:///{tmp_path}/tinkex.db")
     store.open()
@@ -58,7 +58,7 @@ def test_sessions_that_were_silent_at_a_restart_expire(tmp_path):
         database.close()
 
 
-def test_sessions_that_have_ended_are_not_kept_at_hand(tmp_path):
+def test_ended_sessions_are_not_kept_in_memory(tmp_path):
     store = Store(f"sqlite:///{tmp_path}/tinkex.db")
     store.open()
     database = Database(store)
@@ -95,7 +95,7 @@ class FullStore(Store):
         return super().update_session(session_id, **changes)
 
 
-def test_a_session_whose_end_cannot_be_written_has_not_ended(tmp_path):
+def test_a_session_stays_active_if_its_end_cannot_be_stored(tmp_path):
     clock = [1000.0]
     store = FullStore(f"sqlite:///{tmp_path}/tinkex.db")
     store.open()

@@ -25,7 +25,7 @@ def two(tmp_path_factory):
         yield ann, bob
 
 
-def test_diverged_run_of_one_key_leaves_samples_of_another_unchanged(two):
+def test_diverged_run_of_one_key_does_not_change_samples_of_another(two):
     ann, bob = two
     sampler = bob.sampler()
     before = sampler.sample(prompt=range(5, 15), max_tokens=20, temperature=0.0)
@@ -88,7 +88,7 @@ def test_loss_with_deep_arguments_is_refused_at_once(two, depth):
     assert answer.json()["category"] == "user"
 
 
-def test_loss_whose_values_double_fails_alone_and_trains_nobody_else_slower(two):
+def test_a_loss_that_exhausts_memory_fails_alone(two):
     ann, bob = two
     model, others = ann.model(), bob.model()
     nodes = [node("call_function", "x0", "operator.getitem", [1, 2], 0)]

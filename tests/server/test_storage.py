@@ -65,7 +65,7 @@ def engine_of(served: Served) -> int:
 
 
 @pytest.mark.parametrize("served", ["fake", "torch"], indirect=True)
-def test_a_full_disk_fails_the_save_and_the_run_goes_on(served, tmp_path):
+def test_a_full_disk_fails_the_save_and_the_run_continues(served, tmp_path):
     with Api(served.url) as api:
         model, undisturbed = api.model(), api.model()
         for each in (model, undisturbed):
@@ -93,7 +93,7 @@ def test_a_full_disk_fails_the_save_and_the_run_goes_on(served, tmp_path):
         assert not list((tmp_path / "checkpoints").glob("*/*/.*"))
 
 
-def test_a_service_without_room_refuses_and_goes_on_when_there_is_some(served):
+def test_a_service_on_a_full_disk_refuses_and_continues_once_there_is_space(served):
     """Nothing can be written down: not requests, not results, not rows."""
     with Api(served.url) as api:
         model, undisturbed = api.model(), api.model()
@@ -137,7 +137,7 @@ def training(model: Model, number: int) -> dict[str, object]:
     return {"model_id": model.model_id, "seq_id": number, "forward_backward_input": inputs}
 
 
-def test_results_that_found_no_room_survive_a_crash_all_the_same(served, tmp_path):
+def test_results_that_a_full_disk_could_not_take_are_recomputed_after_a_crash(served, tmp_path):
     """A step is done, its result cannot be written down, and the service dies: it is done again, once."""
     with Api(served.url) as api:
         model, undisturbed = api.model(), api.model()
@@ -167,7 +167,7 @@ def test_results_that_found_no_room_survive_a_crash_all_the_same(served, tmp_pat
         assert model.logprobs() == undisturbed.logprobs()
 
 
-def test_what_was_used_is_counted_when_there_is_room_again(tmp_path):
+def test_usage_is_stored_once_the_disk_has_space_again(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
@@ -186,7 +186,7 @@ def test_what_was_used_is_counted_when_there_is_room_again(tmp_path):
     asyncio.run(scenario())
 
 
-def test_housekeeping_gives_room_back_before_it_needs_some(tmp_path):
+def test_housekeeping_frees_space_before_it_writes(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path, result_retention=-1.0) as (made, client):
             model = await new_model(client)
@@ -219,7 +219,7 @@ def test_runs_can_be_listed_on_a_full_disk(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_session_can_be_ended_once_there_is_room(tmp_path):
+def test_a_session_can_be_finished_once_the_disk_has_space(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             session = (await new_model(client)).partition(":")[0]
@@ -233,7 +233,7 @@ def test_a_session_can_be_ended_once_there_is_room(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_full_disk_is_no_reason_to_refuse_a_report(tmp_path, caplog):
+def test_telemetry_is_accepted_on_a_full_disk(tmp_path, caplog):
     event = {"event": "SESSION_START", "event_id": "e", "event_session_index": 0}
     event |= {"severity": "INFO", "timestamp": "2026-01-02T03:04:05Z"}
     body = {"events": [event], "platform": "Linux", "sdk_version": "0", "session_id": "s"}
@@ -244,10 +244,10 @@ def test_a_full_disk_is_no_reason_to_refuse_a_report(tmp_path, caplog):
                 assert await told(client, "telemetry", body) == {"status": "accepted"}
 
     asyncio.run(scenario())
-    assert "1 reported events of local are not kept" in caplog.text
+    assert "Dropped 1 telemetry events of local" in caplog.text
 
 
-def test_a_service_whose_database_is_lost_ends_all_the_same(tmp_path):
+def test_a_service_with_a_lost_database_can_still_stop(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, _):
             made.usage.add("local", "s", "tinkex/tiny", "training", 3)
@@ -261,7 +261,7 @@ def test_a_service_whose_database_is_lost_ends_all_the_same(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_service_without_room_can_be_stopped_and_started_again(served, tmp_path):
+def test_a_service_on_a_full_disk_can_be_restarted(served, tmp_path):
     with Api(served.url) as api:
         model = api.model()
         model.step()
@@ -310,7 +310,7 @@ def place(tmp_path):
 
 @pytest.mark.parametrize("how", ["flipped", "torn", "gone"])
 @pytest.mark.parametrize("name", [WEIGHTS, "optimizer.safetensors"])
-def test_a_damaged_checkpoint_is_named_and_never_loaded(tmp_path, how, name):
+def test_a_damaged_checkpoint_is_reported_and_never_loaded(tmp_path, how, name):
     with service("fake", data_dir=tmp_path) as running, Api(running.url) as api:
         model = api.model()
         model.step()
@@ -354,7 +354,7 @@ def wait_for_snapshot(place: Restarting, api: Api, model: Model) -> Path:
         ("../current.json", "torn"),
     ],
 )
-def test_a_damaged_snapshot_is_named_and_never_loaded(place, caplog, name, how):
+def test_a_damaged_snapshot_is_reported_and_never_loaded(place, caplog, name, how):
     api = place.start()
     model, other = api.model(), api.model()
     wait_for_snapshot(place, api, model)
@@ -376,7 +376,7 @@ def test_a_damaged_snapshot_is_named_and_never_loaded(place, caplog, name, how):
     assert Model(api, other.model_id, other.next_seq).logprobs() == expected
 
 
-def test_what_a_snapshot_left_half_written_is_cleared(place):
+def test_incomplete_snapshots_are_removed_at_startup(place):
     api = place.start()
     model = api.model()
     directory = wait_for_snapshot(place, api, model)
@@ -399,7 +399,7 @@ def request_of(segment: Path, model: Model, number: int) -> int:
 
 
 @pytest.mark.parametrize("which", ["request", "newest request"])
-def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
+def test_a_run_with_a_hole_in_its_journal_never_trains_on(tmp_path, caplog, which):
     """A model is made again from all that changed it, or not at all."""
     place = Restarting(tmp_path)
     api = place.start()
@@ -427,7 +427,7 @@ def test_a_hole_in_the_journal_is_never_trained_over(tmp_path, caplog, which):
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (4,), (6,), (2, 3), (1, 4, 6)])
-def test_a_result_that_is_lost_between_others_is_had_again(tmp_path, lost):
+def test_a_lost_result_between_others_is_recomputed(tmp_path, lost):
     """The end of the machine can take a result that was told, and leave later ones: its request is there."""
     place = Restarting(tmp_path)
     api = place.start()
@@ -462,7 +462,7 @@ def lose_results(journal: Path, model: Model, numbers: Sequence[int]) -> None:
     segment.write_bytes(content)
 
 
-def test_no_snapshot_says_that_more_was_done_than_it_holds(tmp_path, monkeypatch):
+def test_a_snapshot_never_claims_changes_that_it_does_not_contain(tmp_path, monkeypatch):
     """Of what is done again after a loss, some would then be lost to the next crash."""
     place = Restarting(tmp_path)
     model = place.start().model()
@@ -495,7 +495,7 @@ def inputs() -> dict[str, Any]:
     return {"data": [datum()], "loss_fn": "cross_entropy"}
 
 
-def test_the_torn_end_of_a_journal_is_what_nobody_was_told_of(tmp_path):
+def test_only_unacknowledged_records_are_lost_with_a_torn_end(tmp_path):
     place = Restarting(tmp_path)
     api = place.start()
     model, undisturbed = api.model(), api.model()
@@ -515,7 +515,7 @@ def test_the_torn_end_of_a_journal_is_what_nobody_was_told_of(tmp_path):
         place.stop()
 
 
-def test_nothing_is_done_before_its_request_is_on_the_disk(tmp_path):
+def test_no_change_is_kept_before_its_request_is_on_disk(tmp_path):
     """Else the end of the machine could leave a change, and not what made it."""
     go, ran = threading.Event(), asyncio.Event()
 
@@ -602,7 +602,7 @@ async def new_model(client: httpx.AsyncClient) -> str:
     return (await told(client, "create_model", body))["model_id"]
 
 
-def test_old_results_leave_the_disk(tmp_path):
+def test_old_results_are_removed_from_the_disk(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path, result_retention=-1.0) as (made, client):
             model = await new_model(client)
@@ -632,7 +632,7 @@ def test_old_results_leave_the_disk(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_session_that_ends_gives_back_what_it_took(tmp_path):
+def test_an_ended_session_frees_its_disk_space(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path, snapshot_every=0.0) as (made, client):
             model = await new_model(client)
@@ -658,7 +658,7 @@ def test_a_session_that_ends_gives_back_what_it_took(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_snapshot_written_after_its_session_has_ended_goes_too(tmp_path):
+def test_a_snapshot_written_after_its_session_ended_is_deleted(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path, snapshot_every=0.0) as (made, client):
             model = await new_model(client)
@@ -684,7 +684,7 @@ def test_a_snapshot_written_after_its_session_has_ended_goes_too(tmp_path):
     asyncio.run(scenario())
 
 
-def test_snapshots_of_models_that_are_gone_are_cleared(place):
+def test_snapshots_of_ended_models_are_deleted(place):
     place.start()
     place.stop()
     left = place.data_dir / "snapshots" / "session:train:0" / "7"
@@ -693,7 +693,7 @@ def test_snapshots_of_models_that_are_gone_are_cleared(place):
     assert not left.parent.exists()
 
 
-def test_a_run_whose_session_ends_while_the_engine_is_away_is_not_corrupted(tmp_path):
+def test_a_run_whose_session_ends_during_an_engine_restart_is_not_corrupted(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
@@ -720,7 +720,7 @@ async def told_failure(client: httpx.AsyncClient, promise: dict[str, str]) -> di
     return content
 
 
-def test_a_copy_of_a_corrupted_run_is_not(tmp_path):
+def test_a_copy_of_a_corrupted_run_is_not_corrupted(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
@@ -736,7 +736,7 @@ def test_a_copy_of_a_corrupted_run_is_not(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_is_gone_from_the_disk_when_its_time_is_over(tmp_path):
+def test_an_expired_checkpoint_is_removed_from_the_disk(tmp_path):
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
     async def scenario() -> None:
@@ -754,7 +754,7 @@ def test_a_checkpoint_is_gone_from_the_disk_when_its_time_is_over(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_whose_replacement_a_crash_interrupted_is_written_after_the_restart(tmp_path):
+def test_an_interrupted_checkpoint_replacement_finishes_after_a_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)

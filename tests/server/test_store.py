@@ -144,7 +144,7 @@ def checkpoint(name="a", kind="training", **changes):
     )
 
 
-def test_what_is_kept_comes_back_equal(store):
+def test_stored_rows_are_read_back_equal(store):
     store.add_session(session())
     store.add_run(run())
     store.put_checkpoint(checkpoint(expires_at=NOW + timedelta(days=1), user_metadata={"x": "y"}))
@@ -159,7 +159,7 @@ def test_what_is_kept_comes_back_equal(store):
     assert (store.session("?"), store.run("?"), store.sampler("?")) == (None, None, None)
 
 
-def test_a_repeated_creation_finds_the_first(store):
+def test_a_repeated_insert_returns_the_first_row(store):
     first = store.add_session(session("one", idempotency_key="k"))
     assert store.add_session(session("two", idempotency_key="k")) == first
     assert store.session("two") is None
@@ -202,7 +202,7 @@ def test_checkpoints_are_replaced_changed_expired_and_deleted(store):
     assert store.checkpoints("me", limit=10, offset=0)[1] == 1
 
 
-def test_the_newest_checkpoints_of_several_runs_come_at_once(store):
+def test_the_newest_checkpoints_of_several_runs_are_read_together(store):
     store.add_session(session())
     for name in ("r0", "r1", "r2"):
         store.add_run(run(name))
@@ -222,7 +222,7 @@ def test_the_newest_checkpoints_of_several_runs_come_at_once(store):
     assert store.newest_checkpoints([], "me") == {}
 
 
-def test_many_runs_are_touched_at_once(store):
+def test_many_runs_are_touched_in_one_call(store):
     store.add_session(session())
     for name in ("r0", "r1"):
         store.add_run(run(name))
@@ -232,7 +232,7 @@ def test_many_runs_are_touched_at_once(store):
     assert [store.run(name).last_request_at for name in ("r0", "r1")] == [NOW, later]
 
 
-def test_external_checkpoints_are_left_out_before_pages_are_cut(store):
+def test_pages_are_filled_without_external_checkpoints(store):
     store.add_session(session())
     store.add_run(run())
     for index, kind in enumerate(("training", "external", "sampler", "external", "training")):
@@ -245,7 +245,7 @@ def test_external_checkpoints_are_left_out_before_pages_are_cut(store):
     assert store.checkpoints("me", limit=9, offset=0)[1] == 5
 
 
-def test_active_sessions_are_everybodys(store):
+def test_active_sessions_of_all_owners_are_listed(store):
     store.add_session(session("a"))
     store.add_session(session("b", "you"))
     store.add_session(session("c", status={"type": "cancelled", "detail": "active"}))
@@ -280,7 +280,7 @@ def test_samplers_expire_and_can_be_deleted(store):
     assert (expired.sampler_id, left) == ("1", {"2", "x"})
 
 
-def test_facts_survive_a_restart_and_a_newer_database_is_left_alone(url):
+def test_rows_survive_reopening_and_a_newer_database_is_refused(url):
     first = Store(url)
     first.open()
     first.add_session(session())
@@ -375,7 +375,7 @@ def check_is_up_to_date(url):
     new.close()
 
 
-def test_a_database_of_the_first_release_is_brought_up_to_date(url):
+def test_a_database_of_the_first_release_is_migrated(url):
     make_first_release(url)
     check_is_up_to_date(url)
 
@@ -400,7 +400,7 @@ def open_and_die(url: str, statement: int) -> bool:
 
 
 @pytest.mark.parametrize("prepare", [make_first_release, lambda _: None], ids=["old", "new"])
-def test_a_kill_at_any_statement_of_an_upgrade_leaves_a_database_that_can_be_upgraded(url, prepare):
+def test_a_kill_at_any_statement_of_a_migration_is_recoverable(url, prepare):
     statement = 0
     killed = True
     while killed:
@@ -459,7 +459,7 @@ def count_commits(store: Store) -> list[None]:
     return commits
 
 
-def test_calls_that_wait_together_are_committed_together(store):
+def test_waiting_calls_are_committed_together(store):
     async def many() -> list[Any]:
         database = Database(store)
         held = threading.Event()
@@ -528,7 +528,7 @@ def test_database_has_one_service_at_a_time(postgres_url):
         second.close()
 
 
-def test_lease_that_is_lost_with_its_connection_is_taken_again_unless_another_has_it(postgres_url):
+def test_a_lost_lease_is_taken_again_unless_another_store_has_it(postgres_url):
     empty(postgres_url)
     first, second = Store(postgres_url), Store(postgres_url)
     administrator = sa.create_engine(postgres_url)

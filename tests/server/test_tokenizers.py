@@ -43,7 +43,7 @@ def test_files_are_listed_with_their_checksums_and_fetched(api):
         assert len(content) == file["size"]
 
 
-def test_what_a_client_has_is_not_sent_again(api):
+def test_a_cached_file_is_answered_with_304(api):
     for path in (LIST, f"{LIST}/files/tokenizer.json"):
         tag = api.http.get(path).headers["etag"]
         again = api.http.get(path, headers={"if-none-match": f'"other", {tag}'})
@@ -66,31 +66,31 @@ def test_only_tokenizer_files_are_served(api, name):
     assert api.http.get(f"{LIST}/files/{name}").status_code == 404
 
 
-def test_files_of_models_that_the_service_does_not_have_are_not_found(api):
+def test_files_of_unknown_models_are_not_found(api):
     for path in ("/local/tokenizers/no/such", "/local/tokenizers/..%2f..%2fetc"):
         assert api.http.get(path).status_code == 404
 
 
-def test_a_key_is_needed(running):
+def test_tokenizer_files_need_a_key(running):
     with Api(running.url) as nobody:
         assert nobody.http.get(LIST).status_code == 401
         assert nobody.http.get(f"{LIST}/files/tokenizer.json").status_code == 401
 
 
-def test_a_client_on_this_machine_is_told_the_directory(api):
+def test_a_local_client_gets_the_tokenizer_directory(api):
     info = api.told("get_info", {"model_id": api.model().model_id})["model_data"]
     assert Path(info["tokenizer_id"]).is_dir()
     assert info["tokenizer_sha256"] == api.http.get(LIST).json()["sha256"]
 
 
-def test_a_client_elsewhere_is_not_told_a_hub_name_that_does_not_exist(api):
+def test_a_remote_client_gets_no_hub_id_that_does_not_exist(api):
     """`tinkex/tiny` is made here; of a model in the hub's cache the name would be said."""
     asked = {"model_id": api.model().model_id}
     proxied = api.told("get_info", asked, headers={"x-forwarded-for": "203.0.113.7"})
     assert proxied["model_data"] == api.told("get_info", asked)["model_data"]
 
 
-def test_checksums_follow_the_files(tmp_path):
+def test_checksums_change_with_the_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("weights")
     (first,) = tokenizer_files(tmp_path)
@@ -110,5 +110,5 @@ def test_checksums_follow_the_files(tmp_path):
         ("/models/mine", None),
     ],
 )
-def test_a_model_from_the_hub_is_known_by_its_name_there(directory, name):
+def test_a_model_in_the_hub_cache_has_its_hub_id(directory, name):
     assert hub_id(Path(directory)) == name

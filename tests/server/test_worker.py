@@ -120,7 +120,7 @@ def job(num_samples: int = 1, max_tokens: int = 4, **options: Any) -> SampleJob:
 # -- calls -------------------------------------------------------------------------------------------
 
 
-def test_a_worker_works(cache_dir, in_process):
+def test_a_worker_trains_and_samples(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             assert isinstance(worker.ready, Ready)
@@ -138,7 +138,7 @@ def test_a_worker_works(cache_dir, in_process):
     run(work())
 
 
-def test_calls_are_answered_each_to_its_caller(cache_dir, in_process):
+def test_each_call_gets_its_own_reply(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
@@ -155,7 +155,7 @@ def test_calls_are_answered_each_to_its_caller(cache_dir, in_process):
     run(work())
 
 
-def test_errors_of_the_engine_are_raised_where_it_was_called(cache_dir, in_process):
+def test_engine_errors_are_raised_in_the_caller(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             with pytest.raises(NotFoundError, match="There is no model 'nobody'"):
@@ -192,7 +192,7 @@ def test_large_values_cross_the_pipe(cache_dir, in_process):
 # -- samples -----------------------------------------------------------------------------------------
 
 
-def test_tokens_are_told_as_they_are_drawn(cache_dir, in_process):
+def test_tokens_are_streamed_as_they_are_sampled(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
@@ -209,7 +209,7 @@ def test_tokens_are_told_as_they_are_drawn(cache_dir, in_process):
     run(work())
 
 
-def test_who_leaves_early_hears_no_more_of_his_sample(cache_dir, in_process):
+def test_a_cancelled_sample_streams_no_more_tokens(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
@@ -257,7 +257,7 @@ def test_a_stopped_worker_can_be_started_again(cache_dir, in_process):
     run(work())
 
 
-def test_stopping_ends_what_is_under_way(cache_dir):
+def test_stopping_fails_calls_in_flight(cache_dir):
     async def work() -> None:
         async with working(cache_dir) as worker:
             await make(worker)
@@ -327,7 +327,7 @@ def test_a_sample_that_is_cancelled_as_the_engine_dies_is_cancelled(cache_dir):
 # -- starting ----------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_cannot_start_says_why(cache_dir, in_process):
+def test_a_worker_that_cannot_start_raises_the_reason(cache_dir, in_process):
     async def work() -> None:
         worker = Worker(setup(cache_dir, "./not there"), in_process=in_process)
         with pytest.raises(InvalidInputError, match="not there"):
@@ -349,7 +349,7 @@ def endless_model(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_an_engine_can_end_while_it_is_starting(cache_dir, endless_model, how):
+def test_an_engine_can_be_stopped_while_it_starts(cache_dir, endless_model, how):
     async def work() -> None:
         worker = Worker(setup(cache_dir, f"slow={endless_model.parent}"))
         starting = asyncio.create_task(worker.start())
@@ -373,7 +373,7 @@ def test_an_engine_can_end_while_it_is_starting(cache_dir, endless_model, how):
 # -- supervision -------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_died_in_is_done_again(cache_dir):
+def test_a_call_is_retried_after_the_engine_died(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             lives = []
@@ -392,7 +392,7 @@ def test_what_the_engine_died_in_is_done_again(cache_dir):
     run(work())
 
 
-def test_everybody_goes_on_after_a_death(cache_dir):
+def test_all_calls_continue_after_an_engine_death(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             begun = 0
@@ -423,7 +423,7 @@ def test_everybody_goes_on_after_a_death(cache_dir):
     run(work())
 
 
-def test_a_request_that_always_kills_the_engine_is_given_up(cache_dir):
+def test_a_request_that_always_kills_the_engine_fails(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             killed = []
@@ -443,7 +443,7 @@ def test_a_request_that_always_kills_the_engine_is_given_up(cache_dir):
     run(work())
 
 
-def test_only_what_kills_the_engine_is_given_up(cache_dir):
+def test_only_the_request_that_kills_the_engine_fails(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             deadly_is_there, company = False, []
@@ -483,7 +483,7 @@ def test_only_what_kills_the_engine_is_given_up(cache_dir):
     run(work())
 
 
-def test_whoever_waits_for_a_place_can_leave(cache_dir):
+def test_a_call_waiting_for_a_slot_can_be_cancelled(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             company = engine._suspects
@@ -502,7 +502,7 @@ def test_whoever_waits_for_a_place_can_leave(cache_dir):
     run(work())
 
 
-def test_errors_are_not_tried_again(cache_dir):
+def test_errors_of_the_engine_are_not_retried(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             tries = []
@@ -518,7 +518,7 @@ def test_errors_are_not_tried_again(cache_dir):
     run(work())
 
 
-def test_what_a_new_engine_does_not_know_because_it_is_new_is_brought_to_it(cache_dir):
+def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             tries = []
@@ -538,7 +538,7 @@ def test_what_a_new_engine_does_not_know_because_it_is_new_is_brought_to_it(cach
     run(work())
 
 
-def test_asking_a_dead_engine_to_forget_something_is_no_error(cache_dir):
+def test_call_now_on_a_dead_engine_is_no_error(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             await make(engine.worker)
@@ -551,7 +551,7 @@ def test_asking_a_dead_engine_to_forget_something_is_no_error(cache_dir):
     run(work())
 
 
-def test_stopping_cancels_whoever_persists(cache_dir):
+def test_stopping_cancels_retried_calls(cache_dir):
     async def work() -> None:
         engine = Supervisor(Worker(setup(cache_dir)))
         await engine.start()
@@ -570,7 +570,7 @@ def test_stopping_cancels_whoever_persists(cache_dir):
     run(work())
 
 
-def test_a_service_has_the_base_models_it_was_given(cache_dir):
+def test_a_service_serves_only_its_configured_base_models(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
             assert [model.name for model in engine.models] == [TINY]
@@ -584,7 +584,7 @@ def test_a_service_has_the_base_models_it_was_given(cache_dir):
     run(work())
 
 
-def test_a_base_model_that_came_on_demand_is_there_after_a_death(cache_dir):
+def test_a_base_model_loaded_on_demand_is_loaded_again_after_a_death(cache_dir):
     async def work() -> None:
         engine = Supervisor(Worker(Setup((), cache_dir, "fake")), on_demand=True)
         await engine.start()
@@ -615,7 +615,7 @@ def endless_name() -> Any:
     return name
 
 
-def test_call_that_wedges_the_engine_fails_alone_and_once(cache_dir):
+def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=1.0) as engine:
             tried, sampled = 0, 0
@@ -645,7 +645,7 @@ def test_call_that_wedges_the_engine_fails_alone_and_once(cache_dir):
     run(work())
 
 
-def test_engine_that_takes_no_calls_is_killed_and_they_are_done_again(cache_dir):
+def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=1.0) as engine:
             assert engine.worker.pid is not None
@@ -656,7 +656,7 @@ def test_engine_that_takes_no_calls_is_killed_and_they_are_done_again(cache_dir)
     run(work())
 
 
-def test_health_tells_of_an_engine_that_does_not_answer(cache_dir):
+def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=2.0) as engine:
             assert engine.check_health() == "idle"
@@ -699,7 +699,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other kernels have no such call")
-def test_stuck_engine_ends_when_its_service_is_killed(cache_dir):
+def test_a_stuck_engine_is_killed_with_its_service(cache_dir):
     with subprocess.Popen(
         [sys.executable, "-c", ORPHAN, str(cache_dir)],
         stdout=subprocess.PIPE,
