@@ -63,7 +63,7 @@ def sampler(server, service):
     return new_sampler(service())
 
 
-# -- creation -----------------------------------------------------------------------------------
+# -- creation ------------------------------------------------------------------------------------
 
 
 def test_sampler_is_created_from_a_base_model_or_a_checkpoint(server, service):
@@ -112,7 +112,7 @@ def test_sampler_can_be_created_from_a_service_client_and_awaited(server, servic
     assert asyncio.run(create())._sampling_session_id == "s-1:sample:0"
 
 
-# -- requests -----------------------------------------------------------------------------------
+# -- requests ------------------------------------------------------------------------------------
 
 
 def test_sample_request_has_all_fields(server, sampler):
@@ -603,9 +603,7 @@ def test_prompt_waits_while_too_many_bytes_are_being_sent(server, service):
     server.on(SAMPLE, Answer(promise("first").body, wait_for=held), sampled(8))
     server.on_future("first", sampled(7))
     sampler = new_sampler(service())
-    first = sample(
-        sampler
-    )  # 30 bytes: over the limit, but allowed while nothing else is being sent
+    first = sample(sampler)  # 30 bytes: above the limit, but nothing else is being sent
     server.wait_for(SAMPLE)
     second = sample(sampler)
     server.on(GET_SAMPLER, Answer({"sampler_id": "x", "base_model": "m"}))
@@ -1015,7 +1013,7 @@ def test_stream_is_cancelled_if_its_reader_stops(server, sampler):
     assert sample(sampler).result(10)
 
 
-# -- identity -----------------------------------------------------------------------------------
+# -- identity ------------------------------------------------------------------------------------
 
 
 def test_get_base_model_asks_the_service(server, sampler):

@@ -174,9 +174,8 @@ def check_retry_config(config: Any) -> RetryConfig | None:
                     f"{name!r:.80} is not one of {', '.join(names)}", field="retry_config"
                 )
         return RetryConfig(**config)
-    if all(
-        hasattr(config, name) for name in names if name != "max_retries"
-    ):  # the official SDK's class
+    # The official SDK's class has the same fields except max_retries.
+    if all(hasattr(config, name) for name in names if name != "max_retries"):
         return RetryConfig(
             **{name: getattr(config, name) for name in names if hasattr(config, name)}
         )

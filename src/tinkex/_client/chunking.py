@@ -127,9 +127,7 @@ def reduce_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
-    if (
-        total == 0 or len(values) == 1
-    ):  # value · weight / weight could differ from value in the last digit
+    if total == 0 or len(values) == 1:  # exact: value · weight / weight may round differently
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
 

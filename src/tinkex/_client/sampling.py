@@ -89,7 +89,7 @@ __all__ = ["SamplingClient", "open_sampling_session"]
 _ASAMPLE: Final = operation("asample")
 _STREAM: Final = operation("stream_sample")
 _HEADERS: Final = {"content-type": "application/json", "x-tinker-sampling-backpressure": "1"}
-#: A copy of a client in another process numbers its requests from a multiple of this, so that numbers never collide.
+#: A copy of a client in another process numbers its requests from a multiple of this, so that the numbers do not collide.
 _CLONE_STRIDE: Final = 1_000_000_000
 #: Seconds between two checks whether any request in flight makes progress.
 _STUCK_CHECK: Final = 60.0
@@ -142,7 +142,7 @@ class SamplingClient(SamplingClientMethods):
     def holder(self) -> Session:
         return self._session
 
-    # -- creation ---------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------
 
     @staticmethod
     def create(
@@ -311,7 +311,7 @@ class SamplingClient(SamplingClientMethods):
         finally:
             streaming.cancel()
 
-    # -- identity ---------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------
 
     def _get_base_model(self, *, timeout: float | None = None) -> APIFuture[str]:
         """The name of the base model."""

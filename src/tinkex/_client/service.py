@@ -256,9 +256,7 @@ class ServiceClient(ServiceClientMethods):
         load_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
-        if isinstance(
-            base_model, Mapping
-        ):  # up to release 0.24.0 the second argument was user_metadata
+        if isinstance(base_model, Mapping):  # user_metadata was second up to release 0.24.0
             base_model, user_metadata = None, base_model
         deadline = self._session.deadline(timeout)
         asked = (path, base_model, user_metadata, token, optimizer, load_optimizer, deadline)

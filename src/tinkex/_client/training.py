@@ -106,9 +106,7 @@ class TrainingClient(TrainingClientMethods):
         self._after_step: tuple[Callable[[], object], ...] = ()
         self._tokenizer_id: str | None = None
         self._warned_of_division = False
-        self._sampler_names: set[str] = (
-            set()
-        )  # names of the sampler checkpoints saved by this client
+        self._sampler_names: set[str] = set()  # sampler checkpoints saved by this client
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
@@ -212,7 +210,7 @@ class TrainingClient(TrainingClientMethods):
         )
         check_data(data)
         first_pass = custom_loss.forward_data(data)
-        data = list(data)  # the caller may change its list before this one is counted for telemetry
+        data = list(data)  # copied: it is sent later, when the caller may have changed the list
         work = (self._custom, data, first_pass, loss_fn, pipeline)
         report = partial(_report_pass, data, 2)
         return self._ordered("forward_backward_custom", timeout, *work, report=report)
@@ -522,7 +520,7 @@ class TrainingClient(TrainingClientMethods):
     ) -> APIFuture[ForwardBackwardOutput]:
         check_data(data)
         checked = check_loss(loss_fn, config)
-        data = list(data)  # the caller may change its list before this one is counted for telemetry
+        data = list(data)  # copied: it is sent later, when the caller may have changed the list
         work = (self._run_pass, name, data, loss_fn, checked)
         return self._ordered(name, timeout, *work, report=partial(_report_pass, data, 1))
 
@@ -699,7 +697,10 @@ class TrainingClient(TrainingClientMethods):
     async def _post_first_last(
         self, parts: Parts, posts: Sequence[_Post]
     ) -> list[tuple[Any, float]]:
-        """Post all chunks even if one is refused: the service waits for a missing seq_id before it runs later ones."""
+        """Post all chunks even if one is refused: the service runs later seq_ids only after missing ones arrive.
+
+        If the service cannot be reached, the first chunk is not sent.
+        """
         later = await asyncio.gather(*(post() for post in posts[1:]), return_exceptions=True)
         refused = [
             (index, outcome)
@@ -718,7 +719,7 @@ class TrainingClient(TrainingClientMethods):
         """Raise before a seq_id is assigned: the service would wait for an assigned seq_id that never arrives."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
             raise APITimeoutError(
-                message="The operation's timeout expired while it waited for earlier operations."
+                message="The operation's timeout expired before it could be sent."
             )
         self._session.transport.admit(row.pool)
 
