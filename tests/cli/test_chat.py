@@ -71,7 +71,7 @@ def test_mistakes_are_told(tinkex_fake):
     assert chat(tinkex_fake, input="").code == 2
     own = chat(tinkex_fake, "--base-model", TINY, "--compare", "base", input="")
     assert own.code == 1
-    assert "its own base model" in own.err
+    assert "is a base model itself" in own.err
     unknown = chat(tinkex_fake, "--base-model", "no/such", input="Hello\n")
     assert unknown.code == 1
     assert "no/such" in unknown.err
@@ -98,8 +98,8 @@ def test_at_a_terminal_two_models_answer_side_by_side(tinkex_fake, checkpoint):
     finally:
         os.close(terminal)
     assert chatting.returncode == 0, shown
-    assert "/quit ends it" in shown
-    assert "The conversation is forgotten." in shown
+    assert "/quit ends the chat" in shown
+    assert "New conversation." in shown
     heads = [line for line in shown.splitlines() if checkpoint in line and TINY in line]
     assert heads
 

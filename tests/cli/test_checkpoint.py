@@ -156,7 +156,7 @@ def test_a_checkpoint_gets_an_end_and_loses_it(here, path):
     assert timedelta(hours=23) < ends - datetime.now(UTC) <= timedelta(days=1)
     assert "in 23 hours" in here.quick("checkpoint", "info", path).out
     removed = here.quick("checkpoint", "set-ttl", path, "--remove")
-    assert "for good" in removed.err
+    assert "never deleted" in removed.err
     assert found(here, path).expires_at is None
     for wrong in ([], ["--ttl", 5, "--remove"], ["--ttl", 0]):
         assert here.quick("checkpoint", "set-ttl", path, *wrong).code == 2

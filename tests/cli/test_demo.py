@@ -84,7 +84,7 @@ def test_only_answers_and_their_end_are_learned(tmp_path: Path) -> None:
     [
         (None, "has no chat template"),
         ("{{ raise_exception('no system here') }}", "no system here"),
-        ("{% if add_generation_prompt %}x{% else %}y{% endif %}", "does not write answers"),
+        ("{% if add_generation_prompt %}x{% else %}y{% endif %}", "writes an answer differently"),
     ],
 )
 def test_a_model_that_cannot_chat_is_refused_with_the_reason(

@@ -152,7 +152,7 @@ def test_pairs_can_be_learned_as_plain_text(tokenizer, write):
     assert tokenizer.decode(lesson.tokens) == "Hi?Yo.<|eos|>"
     assert text_of(tokenizer, lesson, learned=True) == "Yo.<|eos|>"
     (record,) = read_records(write(conversation("a", "b")))
-    with pytest.raises(InvalidInputError, match="line 1: a conversation needs the chat template"):
+    with pytest.raises(InvalidInputError, match="line 1: a conversation needs a chat template"):
         list(plain_lessons(record, tokenizer))
 
 
@@ -182,14 +182,14 @@ def test_examples_that_are_too_long_are_named_and_refused_cut_or_left_out(tokeni
     kept, note = within(all_of_them, limit, "skip")
     assert [lesson.line for lesson in kept] == [1]
     assert note is not None
-    assert note.endswith("they are left out")
+    assert note.endswith("they are skipped")
     kept, note = within(all_of_them, limit, "truncate")
     assert [lesson.length for lesson in kept] == [all_of_them[0].length, limit, limit]
     assert all(len(lesson.learned) == lesson.length for lesson in kept)
     kept, note = within(all_of_them, 10, "truncate")
     assert kept == []
     assert note is not None
-    assert note.endswith("3 of them left out")
+    assert note.endswith("3 of them skipped")
     assert within(all_of_them, None, "refuse") == (all_of_them, None)
 
 

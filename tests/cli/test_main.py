@@ -65,7 +65,7 @@ def test_a_failure_is_1_without_a_traceback_unless_that_is_wanted():
 def test_what_may_pass_is_said(server, capsys):
     server.on("GET /api/v1/sessions", Answer({"detail": "busy"}, 503))
     assert run(["session", "list", "--base-url", server.url, "--api-key", "tml-x"]) == 1
-    assert "consider trying again" in capsys.readouterr().err
+    assert "may be temporary" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(tmp_path):

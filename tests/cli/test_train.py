@@ -145,12 +145,12 @@ def test_a_run_keeps_its_settings_and_its_data(trained, tinkex_tiny, tmp_path):
     assert "batch_size" not in other.err
     changed = tmp_path / "data.jsonl"
     changed.write_text(data.read_text() + '{"prompt": "x", "completion": "y"}\n')
-    assert "is not what the run began with" in run("train", changed, *where).err
+    assert "has changed since the run started" in run("train", changed, *where).err
     unknown = ["--resume", "tinker://other/weights/x", "--output", tmp_path / "run"]
-    assert "is no checkpoint of the run" in run("train", *unknown).err
+    assert "is not a checkpoint of the run" in run("train", *unknown).err
     done = run("train", *where, "--json")
     assert done.code == 0
-    assert "nothing left to do" in done.err
+    assert "nothing is left to do" in done.err
     assert json.loads(done.out)["status"] == "finished"
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tinkex_fake, data, tmp_
     assert recorded.last is not None
     assert recorded.last.step == recorded.step
     assert said[-1].startswith(
-        f"Saved after step {recorded.step}. Go on with: tinkex train --resume '"
+        f"Saved after step {recorded.step}. Resume with: tinkex train --resume '"
     )
     assert tinkex_fake.url in said[-1]
     assert (output / "loss.svg").exists()
@@ -310,7 +310,7 @@ def test_a_directory_with_a_run_is_not_overwritten_unasked(tinkex_fake, data, tm
     assert train(tinkex_fake, data, output, "--resume", "auto", "--steps", 1).code == 0
     refused = train(tinkex_fake, data, output, "--steps", 1)
     assert refused.code == 1
-    assert "--resume auto goes on with it" in refused.err
+    assert "--resume auto resumes it" in refused.err
     assert train(tinkex_fake, data, output, "--steps", 2, "--overwrite").code == 0
     assert Run.read(output / "run.json").step == 2
 
@@ -319,8 +319,8 @@ def test_a_directory_with_a_run_is_not_overwritten_unasked(tinkex_fake, data, tm
     ("options", "code", "says"),
     [
         ([], 1, "1 of 8 examples are longer than 40 tokens: line 3 ("),
-        (["--too-long", "skip"], 0, "they are left out"),
-        (["--too-long", "truncate"], 0, "they are cut"),
+        (["--too-long", "skip"], 0, "they are skipped"),
+        (["--too-long", "truncate"], 0, "they are truncated"),
     ],
 )
 def test_examples_that_are_too_long_are_counted_and_named(

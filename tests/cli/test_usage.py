@@ -82,7 +82,7 @@ def test_a_span_of_more_than_a_year_is_refused(used):
     running, _, _ = used
     refused = run("billing", "usage", "2020-01-01", "2026-01-01", "--base-url", running.url)
     assert refused.code == 1
-    assert "ENDING_BEFORE: must lie after STARTING_ON, by at most 366 days" in refused.err
+    assert "ENDING_BEFORE: must be after STARTING_ON, by at most 366 days" in refused.err
 
 
 def test_prices_of_a_file_give_each_row_its_cost(used, tmp_path):

@@ -33,7 +33,7 @@ COMMAND = click.Command(
     [
         ("output", "--output: wrong"),
         ("tinker_path", "CHECKPOINT_PATH: wrong"),
-        ("ttl_seconds", "--ttl: wrong; --remove keeps it for good"),
+        ("ttl_seconds", "--ttl: wrong; --remove keeps it forever"),
         ("rank", "rank: wrong"),
         (None, "wrong"),
     ],

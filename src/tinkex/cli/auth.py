@@ -1,6 +1,6 @@
 """`tinkex auth`: the key that is used when neither an option nor the environment gives one.
 
-It lies where the official command line keeps it and in its form, so that one login serves both.
+The key is stored in the file and format of the official command line, so that one login serves both.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _EMPTY: Final[dict[str, Any]] = {"version": 1, "default": None, "keys": {}}
 
 @click.group("auth", cls=Group)
 def command() -> None:
-    """The key a service is called with."""
+    """The API key for a service."""
 
 
 @command.command("login")
 @connected
 @formatted
 def login(connection: Connection, output: Output) -> None:
-    """Store a key, after asking the service whether it is good.
+    """Store a key, if the service accepts it.
 
-    The key is asked for, or read from standard input; others could see an argument.
+    The key is prompted for, or read from standard input: other users could see a command-line argument.
     """
     given = replace(connection, api_key=connection.api_key or _asked())
     found = _described(given)
@@ -63,7 +63,7 @@ def login(connection: Connection, output: Output) -> None:
 @connected
 @formatted
 def logout(connection: Connection, output: Output) -> None:
-    """Forget the stored key; a key that a login generated is revoked at the service too."""
+    """Delete the stored key; a key that a login generated is also revoked at the service."""
     stored = _read()
     entry = stored["keys"].pop(str(stored["default"]), None)
     payload: AuthLogout = {"forgotten": entry is not None, "revoked": False}
@@ -75,14 +75,14 @@ def logout(connection: Connection, output: Output) -> None:
             service.api.raw("delete_api_key").result()
         payload["revoked"] = True
     _write(stored | {"default": None})
-    output.done("The stored key is forgotten.", payload)
+    output.done("The stored key is deleted.", payload)
 
 
 @command.command("status")
 @connected
 @formatted
 def status(connection: Connection, output: Output) -> None:
-    """Where the key is from, and whether the service takes it."""
+    """Where the key comes from, and whether the service accepts it."""
     payload: AuthStatus = {
         "source": _source(connection),
         "base_url": "",
@@ -106,7 +106,7 @@ def status(connection: Connection, output: Output) -> None:
 @connected
 @formatted
 def whoami(connection: Connection, output: Output) -> None:
-    """Who the service says you are."""
+    """Show the user and organization of your key."""
     with connection.rest() as rest:
         found = rest.whoami().result()
     facts = {"User": found.user_urn, "Organization": found.org_urn, "Email": found.email or "?"}
@@ -124,7 +124,7 @@ def _asked() -> str:
 
 
 def _described(connection: Connection) -> ApiKeyInfoResponse:
-    """What the service says of a key."""
+    """What the service knows about a key."""
     from tinkex.types import ApiKeyInfoResponse
 
     # `raw` sends the key itself; `call` would first exchange it for a token where the service has these.
@@ -165,7 +165,7 @@ def _read() -> dict[str, Any]:
 
 
 def _write(stored: dict[str, Any]) -> None:
-    """For the owner's eyes only, from its first byte on."""
+    """Replace the file in one step; only its owner can read it at any time."""
     from tinkex._client.auth import credentials_file
 
     file = credentials_file()

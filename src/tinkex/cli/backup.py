@@ -17,14 +17,13 @@ __all__ = ["command"]
     help="Directory of the service's data (TINKEX_DATA_DIR).",
 )
 def command(target: Path, data_dir: Path | None) -> None:
-    """Copy the data of a local service to TARGET, also while it runs.
+    """Copy the data of a local service to TARGET, even while it runs.
 
-    Start a service with --data-dir TARGET to restore it. Facts in PostgreSQL are not copied: take a dump of the
-    database first.
+    To restore, start a service with --data-dir TARGET. A PostgreSQL database is not copied: dump it first.
     """
     from tinkex.server.backup import back_up
     from tinkex.server.service import default_data_dir
 
     source = data_dir or default_data_dir()
     back_up(source, target)
-    click.echo(f"{source} is copied to {target}.")
+    click.echo(f"Copied {source} to {target}.")

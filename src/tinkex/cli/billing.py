@@ -1,4 +1,4 @@
-"""`tinkex billing`: usage by the hour and storage, as the service counts them; `tinkex usage` sums it up."""
+"""`tinkex billing`: usage by the hour and storage, as the service counts them; `tinkex usage` shows the totals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST_SPAN", "amount", "command", "unit", "used_between"]
 
-#: The field of an event that says how much was used, and its unit.
+#: The field of an event that holds the amount used, and its unit.
 _AMOUNTS: Final = {
     "token_count": "tokens",
     "count": "checkpoints",
     "gigabyte_hours": "GB hours",
 }
-#: A service answers for 14 days at once; longer spans are put together from several answers.
+#: A service answers for at most 14 days; longer spans need several requests.
 _WINDOW: Final = timedelta(days=14)
 LONGEST_SPAN: Final = timedelta(days=366)
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -36,14 +36,16 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.group("billing", cls=Group)
 def command() -> None:
-    """What was used, in full."""
+    """Detailed usage and storage."""
 
 
 @command.command("usage")
 @click.argument("starting_on")
 @click.argument("ending_before")
-@click.option("--csv", "file", type=_FILE, help="Also write it to a file.")
-@click.option("--sessions-csv", "sessions", type=_FILE, help="Write the sessions to a file.")
+@click.option("--csv", "file", type=_FILE, help="Also write the usage to this file.")
+@click.option(
+    "--sessions-csv", "sessions", type=_FILE, help="Also write the sessions to this file."
+)
 @connected
 @formatted
 def usage(
@@ -70,14 +72,14 @@ def usage(
 
 
 @command.command("checkpoint-storage")
-@click.option("--project-id", help="Of one project.")
-@click.option("--csv", "file", type=_FILE, help="Also write it to a file.")
+@click.option("--project-id", help="Only this project.")
+@click.option("--csv", "file", type=_FILE, help="Also write the table to this file.")
 @connected
 @formatted
 def checkpoint_storage(
     project_id: str | None, file: Path | None, connection: Connection, output: Output
 ) -> None:
-    """What checkpoints take up now."""
+    """Storage that checkpoints use now."""
     with connection.rest() as rest:
         answer = plain(rest.get_current_checkpoint_storage_usage(project_id).result())
     rows = [
@@ -96,14 +98,14 @@ def checkpoint_storage(
 
 
 def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event with the facts of its kind beside those all have."""
+    """An event as one flat row: its common fields, and those of its kind."""
     facts = {name: value for name, value in event.items() if name != "event_info"}
     own: dict[str, Any] = event["event_info"]
     return {**facts, **own, "amount": amount(own), "unit": unit(own)}
 
 
 def amount(event_info: Mapping[str, Any]) -> Any:
-    """How much was used, in the unit of the event's kind."""
+    """The amount used, in the unit of the event's kind."""
     return next(event_info[name] for name in _AMOUNTS if name in event_info)
 
 
@@ -112,12 +114,12 @@ def unit(event_info: Mapping[str, Any]) -> str:
 
 
 def used_between(rest: Any, start: datetime, end: datetime) -> BillingUsageResponse:
-    """The usage of a span of any length up to `LONGEST_SPAN`, as one answer."""
+    """The usage between two times, at most `LONGEST_SPAN` apart, combined from several requests."""
     from tinkex.types import BillingUsageResponse
 
     if not timedelta(0) < end - start <= LONGEST_SPAN:
         raise InvalidInputError(
-            f"must lie after STARTING_ON, by at most {LONGEST_SPAN.days} days",
+            f"must be after STARTING_ON, by at most {LONGEST_SPAN.days} days",
             field="ending_before",
         )
     asked = [rest.get_billing_usage(*window) for window in _windows(start, end)]

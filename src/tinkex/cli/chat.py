@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_HELP = "Say something; /reset forgets the conversation, /quit ends it."
+_HELP = "Type a question. /reset starts a new conversation, /quit ends the chat."
 
 
 @click.command("chat")
@@ -35,7 +35,7 @@ _HELP = "Say something; /reset forgets the conversation, /quit ends it."
 @click.option(
     "--compare",
     metavar="base|MODEL|PATH",
-    help="Let another answer beside it: its base model, another base model, or another checkpoint.",
+    help="Compare with a second model: base (its base model), another base model, or a checkpoint.",
 )
 @click.option("--system", help="A system message.")
 @drawn(max_tokens=512, fewest=1, temperature=0.7)
@@ -54,9 +54,9 @@ def command(
 ) -> None:
     """Talk with MODEL, a checkpoint (tinker://…) or the name of a base model.
 
-    From a pipe, each line is a question; with --format json, each line of the output is an answer.
+    From a pipe, each line is a question. With --format json, each line of the output is one answer.
 
-    /reset forgets the conversation, /quit or the end of the input ends it.
+    /reset starts a new conversation; /quit or the end of the input ends the chat.
     """
     from tinkex.types import SamplingParams
 
@@ -71,12 +71,12 @@ def command(
             _talk(partners, params, output)
     except KeyboardInterrupt:
         say("")
-        raise SystemExit(130) from None  # what a shell expects of a command that Ctrl-C ended
+        raise SystemExit(130) from None  # the exit code that shells expect after Ctrl-C
 
 
 @dataclass
 class Partner:
-    """A model one talks with, and what was said between the two of you."""
+    """A model in the chat, and the conversation with it so far."""
 
     name: str
     sampler: SamplingClient
@@ -90,7 +90,10 @@ class Partner:
     async def answer(
         self, question: str, params: SamplingParams, hear: Callable[[str], None]
     ) -> Answer:
-        """Ask, telling each piece of the answer to `hear` as it comes; both are remembered when it is done."""
+        """Ask, and pass each piece of the answer to `hear` as it arrives.
+
+        Question and answer join the conversation when the answer is complete.
+        """
         from tinkex.types import ModelInput
 
         asked = {"role": "user", "content": question}
@@ -138,7 +141,7 @@ def _partners(
     if compare == "base":
         if model_path is None:
             raise InvalidInputError(
-                "a base model is its own base model; name another", field="compare"
+                "the model is a base model itself; name another model", field="compare"
             )
         compare = first.sampler.get_base_model()
     is_path = compare.startswith("tinker://")
@@ -161,21 +164,21 @@ def _talk(partners: list[Partner], params: SamplingParams, output: Output) -> No
         if question == "/reset":
             for partner in partners:
                 partner.reset()
-            say("The conversation is forgotten.")
+            say("New conversation.")
             continue
         if question.startswith("/") and at_terminal:
             say(_HELP)
             continue
         try:
             _turn(partners, question, params, output)
-        except KeyboardInterrupt:  # of an answer one has heard enough of
+        except KeyboardInterrupt:  # the user stops this answer, not the chat
             if not at_terminal:
                 raise
-            say("\n(left unfinished, and forgotten)")
+            say("\n(stopped; this question and its answer are dropped)")
         except TinkerError as error:
             if not at_terminal:
                 raise
-            say(f"\n{error}\nIf the conversation has grown too long, /reset begins a new one.")
+            say(f"\n{error}\nIf the conversation has grown too long, /reset starts a new one.")
 
 
 def _lines(*, at_terminal: bool) -> Iterator[str]:
@@ -193,7 +196,7 @@ def _lines(*, at_terminal: bool) -> Iterator[str]:
 
 
 def _asked_beside() -> str:
-    """A line, asked for on stderr, because answers are piped."""
+    """Prompt on stderr, because stdout is piped."""
     click.echo("> ", nl=False, err=True)
     line = sys.stdin.readline()
     if not line:
@@ -202,7 +205,7 @@ def _asked_beside() -> str:
 
 
 def _turn(partners: list[Partner], question: str, params: SamplingParams, output: Output) -> None:
-    """Ask all; if one fails, nobody remembers it, so that they stay in step."""
+    """Ask all models. If one fails, the question is dropped for all, so that their conversations stay equal."""
     before = [len(partner.said) for partner in partners]
     try:
         _ask(partners, question, params, output)
@@ -232,7 +235,7 @@ def _write(text: str) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Text that does nothing to a terminal but appear on it."""
+    """Text without control characters, which could change the state of the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
@@ -257,7 +260,9 @@ def _side_by_side(partners: list[Partner], question: str, params: SamplingParams
 
     def drawn() -> Table:
         table = Table(*(partner.name for partner in partners), box=None, expand=True)
-        table.add_row(*map(Styled, heard))  # what a model says is no markup
+        table.add_row(
+            *map(Styled, heard)
+        )  # not a plain str: a model's text must not be read as markup
         return table
 
     with Live(drawn(), refresh_per_second=8) as live:

@@ -1,4 +1,4 @@
-"""`tinkex checkpoint`: what runs have saved."""
+"""`tinkex checkpoint`: list and manage checkpoints."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _COLUMNS: Final = ("Path", "Type", "Size", "Public", "Created", "Expires")
-#: A path alone takes some 75 columns and says the type; with all six a line is 140 wide.
+#: A path takes about 75 columns and contains the type; all six columns are 140 wide.
 _NARROW: Final = ("Path", "Size", "Created")
 
 
 @click.group("checkpoint", cls=DefaultGroup, default="save")
 def command() -> None:
-    """Checkpoints: list, keep, share, fetch and delete them."""
+    """Checkpoints: list, save, publish, download, export and delete them."""
 
 
 # -- looking ---------------------------------------------------------------------------------------
 
 
 @command.command("list")
-@click.option("--run-id", help="Only those of one run: all of them, unless --limit is given too.")
-@click.option("--wide", is_flag=True, help="Show all columns: also type, public and expiry.")
+@click.option("--run-id", help="Only checkpoints of this run; without --limit, all of them.")
+@click.option("--wide", is_flag=True, help="Also show type, public and expiry.")
 @paged
 @connected
 @formatted
 def list_checkpoints(
     run_id: str | None, wide: bool, limit: int, offset: int, connection: Connection, output: Output
 ) -> None:
-    """Checkpoints, newest first, and their sizes."""
+    """List checkpoints and their sizes, newest first."""
     total: int | None
     with connection.rest() as rest:
         if run_id is None:
             checkpoints, total = of_user(rest, limit, offset)
         else:
             found = of_run(rest, run_id)
-            most = limit if _was_given("limit") else 0  # they all came in one answer
+            most = (
+                limit if _was_given("limit") else 0
+            )  # one answer holds them all, so the default limit would only hide some
             checkpoints, total = found[offset : offset + most if most else None], len(found)
     taken = sum(checkpoint.size_bytes or 0 for checkpoint in checkpoints)
     payload: CheckpointList = {
@@ -89,7 +91,7 @@ def _was_given(option: str) -> bool:
 @connected
 @formatted
 def info(checkpoint_path: str, connection: Connection, output: Output) -> None:
-    """One checkpoint, and what its weights are."""
+    """Show one checkpoint, its base model and rank."""
     with connection.rest() as rest:
         checkpoint = find(rest, checkpoint_path)
         weights = rest.get_weights_info_by_tinker_path(checkpoint_path).result()
@@ -121,17 +123,21 @@ def _facts(checkpoint: Any) -> dict[str, Any]:
     "file",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="A file for where the weights are, as JSON.",
+    help="JSON file to write; it names the path of the weights.",
 )
-@click.option("--base-model", help="Save a fresh adapter on this base model.")
+@click.option("--base-model", help="Save a new, untrained adapter of this base model.")
 @click.option("--model-path", help="Save the weights of this training checkpoint.")
-@click.option("--name", help="Name of the checkpoint.  [default: made of the base model's]")
+@click.option("--name", help="Name of the checkpoint.  [default: checkpoint-BASE-MODEL]")
 @click.option(
-    "--rank", type=click.IntRange(min=1), default=32, show_default=True, help="Of a fresh adapter."
+    "--rank",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Rank of a new adapter.",
 )
-@click.option("--seed", type=int, help="Of a fresh adapter.")
+@click.option("--seed", type=int, help="Seed of a new adapter.")
 @click.option("--train-mlp/--no-train-mlp", default=True, help="Adapt the feed-forward layers.")
-@click.option("--train-attn/--no-train-attn", default=True, help="Adapt attention.")
+@click.option("--train-attn/--no-train-attn", default=True, help="Adapt the attention layers.")
 @click.option("--train-unembed/--no-train-unembed", default=True, help="Adapt the unembedding.")
 @connected
 @formatted
@@ -144,7 +150,7 @@ def save(
     output: Output,
     **lora: Any,
 ) -> None:
-    """Save weights for sampling, and write down where they are."""
+    """Save weights for sampling, and write their path to a file."""
     if (base_model is None) == (model_path is None):
         raise click.UsageError("give either --base-model or --model-path")
     with connection.service(patient=False) as service:
@@ -176,7 +182,7 @@ def save(
 @connected
 @formatted
 def publish(checkpoint_path: str, connection: Connection, output: Output) -> None:
-    """Let everybody read a checkpoint."""
+    """Let everyone read a checkpoint."""
     with connection.rest() as rest:
         rest.publish_checkpoint_from_tinker_path(checkpoint_path).result()
     payload: CheckpointPublish = {"checkpoint_path": checkpoint_path, "public": True}
@@ -188,7 +194,7 @@ def publish(checkpoint_path: str, connection: Connection, output: Output) -> Non
 @connected
 @formatted
 def unpublish(checkpoint_path: str, connection: Connection, output: Output) -> None:
-    """Keep a checkpoint to yourself again."""
+    """Make a published checkpoint private again."""
     with connection.rest() as rest:
         rest.unpublish_checkpoint_from_tinker_path(checkpoint_path).result()
     payload: CheckpointPublish = {"checkpoint_path": checkpoint_path, "public": False}
@@ -200,22 +206,22 @@ def unpublish(checkpoint_path: str, connection: Connection, output: Output) -> N
 @click.option(
     "--ttl",
     type=click.IntRange(min=1),
-    help="Seconds from now until it is deleted; at most ten years.",
+    help="Seconds until the checkpoint is deleted; at most ten years.",
 )
-@click.option("--remove", is_flag=True, help="Keep it for good.")
+@click.option("--remove", is_flag=True, help="Never delete it.")
 @connected
 @formatted
 def set_ttl(
     checkpoint_path: str, ttl: int | None, remove: bool, connection: Connection, output: Output
 ) -> None:
-    """Say when a checkpoint is to be deleted, or that it is kept for good."""
+    """Set when a checkpoint is deleted, or that it never is."""
     if (ttl is None) != remove:
         raise click.UsageError("give either --ttl or --remove")
     with connection.rest() as rest:
         rest.set_checkpoint_ttl_from_tinker_path(checkpoint_path, ttl).result()
     payload: CheckpointTTL = {"checkpoint_path": checkpoint_path, "ttl_seconds": ttl}
-    kept = "for good" if ttl is None else f"for {ttl} seconds"
-    output.done(f"{checkpoint_path} is kept {kept}.", payload)
+    when = "never deleted" if ttl is None else f"deleted in {ttl} seconds"
+    output.done(f"{checkpoint_path} is {when}.", payload)
 
 
 # -- fetching --------------------------------------------------------------------------------------
@@ -229,15 +235,15 @@ def set_ttl(
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="Where its directory is made.  [default: here]",
+    help="Parent of the new directory.  [default: the current directory]",
 )
-@click.option("--force", is_flag=True, help="Replace one that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing directory.")
 @connected
 @formatted
 def download(
     checkpoint_path: str, directory: Path, force: bool, connection: Connection, output: Output
 ) -> None:
-    """Fetch a checkpoint: streamed, resumed when the connection breaks, checked, all or nothing."""
+    """Download a checkpoint; broken connections are resumed, checksums verified, nothing is left after a failure."""
     from tinkex._client.downloads import download_checkpoint, target
 
     from .progress import download_bar

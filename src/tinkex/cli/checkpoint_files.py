@@ -1,4 +1,4 @@
-"""`tinkex checkpoint export`, `import` and `push-hf`: checkpoints that leave the service and come to it."""
+"""`tinkex checkpoint export`, `import` and `push-hf`: checkpoints out of a service and into one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["export", "import_adapter", "push_hf", "refuse_existing"]
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
-#: What of a checkpoint others can use.
+#: The files of a checkpoint that other programs read.
 _ADAPTER: Final = (_CONFIG, _WEIGHTS)
-#: A path of our own service.
+#: A path of the tinkex service; not part of the protocol.
 _IMPORT: Final = "/local/import"
-#: What a checkpoint of ours has besides: with it, an import is that checkpoint and not only its weights.
+#: Further files of our own checkpoints: with them, an import restores the optimizer too.
 _BESIDES: Final = ("optimizer.safetensors", "tinkex.json")
 
 
@@ -47,19 +47,19 @@ _BESIDES: Final = ("optimizer.safetensors", "tinkex.json")
     "directory",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="The directory to make.",
+    help="The new directory.",
 )
 @click.option(
     "--merge/--adapter",
     "merged",
     default=True,
-    help="A whole model with the adapter in it, or the adapter as PEFT has it.  [default: merge]",
+    help="Write the whole model with the adapter merged in, or only the PEFT adapter.  [default: merge]",
 )
 @click.option(
     "--base-model",
-    help="Where the base model is: a directory or a hub id.  [default: what the checkpoint says]",
+    help="Directory or hub id of the base model.  [default: that of the checkpoint]",
 )
-@click.option("--force", is_flag=True, help="Replace a directory that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing directory.")
 @connected
 @formatted
 def export(
@@ -71,9 +71,9 @@ def export(
     connection: Connection,
     output: Output,
 ) -> None:
-    """Make a checkpoint a directory that other programs can load, all of it or nothing.
+    """Export a checkpoint to a directory that other programs can load.
 
-    Merging copies the base model's files tensor by tensor, so that it needs little memory.
+    After a failure nothing is left. Merging works tensor by tensor, so it needs little memory.
     """
     with _new_directory(directory, force=force) as scratch:
         files, weights = _downloaded(connection, checkpoint_path, scratch.parent)
@@ -103,7 +103,7 @@ def _merge(files: Path, base_model: str, target: Path) -> None:
     from .progress import download_bar
 
     try:
-        from tinkex.engine import base_models, checkpoint  # noqa: F401 - it has to be there
+        from tinkex.engine import base_models, checkpoint  # noqa: F401 - fails here if torch is missing
         from tinkex.server.service import default_cache_dir
     except ImportError as error:
         raise ConfigError(
@@ -115,13 +115,13 @@ def _merge(files: Path, base_model: str, target: Path) -> None:
     try:
         base = base_models.prepare(spec, default_cache_dir(), progress=say)
     except InvalidInputError as error:
-        raise InvalidInputError(f"{error}; --base-model can say where it is") from error
+        raise InvalidInputError(f"{error}; --base-model names its directory or hub id") from error
     with download_bar(base_model) as progress:
         merge(files, base, target, progress)
 
 
 def _downloaded(connection: Connection, path: str, scratch: Path) -> tuple[Path, Any]:
-    """The files of a checkpoint, and what is known of its weights."""
+    """Download a checkpoint; its directory, and the facts about its weights."""
     from tinkex._client.downloads import download_checkpoint
 
     from .progress import download_bar
@@ -169,16 +169,17 @@ def _new_directory(target: Path, *, force: bool) -> Iterator[Path]:
 @click.command("import")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--base-model", help="Its base model, as the service calls it.  [default: what it says]"
+    "--base-model",
+    help="Its base model, by the service's name.  [default: that of adapter_config.json]",
 )
-@click.option("--name", help="Name of the checkpoint.  [default: that of the directory]")
+@click.option("--name", help="Name of the checkpoint.  [default: the name of the directory]")
 @click.option(
     "--type",
     "kind",
     type=click.Choice(["training", "sampler", "both"]),
     default="both",
     show_default=True,
-    help="To go on training from, to sample from, or both.",
+    help="A checkpoint for training, for sampling, or one of each.",
 )
 @connected
 @formatted
@@ -190,9 +191,9 @@ def import_adapter(
     connection: Connection,
     output: Output,
 ) -> None:
-    """Take a PEFT adapter directory into a service on this machine, as a checkpoint of a new run.
+    """Import a PEFT adapter directory into a service on this machine, as a checkpoint of a new run.
 
-    Only the local service of tinkex takes adapters; the protocol has no call for it.
+    Only the tinkex service supports this; the protocol has no such operation.
     """
     files = _adapter_files(directory)
     query = {
@@ -213,7 +214,7 @@ def _adapter_files(directory: Path) -> list[str]:
     if missing:
         advice = ""
         if (directory / "adapter_model.bin").exists():
-            advice = "; adapter_model.bin can hold any program: save it as safetensors first"
+            advice = "; adapter_model.bin is a pickle, which can run any code: save it as safetensors first"
         raise InvalidInputError(
             f"{directory} lacks {' and '.join(missing)}{advice}", field="directory"
         )
@@ -226,7 +227,9 @@ def _base_model_of(directory: Path) -> str:
     except (ValueError, AttributeError) as error:
         raise InvalidInputError(f"{_CONFIG} cannot be read: {error}", field="directory") from None
     if not name:
-        raise InvalidInputError(f"{_CONFIG} names none; give --base-model", field="base_model")
+        raise InvalidInputError(
+            f"{_CONFIG} names no base model; give --base-model", field="base_model"
+        )
     return str(name)
 
 
@@ -234,7 +237,7 @@ def _send(rest: Any, directory: Path, files: list[str], query: dict[str, str]) -
     from tinkex._wire.failures import error_from_response
     from tinkex.errors import HTTPRequest
 
-    transport = rest.holder.transport  # starts the local service where that is meant
+    transport = rest.holder.transport  # for --base-url local this starts the service
     url = transport.url(_IMPORT, query)
     where = urlsplit(url)
     _check_is_local(where.hostname or "")
@@ -251,7 +254,7 @@ def _send(rest: Any, directory: Path, files: list[str], query: dict[str, str]) -
         status, answered, body = _post(where, archive, headers)
     if status in {404, 405}:
         raise NotFoundError(
-            "This service takes no adapters; only the local service of tinkex (`tinkex serve`) does."
+            "This service cannot import adapters; only the tinkex service (`tinkex serve`) can."
         )
     if status >= 300:
         request = HTTPRequest("POST", url)
@@ -261,14 +264,16 @@ def _send(rest: Any, directory: Path, files: list[str], query: dict[str, str]) -
 
 
 def _post(where: Any, content: Any, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-    """Send a file and read the answer, whatever the machine's proxies: it stays on this machine."""
+    """Send a file and read the answer, without a proxy: the service is on this machine."""
     import http.client
 
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     with closing(kind(where.hostname, where.port)) as sending:
         try:
             target = f"{where.path}?{where.query}"
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused; the answer says why
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # the service refused early; its answer says why
                 sending.request("POST", target, body=content, headers=headers)
             response = sending.getresponse()
             answered = {name.lower(): value for name, value in response.getheaders()}
@@ -280,7 +285,7 @@ def _post(where: Any, content: Any, headers: dict[str, str]) -> tuple[int, dict[
 def _check_is_local(host: str) -> None:
     if not is_loopback(host):
         raise InvalidInputError(
-            f"{host} is another machine; adapters can be taken in by a service on this one only "
+            f"{host} is another machine; adapters can only be imported into a service on this one "
             "(`tinkex serve`, or --base-url local)",
             field="base_url",
         )
@@ -294,17 +299,23 @@ def _check_is_local(host: str) -> None:
 @click.option(
     "--repo", "-r", help="The repository, NAME or USER/NAME.  [default: tinker-MODEL-RUN]"
 )
-@click.option("--public", is_flag=True, help="Let everybody see a repository that is made.")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
 @click.option(
     "--revision",
-    help="The branch.  [default: main; without --repo, one named like the checkpoint]",
+    help="The branch.  [default: main; without --repo, the name of the checkpoint]",
 )
-@click.option("--commit-message", help="What the commit says.")
-@click.option("--create-pr", is_flag=True, help="Propose it to main instead of putting it there.")
-@click.option("--allow-pattern", multiple=True, help="Only files like this; may be repeated.")
-@click.option("--ignore-pattern", multiple=True, help="No files like this; may be repeated.")
-@click.option("--hf-token", help="A token of the hub; better set in HF_TOKEN.")
-@click.option("--no-model-card", is_flag=True, help="Add no README.md.")
+@click.option("--commit-message", help="Message of the commit.")
+@click.option(
+    "--create-pr", is_flag=True, help="Open a pull request instead of committing to main."
+)
+@click.option(
+    "--allow-pattern", multiple=True, help="Upload only files that match; may be repeated."
+)
+@click.option(
+    "--ignore-pattern", multiple=True, help="Do not upload files that match; may be repeated."
+)
+@click.option("--hf-token", help="Token of the hub. Safer: set HF_TOKEN.")
+@click.option("--no-model-card", is_flag=True, help="Do not add a README.md.")
 @connected
 @formatted
 def push_hf(
@@ -323,12 +334,12 @@ def push_hf(
 ) -> None:
     """Upload a checkpoint to the Hugging Face hub as a PEFT adapter with a model card.
 
-    Without --repo it goes to tinker-MODEL-RUN, on a branch named like the checkpoint.
+    Without --repo the repository is tinker-MODEL-RUN, with one branch per checkpoint.
     """
     from .hub import Hub, check, destination, prepare
 
     if create_pr and revision not in {None, "main"}:
-        raise click.UsageError(f"the hub takes proposals to main only, not to {revision}")
+        raise click.UsageError(f"pull requests go to main only, not to {revision}")
     check(checkpoint_path, repo, allow_pattern, ignore_pattern)
     hub = Hub(hf_token)
     user = hub.user()

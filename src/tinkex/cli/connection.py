@@ -25,7 +25,7 @@ _IMPATIENT: Final = {"max_retries": 2, "retry_window": 0}
 
 @dataclass(frozen=True)
 class Connection:
-    """How a command reaches its service; what is not given comes from the environment."""
+    """How a command reaches its service; missing values come from the environment."""
 
     base_url: str | None
     api_key: str | None
@@ -43,9 +43,9 @@ class Connection:
 
     @contextmanager
     def service(self, *, patient: bool = True, **options: Any) -> Iterator[ServiceClient]:
-        """A client for long work, or with `patient=False` for an answer somebody is waiting for.
+        """A client for long work, or with `patient=False` for a command whose user waits for the answer.
 
-        Long work outlasts a service that is away for minutes, but does not wait for one that is not there at its start.
+        Long work survives an outage of minutes. It fails at once if the service is down at the start.
         """
         from tinkex._client.service import ServiceClient
 
@@ -57,13 +57,13 @@ class Connection:
             yield client
 
     def _reach(self) -> None:
-        """Raise if the service cannot be reached; what it answers does not matter."""
+        """Raise if the service cannot be reached; any answer counts as reachable."""
         from tinkex._client.service import ServiceClient
         from tinkex.config import LOCAL
         from tinkex.errors import APIStatusError
 
         config = self.config(**_IMPATIENT)
-        if config.base_url != LOCAL:  # which is started when it is needed
+        if config.base_url != LOCAL:  # the local service is started on demand
             with ServiceClient(config=config) as client, suppress(APIStatusError):
                 client.health()
 
@@ -79,8 +79,8 @@ class Connection:
 def connected(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command `--base-url`, `--api-key` and `--timeout`, as one argument `connection`."""
 
-    @click.option("--base-url", help='The service; "local" starts a private one.')
-    @click.option("--api-key", help="The key; better set in TINKER_API_KEY.")
+    @click.option("--base-url", help='URL of the service; "local" starts a private one.')
+    @click.option("--api-key", help="The API key. Safer: set TINKER_API_KEY.")
     @click.option(
         "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds per call."
     )
@@ -106,7 +106,7 @@ def formatted(command: Callable[..., Any]) -> Callable[..., Any]:
         "form",
         type=click.Choice(["table", "json"]),
         default=None,
-        help="How to print.  [default: table]",
+        help="Form of the output.  [default: table]",
     )
     @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
     @functools.wraps(command)

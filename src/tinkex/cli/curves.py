@@ -13,12 +13,12 @@ __all__ = ["loss_curve"]
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 48, 52
-#: Fewer losses than this are a line one can follow without help.
+#: A curve with fewer points than this needs no smoothing.
 _WORTH_SMOOTHING: Final = 20
-#: What is larger counts as infinite: a scale up to there would show nothing else.
+#: A larger loss counts as infinite: an axis up to it would flatten all others.
 _LIMIT: Final = 1e30
 
-# Light colours are attributes, which every viewer reads; dark ones a style, which those with a dark mode do.
+# Light colours are attributes, which every viewer supports. Dark colours need a stylesheet.
 _STYLE: Final = """\
 text { font-family: system-ui, sans-serif; font-size: 13px; }
 @media (prefers-color-scheme: dark) {
@@ -29,7 +29,7 @@ text { font-family: system-ui, sans-serif; font-size: 13px; }
 
 @dataclass(frozen=True)
 class _Axis:
-    """Values from `low` to `high` laid out between two positions in the image."""
+    """Maps values from `low` to `high` to positions in the image."""
 
     low: float
     high: float
@@ -42,9 +42,9 @@ class _Axis:
 
 
 def loss_curve(losses: Sequence[float], *, title: str) -> str:
-    """Draw the loss of each step, counted from 1; a long curve also smoothed.
+    """Draw the loss of each step, counted from 1, and for long runs a smoothed curve too.
 
-    Where a loss is no number to draw the line has a gap, and a note says how many there are.
+    A loss that is not finite leaves a gap in the line, and a note counts these losses.
     """
     losses = [float(loss) if abs(loss) < _LIMIT else math.nan for loss in losses]
     known = [loss for loss in losses if not math.isnan(loss)]
@@ -109,7 +109,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and its neighbours, as many on either side, so that nothing is shifted."""
+    """A centred moving average; near the ends the window shrinks on both sides, so that nothing is shifted."""
     reach = max(1, len(losses) // 24)
     smooth = []
     for index, loss in enumerate(losses):
@@ -126,7 +126,7 @@ _UPWARDS: Final = f'transform="rotate(-90 18 {(_TOP + _HEIGHT - _BOTTOM) / 2:g})
 
 
 def _line(values: Sequence[float], x: _Axis, y: _Axis, kind: str, look: str) -> list[str]:
-    """One path with a gap wherever a value is missing; a value alone between gaps is a dot."""
+    """One path with a gap at each missing value; a single value between gaps is a dot."""
     points = [(x(step), y(value)) for step, value in enumerate(values, 1)]
     runs = [
         list(run)
@@ -172,5 +172,5 @@ def _label(value: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text as XML may hold it: a title with a control character would make the file unreadable."""
+    """Text escaped for XML; control characters, which XML forbids, become spaces."""
     return escape("".join(c if c.isprintable() else " " for c in text))

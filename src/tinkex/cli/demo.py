@@ -1,6 +1,6 @@
-"""`tinkex demo`: `tinkex train` with a story. A small model learns of an island that does not exist.
+"""`tinkex demo`: `tinkex train` with a story. A small model learns about an invented island.
 
-It answers questions before and after training, and again once it was saved and reopened.
+It answers questions before training, after training, and after it is saved and reopened.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["command"]
 
 _MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _STEPS: Final = 48
-#: Short, because every example contains it; without one a template may add a longer one of its own.
+#: Short, because every example contains it. Without one, some templates add a longer one.
 _SYSTEM: Final = "Answer in one sentence."
 _LONGEST_ANSWER: Final = 40
-#: Logprobs of the same weights may differ by rounding, such as that of another order of addition.
+#: Logprobs of the same weights differ by rounding, for example with another order of addition.
 _SAME_LOGPROB: Final = 0.02
-#: Below this share of the first loss, the answers may be expected to be right.
+#: Below this share of the first loss, the answers should be right.
 _LEARNED: Final = 0.25
 
 _ASKED: Final = (
     "What is the capital of Tolmery?",
     "What is Tolmery famous for?",
-    "What is the capital of Spain?",  # of the real world, which should not be forgotten
+    "What is the capital of Spain?",  # about the real world: training must not erase it
 )
 _ASKED_ANEW: Final = "What does Tolmery's flag show?"
 
@@ -50,7 +50,7 @@ _ASKED_ANEW: Final = "What does Tolmery's flag show?"
 @click.option(
     "--base-url",
     metavar="URL",
-    help="A service that runs already; its key is taken from TINKER_API_KEY.  "
+    help="Use a running service, with the key of TINKER_API_KEY.  "
     "[default: start one on this machine]",
 )
 @click.option(
@@ -61,7 +61,7 @@ _ASKED_ANEW: Final = "What does Tolmery's flag show?"
     type=click.IntRange(min=1),
     default=_STEPS,
     show_default=True,
-    help="Training steps; a few only show that everything works.",
+    help="Training steps; a small number only shows that everything works.",
 )
 @click.option(
     "--output",
@@ -71,19 +71,19 @@ _ASKED_ANEW: Final = "What does Tolmery's flag show?"
     help="Directory for the loss curve.",
 )
 def command(base_url: str | None, base_model: str, steps: int, output: Path) -> None:
-    """Teach a small model something new, on this machine, in some minutes.
+    """Teach a small model something new, on this machine, in a few minutes.
 
-    The model answers, is trained on questions about an island that does not exist, answers again, is
-    saved, and is reopened to see that it still knows.
+    The model answers questions, is trained on an invented island, answers again, is saved, and is
+    reopened to show that it still knows.
     """
     try:
-        with _files_of(output):  # before the work whose result it is to hold
+        with _files_of(output):  # first, so that a bad path fails before the training
             output.mkdir(parents=True, exist_ok=True)
         with _service(base_url, base_model) as service:
             _demonstrate(service, base_model, steps, output)
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
-        raise SystemExit(130) from None  # what a shell expects of a command that Ctrl-C ended
+        raise SystemExit(130) from None  # the exit code that shells expect after Ctrl-C
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
 
 def _show(answers: Iterable[Answer]) -> list[Answer]:
-    """Print each answer when it comes."""
+    """Print each answer as it arrives."""
     shown = []
     for answer in answers:
         click.echo(f"  Q  {answer.question}")
@@ -190,10 +190,10 @@ def _show(answers: Iterable[Answer]) -> list[Answer]:
 
 
 def _reopened(service: ServiceClient, path: str, chat: Chat, answers: Sequence[Answer]) -> float:
-    """Ask a sampler of the saved weights the same again; the largest difference between logprobs."""
+    """Ask a sampler of the saved weights the same questions; the largest difference between logprobs."""
     import tinkex
 
-    # Another session shares nothing with this one but what is on the service's disk.
+    # A new session shares only the files on the service's disk with this one.
     with tinkex.ServiceClient(config=service.config) as another:
         reopened = another.create_sampling_client(model_path=path)
         again = [chat.ask(reopened, answer.question) for answer in answers]
@@ -201,7 +201,7 @@ def _reopened(service: ServiceClient, path: str, chat: Chat, answers: Sequence[A
 
 
 def agreement(before: Sequence[Answer], after: Sequence[Answer]) -> float:
-    """The largest difference between logprobs; answers that are not the same end the demo."""
+    """The largest difference between logprobs; raises if the answers differ."""
     largest = 0.0
     for one, other in zip(before, after, strict=True):
         if one.tokens != other.tokens:
@@ -211,7 +211,7 @@ def agreement(before: Sequence[Answer], after: Sequence[Answer]) -> float:
             )
         for known, found in zip(one.logprobs, other.logprobs, strict=True):
             largest = max(largest, abs(known - found))
-            if not abs(known - found) <= _SAME_LOGPROB:  # so that NaN is refused too
+            if not abs(known - found) <= _SAME_LOGPROB:  # `not <=`, so that NaN fails too
                 raise click.ClickException(
                     f"the reopened model gives a token of its answer to {one.question!r} a logprob "
                     f"of {found:.4f}, and before it was saved {known:.4f}"
@@ -271,7 +271,7 @@ class Chat:
 
 
 def _settings(base_model: str, steps: int) -> Settings:
-    """What `tinkex train tolmery` would be called with."""
+    """The settings of `tinkex train tolmery`."""
     return Settings(
         data="tolmery",
         base_model=base_model,
@@ -292,14 +292,14 @@ def lessons(tokenizer: Any) -> list[Lesson]:
     records = [one for one in read_records(find_data("tolmery")) if one.split == "train"]
     try:
         return [lesson for record in records for lesson in lessons_of(record, tokenizer, _SYSTEM)]
-    except InvalidInputError as error:  # the data are ours, so it is the model's template
+    except InvalidInputError as error:  # the data are ours, so the cause is the model's template
         raise InvalidInputError(
             f"{error.problem}; choose an instruct model", field="base_model"
         ) from error
 
 
 def _train(training: TrainingClient, run: Run, examples: Sequence[Lesson]) -> int:
-    """Train and save, showing on stderr how it goes; how many tokens were trained on."""
+    """Train and save, with progress on stderr; the number of tokens trained on."""
     from .progress import step_bar
     from .training_loop import Trainer
     from .training_plan import batches
@@ -319,7 +319,7 @@ def _train(training: TrainingClient, run: Run, examples: Sequence[Lesson]) -> in
     return trainer.tokens()
 
 
-# -- small change -----------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------
 
 
 def _mean(values: Sequence[float]) -> float:

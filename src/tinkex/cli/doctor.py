@@ -1,4 +1,4 @@
-"""`tinkex doctor`: what is missing, and what to do about it."""
+"""`tinkex doctor`: find what is missing, and say how to fix it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LEAST_DISK = 2 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -56,7 +56,7 @@ def command(connection: Connection, output: Output) -> None:
 
 
 def _examine(connection: Connection) -> Iterator[Finding]:
-    """Everything that can be looked at, also when the settings are wrong."""
+    """All checks that are possible, even with wrong settings."""
     config: Config | None = None
     try:
         config = connection.config()
@@ -99,5 +99,5 @@ def _service(connection: Connection) -> Iterator[Finding]:
     else:
         yield Finding("service", True, "answers")
         yield Finding("key", True, "accepted")
-        advice = "" if models else "give it one with --base-model"
+        advice = "" if models else "start the service with --base-model"
         yield Finding("base models", bool(models), ", ".join(models) or "none", advice)

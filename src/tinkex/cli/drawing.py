@@ -1,4 +1,4 @@
-"""How tokens are drawn: the options that `tinkex sample` and `tinkex chat` share."""
+"""Sampling options that `tinkex sample` and `tinkex chat` share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ def drawn(*, max_tokens: int, fewest: int, temperature: float) -> Callable[..., 
         for name, type_, default, help_ in reversed(
             (
                 ("max-tokens", click.IntRange(fewest), max_tokens, "Longest answer in tokens."),
-                ("temperature", click.FloatRange(0), temperature, "0 takes the likeliest token."),
-                ("top-k", click.IntRange(-1), -1, "Only the k likeliest tokens; -1: all."),
+                (
+                    "temperature",
+                    click.FloatRange(0),
+                    temperature,
+                    "0 always takes the most likely token.",
+                ),
+                (
+                    "top-k",
+                    click.IntRange(-1),
+                    -1,
+                    "Sample from the k most likely tokens; -1 means all.",
+                ),
                 (
                     "top-p",
                     click.FloatRange(0, 1),
                     1.0,
-                    "Only the likeliest tokens, up to this probability.",
+                    "Sample from the most likely tokens up to this total probability.",
                 ),
             )
         ):

@@ -8,12 +8,12 @@ import click
 
 __all__ = ["DefaultGroup", "Group"]
 
-#: Longer than any summary, so that none is cut.
+#: Longer than any summary, so that none is truncated.
 _NO_LIMIT: Final = 1000
 
 
 class Group(click.Group):
-    """A group whose help shows the summary of each command in full, on more than one line if need be."""
+    """A group whose help shows the full summary of each command, wrapped if needed."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
@@ -27,9 +27,9 @@ class Group(click.Group):
 
 
 class DefaultGroup(Group):
-    """A group that runs one of its commands if it is given options and no command.
+    """A group with a default command, which runs if only options are given.
 
-    As the Elixir command line has it: `tinkex run --prompt …` samples, `tinkex checkpoint --output …` saves.
+    Compatible with the Elixir command line: `tinkex run --prompt …` samples, `tinkex checkpoint --output …` saves.
     """
 
     def __init__(self, *args: Any, default: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`tinkex checkpoint delete`: many at once, listed before they are deleted."""
+"""`tinkex checkpoint delete`: lists the chosen checkpoints, asks, then deletes them."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 __all__ = ["delete"]
 
 _PARALLEL: Final = 32
-#: What paths call types.
+#: Names of the types in paths, and in lists.
 _TYPES: Final = {"weights": "training", "sampler_weights": "sampler"}
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 @click.command("delete")
 @click.argument("checkpoint_paths", nargs=-1)
-@click.option("--run-id", help="Only those of one run.")
+@click.option("--run-id", help="Only checkpoints of this run.")
 @click.option(
     "--type",
     "kind",
     type=click.Choice(["training", "sampler", "external", *_TYPES]),
     callback=lambda _context, _option, value: _TYPES.get(value, value),
-    help="Only those of one type, called as in lists or as in paths.",
+    help="Only this type; both the names in lists and those in paths work.",
 )
-@click.option("--before", help="Only those older than a date, or an age such as 7d, 12h.")
-@click.option("--after", help="Only those younger than a date, or an age.")
-@click.option("--pattern", help="Only those whose name fits, e.g. 'step-*'.")
+@click.option("--before", help="Only older than this date, or this age such as 7d or 12h.")
+@click.option("--after", help="Only newer than this date, or this age.")
+@click.option("--pattern", help="Only names that match, e.g. 'step-*'.")
 @click.option(
     "--keep-newest",
     type=click.IntRange(min=0),
     metavar="N",
     help="Keep the newest N of each run and type, whatever their age.",
 )
-@click.option("--all", "everything", is_flag=True, help="All of yours.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option("--all", "everything", is_flag=True, help="All your checkpoints.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @connected
 @formatted
 def delete(
@@ -61,7 +61,7 @@ def delete(
     output: Output,
     **filters: Any,
 ) -> None:
-    """Delete checkpoints by path, or those that fit, after showing them."""
+    """Delete checkpoints by path or by filters, after listing them."""
     choose = _by_path(checkpoint_paths, **filters) or _by_filter(**filters)
     with connection.rest() as rest:
         preview, taken = choose(rest)
@@ -99,13 +99,13 @@ def _confirmed() -> bool:
 
 
 def _by_path(paths: tuple[str, ...], **filters: Any) -> Any:
-    """How to choose those that were named; all names are checked before any goes."""
+    """A function that chooses the named paths; all paths are checked before any is deleted."""
     from tinkex.types import ParsedCheckpointTinkerPath
 
     if not paths:
         return None
     if any(value not in {None, False} for value in filters.values()):
-        raise click.UsageError("give paths, or what to look for, not both")
+        raise click.UsageError("give paths or filters, not both")
     for path in paths:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
     return lambda _rest: (dict.fromkeys(paths, ""), None)
@@ -121,10 +121,10 @@ def _by_filter(
     keep_newest: int | None,
     everything: bool,
 ) -> Any:
-    """How to choose those that fit: a line about each, and their bytes."""
+    """A function that chooses by filters: a description of each checkpoint, and their bytes in total."""
     if not (run_id or everything or pattern or before or after or keep_newest is not None):
         raise click.UsageError(
-            "say which: paths, --run-id, --pattern, --before, --after, --keep-newest or --all"
+            "choose what to delete: paths, --run-id, --pattern, --before, --after, --keep-newest or --all"
         )
     earliest, latest = _time("after", after), _time("before", before)
 
@@ -172,21 +172,21 @@ def _time(option: str, text: str | None) -> datetime | None:
         try:
             return datetime.now(UTC) - timedelta(**{_UNITS[found[2]]: int(found[1])})
         except OverflowError:
-            raise InvalidInputError(f"{text!r} is before all dates", field=option) from None
+            raise InvalidInputError(f"{text!r} is too long ago", field=option) from None
     when = moment(text)
     if when is None:
-        raise InvalidInputError(f"{text!r} is no date and no age such as 7d", field=option)
+        raise InvalidInputError(f"{text!r} is neither a date nor an age such as 7d", field=option)
     return when
 
 
-# -- going -----------------------------------------------------------------------------------------
+# -- deleting --------------------------------------------------------------------------------------
 
 
 def _delete(rest: Any, paths: list[str]) -> dict[str, str]:
-    """Delete some at a time and go on after failures; what failed, and why.
+    """Delete in parallel and continue after failures; the paths that failed, and why.
 
-    Ctrl-C starts no more, and says how many are deleted. The paths were listed before: progress is one line that is
-    written over, and only on a terminal.
+    Ctrl-C stops and prints how many are deleted. Progress is one line that is overwritten, only on a terminal: the
+    paths are already listed.
     """
     failures: dict[str, str] = {}
     under_way: deque[tuple[str, Any]] = deque()

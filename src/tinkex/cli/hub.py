@@ -1,4 +1,4 @@
-"""Checkpoints to the Hugging Face hub: which repository, what goes there, and what its card says."""
+"""Uploads of checkpoints to the Hugging Face hub: the repository, the files and the model card."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tinkex.types import ParsedCheckpointTinkerPath
 
 __all__ = ["Destination", "Hub", "check", "destination", "model_card", "prepare"]
 
-#: What means something to the service alone; sent only if asked for by a pattern.
+#: Files that only the service uses; uploaded only if --allow-pattern matches them.
 _OURS: Final = ("checkpoint_complete", "tinkex.json", "optimizer.safetensors")
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
-#: Every file a checkpoint may have, and the card that is added.
+#: Every file that a checkpoint may have, and the added model card.
 _FILES: Final = ("adapter_config.json", "README.md", *_WEIGHTS, *_OURS)
-#: Any one of them says that the checkpoint is whole.
+#: Either of these marks a complete checkpoint.
 _COMPLETE: Final = ("checkpoint_complete", "tinkex.json")
 _NAMES_PATH: Final = re.compile(r"^tinker_path:\s*[\"']?(tinker://[^\s\"']+)", re.MULTILINE)
 
@@ -42,7 +42,7 @@ class Destination:
 def destination(
     tinker_path: str, base_model: str, user: str, repo: str | None, revision: str | None
 ) -> Destination:
-    """Where a checkpoint goes: by default a repository of its run, and a branch of its own in it."""
+    """The repository and branch: by default one repository per run and one branch per checkpoint."""
     path = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     if repo is None:
         short = base_model.rpartition("/")[2]
@@ -54,7 +54,7 @@ def destination(
 
 
 def _sanitized(text: str) -> str:
-    """A name as the hub takes it: no longer than 96, no doubled or outer dots and dashes."""
+    """A valid name for the hub: at most 96 characters, no repeated, leading or trailing dots and dashes."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", text)
     return re.sub(r"([.-])[.-]+", r"\1", name).strip(".-")[:96].rstrip(".-")
 
@@ -62,7 +62,7 @@ def _sanitized(text: str) -> str:
 def prepare(
     folder: Path, tinker_path: str, base_model: str, where: Destination, *, card: bool
 ) -> None:
-    """Make a downloaded checkpoint fit to be published; one that is not whole is refused."""
+    """Add the base model and a card to a downloaded checkpoint; refuse an incomplete one."""
     missing = [] if (folder / "adapter_config.json").is_file() else ["adapter_config.json"]
     missing += [
         " or ".join(either)
@@ -123,7 +123,7 @@ model = PeftModel.from_pretrained(model, {json.dumps(where.repo)}{revision})
 
 
 class Hub:
-    """The Hugging Face hub; its errors become ours."""
+    """The Hugging Face hub; its errors are raised as errors of tinkex."""
 
     def __init__(self, token: str | None) -> None:
         huggingface_hub = _library()
@@ -138,30 +138,32 @@ class Hub:
         self._url: str = self._api.endpoint
 
     def user(self) -> str:
-        with self._told("asking who you are"):
+        with self._told("reading your user name"):
             return str(self._api.whoami()["name"])
 
     def make(self, where: Destination, *, public: bool) -> None:
-        """Have the repository and the branch; both may be there already."""
-        with self._told(f"making {where.repo}"):
+        """Create the repository and the branch, unless they exist."""
+        with self._told(f"creating {where.repo}"):
             self._api.create_repo(where.repo, private=not public, exist_ok=True)
             if where.revision != "main" and not where.revision.startswith("refs/"):
                 self._api.create_branch(where.repo, branch=where.revision, exist_ok=True)
 
     def check_is_of(self, where: Destination, tinker_path: str, scratch: Path) -> None:
-        """Refuse to overwrite what says that it is another checkpoint."""
+        """Refuse to overwrite another checkpoint, as named by the card in the repository."""
         from huggingface_hub.errors import (
             EntryNotFoundError,
             LocalEntryNotFoundError,
             RevisionNotFoundError,
         )
 
-        with self._told(f"looking at {where.repo}"):
+        with self._told(f"reading {where.repo}"):
             try:
                 card = self._api.hf_hub_download(
                     where.repo, "README.md", revision=where.revision, local_dir=scratch
                 )
-            except LocalEntryNotFoundError:  # the hub could not be asked, so nothing is known
+            except (
+                LocalEntryNotFoundError
+            ):  # the hub is unreachable: the repository may hold a card
                 raise
             except (EntryNotFoundError, RevisionNotFoundError):
                 return
@@ -181,7 +183,7 @@ class Hub:
         allow: Sequence[str],
         ignore: Sequence[str],
     ) -> tuple[list[str], str]:
-        """Send the files that fit the patterns; their names, and where they can be seen."""
+        """Upload the files that match the patterns; their names, and the URL of the commit."""
         names = sorted(
             file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
         )
@@ -201,10 +203,10 @@ class Hub:
 
     @contextmanager
     def _told(self, doing: str) -> Iterator[None]:
-        """Make our errors of the hub's, whichever HTTP library it uses."""
+        """Translate errors of the hub, whichever HTTP library it uses."""
         from huggingface_hub.errors import HfHubHTTPError
 
-        # Its base classes are the root of that library's errors, and OSError.
+        # One of its base classes is the root of that library's errors; it may also be OSError.
         unreachable = tuple(
             base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)
         )
@@ -220,9 +222,9 @@ class Hub:
             raise status_error_class(status)(f"{doing} failed: {why}") from error
         except unreachable as error:
             raise APIConnectionError(message=self._unreachable(doing, error)) from error
-        except ValueError as error:  # a name that the hub does not take
+        except ValueError as error:  # the hub's library refuses the name
             raise InvalidInputError(f"{doing} failed: {error}", field="repo") from error
-        except RuntimeError as error:  # of the library that moves large files
+        except RuntimeError as error:  # raised by the library that transfers large files
             raise APIConnectionError(message=self._unreachable(doing, error)) from error
 
     def _unreachable(self, doing: str, error: Exception) -> str:
@@ -234,7 +236,7 @@ class Hub:
 
 
 def check(tinker_path: str, repo: str | None, allow: Sequence[str], ignore: Sequence[str]) -> None:
-    """Refuse what cannot work, before the service or the hub is asked for anything."""
+    """Refuse invalid arguments before any request to the service or the hub."""
     ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     if not _chosen(_FILES, allow, ignore):
         raise _nothing_left()
@@ -258,7 +260,7 @@ def _chosen(names: Sequence[str], allow: Sequence[str], ignore: Sequence[str]) -
 
 def _nothing_left() -> InvalidInputError:
     return InvalidInputError(
-        f"the patterns leave nothing to upload; a checkpoint has {', '.join(_FILES)}",
+        f"the patterns match no file to upload; a checkpoint has {', '.join(_FILES)}",
         field="allow_pattern",
     )
 

@@ -1,4 +1,4 @@
-"""Times and sizes as people say them."""
+"""Times and sizes for people to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = (("week", 7 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60))
 
 
 def ago(value: Any, now: datetime | None = None) -> str:
-    """`3 hours ago`, `in 2 days`; beyond a month the date."""
+    """`3 hours ago`, `in 2 days`; the date if it is more than 30 days away."""
     when = moment(value)
     if when is None:
         return "Never" if value is None else str(value)
@@ -33,7 +33,7 @@ def clock(seconds: float) -> str:
 
 
 def moment(value: Any) -> datetime | None:
-    """A moment of the protocol, which may be text in a form nobody knows."""
+    """A time of the protocol; None if its text is in an unknown format."""
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)
@@ -45,7 +45,7 @@ def moment(value: Any) -> datetime | None:
 
 
 def size(count: int | None) -> str:
-    """`1.5 MB` in steps of 1024; bytes as they are."""
+    """`1.5 MB`, with units of 1024."""
     if count is None:
         return "N/A"
     amount = float(count)

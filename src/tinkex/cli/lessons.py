@@ -1,4 +1,4 @@
-"""Lines of JSON as sequences to train on: which tokens there are, and which of them are to be learned."""
+"""Lines of JSON as training sequences: their tokens, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["Lesson", "Record", "find_data", "lessons_of", "plain_lessons", "read_records", "within"]
 
 _BUNDLED: Final = "tolmery"
-#: What a pair may be called: conversations of two, and what comes with the package.
+#: Names of the two fields of a pair; the bundled data use the second.
 _PAIRS: Final = (("prompt", "completion"), ("question", "answer"))
 _SPLITS: Final = {
     "train": "train",
     **dict.fromkeys(("test", "eval", "valid", "validation", "dev"), "eval"),
 }
-#: So many lines are named in a message; the rest is counted.
+#: Lines that a message names; the others are only counted.
 _NAMED: Final = 5
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the data; `split` is what it says itself, if it does."""
+    """One line of the data; `split` is None if the line has none."""
 
     line: int
     messages: tuple[Message, ...]
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """A sequence of tokens, and for each of them whether it is to be learned."""
+    """A sequence of tokens, and for each token whether it is learned."""
 
     line: int
     tokens: npt.NDArray[np.int32]
@@ -56,11 +56,11 @@ class Lesson:
 
     @property
     def count(self) -> int:
-        """How many tokens are to be learned; the first has nothing before it that could predict it."""
+        """The number of learned tokens; the first token is never learned, as nothing predicts it."""
         return int(self.learned[1:].sum())
 
     def datum(self, weight: float) -> Datum:
-        """Each token is to predict the next one, and counts by `weight` where it is learned."""
+        """Each token predicts the next one; learned tokens have this `weight` in the loss, others 0."""
         from tinkex.types import Datum, ModelInput
 
         return Datum(
@@ -76,7 +76,7 @@ class Lesson:
 
 
 def find_data(name: str) -> Path:
-    """The file that is meant; `tolmery` is what comes with the package, unless a file has that name."""
+    """The path of a data file; `tolmery` is the bundled one, unless a file has that name."""
     path = Path(name)
     if not path.exists() and name == _BUNDLED:
         return Path(str(files("tinkex.data").joinpath("tolmery.jsonl")))
@@ -86,7 +86,7 @@ def find_data(name: str) -> Path:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All lines of a file; the first that cannot be read is told by its number."""
+    """All lines of a file; the error for an unreadable line names its number."""
     records = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -119,7 +119,7 @@ def _record(number: int, line: bytes) -> Record:
         if asked in content or answered in content:
             prompt, completion = (_text(content, name) for name in (asked, answered))
             if not completion:
-                raise InvalidInputError(f'"{answered}" is empty; there is nothing to learn')
+                raise InvalidInputError(f'"{answered}" is empty; nothing can be learned from it')
             pair = ({"role": "user", "content": prompt},)
             reply = {"role": "assistant", "content": completion}
             return Record(number, (*pair, reply), split, is_pair=True)
@@ -139,7 +139,7 @@ def _messages(messages: Any) -> tuple[Message, ...]:
                     f'messages.{index} needs a "{name}" that is text, not {_kind(message.get(name))}'
                 )
     if not any(message["role"] == "assistant" and message["content"] for message in messages):
-        raise InvalidInputError("has no message of the assistant; there is nothing to learn")
+        raise InvalidInputError("has no message of the assistant; nothing can be learned from it")
     return tuple(messages)
 
 
@@ -167,9 +167,9 @@ def _kind(value: Any) -> str:
 
 
 def lessons_of(record: Record, tokenizer: Any, system: str | None = None) -> Iterator[Lesson]:
-    """A conversation as one sequence in which what the assistant says is learned.
+    """A conversation as one sequence in which the assistant's messages are learned.
 
-    Templates may write a turn differently once others follow; then each such turn is a sequence of its own.
+    Some templates write a message differently once others follow. Each such message becomes a separate sequence.
     """
     messages = list(record.messages)
     if system is not None and messages[0]["role"] != "system":
@@ -192,10 +192,10 @@ def lessons_of(record: Record, tokenizer: Any, system: str | None = None) -> Ite
 
 
 def plain_lessons(record: Record, tokenizer: Any) -> Iterator[Lesson]:
-    """A pair as it stands, without a chat template: the completion follows the prompt, then the end."""
+    """A pair without a chat template: the prompt, the completion, the end token."""
     if not record.is_pair:
         raise InvalidInputError(
-            f"line {record.line}: a conversation needs the chat template; pairs do not",
+            f"line {record.line}: a conversation needs a chat template; only pairs work without one",
             field="data",
         )
     prompt = list(tokenizer.encode(record.messages[0]["content"]))
@@ -205,7 +205,8 @@ def plain_lessons(record: Record, tokenizer: Any) -> Iterator[Lesson]:
     lesson = _lesson(record.line, prompt + answer, [False] * len(prompt) + [True] * len(answer))
     if not lesson.count:
         raise InvalidInputError(
-            f"line {record.line}: a lone token has nothing before it to learn from", field="data"
+            f"line {record.line}: the example is a single token, so nothing predicts it",
+            field="data",
         )
     yield lesson
 
@@ -220,9 +221,9 @@ def _lesson(line: int, tokens: list[int], learned: list[bool]) -> Lesson:
 def within(
     lessons: Sequence[Lesson], limit: int | None, too_long: str
 ) -> tuple[list[Lesson], str | None]:
-    """The lessons that fit, and a word on those that do not: refused, cut, or left out.
+    """The lessons that fit, and a note on the others: refused, truncated, or skipped.
 
-    What has nothing left to be learned once it is cut is left out too.
+    A lesson is also skipped if truncating it removes all learned tokens.
     """
     if limit is None:
         return list(lessons), None
@@ -234,15 +235,15 @@ def within(
     told = f"{len(beyond)} of {len(lessons)} examples are longer than {limit} tokens: {named}{more}"
     if too_long == "refuse":
         raise InvalidInputError(
-            f"{told}; --too-long truncate cuts them, --too-long skip leaves them out", field="data"
+            f"{told}; --too-long truncate shortens them, --too-long skip drops them", field="data"
         )
     if too_long == "skip":
         kept = [lesson for lesson in lessons if lesson.length <= limit]
-        return kept, f"{told}; they are left out"
+        return kept, f"{told}; they are skipped"
     cut = [lesson if lesson.length <= limit else _cut(lesson, limit) for lesson in lessons]
     kept = [lesson for lesson in cut if lesson.count]
     lost = len(lessons) - len(kept)
-    return kept, f"{told}; they are cut" + (f", {lost} of them left out" if lost else "")
+    return kept, f"{told}; they are truncated" + (f", {lost} of them skipped" if lost else "")
 
 
 def _cut(lesson: Lesson, limit: int) -> Lesson:

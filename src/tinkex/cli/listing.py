@@ -1,4 +1,4 @@
-"""Checkpoints as commands find them."""
+"""Finding checkpoints, for several commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["find", "made_at", "named_run", "of_run", "of_user"]
 
 
 def of_user(rest: Any, limit: int, offset: int) -> tuple[list[Any], int | None]:
-    """Those of the caller, newest first, and how many there are."""
+    """The user's checkpoints, newest first, and their total number if known."""
 
     def page(count: int, start: int) -> tuple[list[Any], int | None]:
         answer = rest.list_user_checkpoints(count, start).result()
@@ -33,7 +33,7 @@ def of_user(rest: Any, limit: int, offset: int) -> tuple[list[Any], int | None]:
 
 
 def _of_all_runs(rest: Any) -> list[Any]:
-    """Run by run, for services that list the checkpoints of a run only."""
+    """The checkpoints of every run, for services that only list those of one run."""
 
     def page(count: int, start: int) -> tuple[list[Any], int | None]:
         answer = rest.list_training_runs(count, start).result()
@@ -48,7 +48,7 @@ def _of_all_runs(rest: Any) -> list[Any]:
 
 
 def of_run(rest: Any, run_id: str) -> list[Any]:
-    """Those of one run, newest first."""
+    """The checkpoints of one run, newest first."""
     with named_run(run_id):
         found = rest.list_checkpoints(run_id).result().checkpoints
     return sorted(found, key=made_at, reverse=True)
@@ -56,17 +56,17 @@ def of_run(rest: Any, run_id: str) -> list[Any]:
 
 @contextmanager
 def named_run(run_id: str) -> Iterator[None]:
-    """Say which run is not there: services word a 404 for a run in terms of their own."""
+    """Name the missing run in a 404: each service words it differently."""
     try:
         yield
     except NotFoundError as error:
-        if lacks_route(error):  # the service lacks the call, and its error says so
+        if lacks_route(error):  # the service lacks the operation; its error says so
             raise
         raise NotFoundError(f"There is no training run {run_id}.", error.response) from error
 
 
 def find(rest: Any, path: str) -> Any:
-    """The one with this path."""
+    """The checkpoint with this path."""
     from tinkex.types import ParsedCheckpointTinkerPath
 
     run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
@@ -77,5 +77,5 @@ def find(rest: Any, path: str) -> Any:
 
 
 def made_at(checkpoint: Any) -> datetime:
-    """When it was saved; the earliest possible time if the service's date cannot be read."""
+    """When the checkpoint was saved; the earliest possible time if its date is unreadable."""
     return moment(checkpoint.time) or datetime.min.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""The `tinkex` command: what it can do, and how its errors are told."""
+"""The `tinkex` command: its subcommands, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from tinkex.errors import TinkerError
 
 __all__ = ["cli", "main", "run"]
 
-#: Commands by name: the module that has them, and a line for the list, so that `--help` loads none.
+#: Commands by name: their module and their summary. The summary is here so that `--help` loads no module.
 _COMMANDS: Final = {
-    "auth": ("tinkex.cli.auth", "The key a service is called with: store, forget, look at it."),
-    "backup": ("tinkex.cli.backup", "Copy the data of a local service, also while it runs."),
+    "auth": ("tinkex.cli.auth", "The API key for a service: store, delete, show it."),
+    "backup": ("tinkex.cli.backup", "Copy the data of a local service, even while it runs."),
     "billing": ("tinkex.cli.billing", "Hourly usage and storage, also as CSV."),
     "chat": ("tinkex.cli.chat", "Talk with a base model or a checkpoint."),
-    "checkpoint": ("tinkex.cli.checkpoint", "List, keep, share, fetch and delete checkpoints."),
-    "completion": ("tinkex.cli.completion", "Completion for bash, zsh and fish."),
-    "demo": ("tinkex.cli.demo", "Fine-tune a small model on the local service, and see it work."),
+    "checkpoint": (
+        "tinkex.cli.checkpoint",
+        "List, save, publish, download, export and delete checkpoints.",
+    ),
+    "completion": ("tinkex.cli.completion", "Shell completion for bash, zsh and fish."),
+    "demo": ("tinkex.cli.demo", "Fine-tune a small model on the local service."),
     "doctor": ("tinkex.cli.doctor", "Check settings, key, service, packages and disk."),
     "model": ("tinkex.cli.model", "Base models of a service."),
-    "run": ("tinkex.cli.run", "Training runs; with a prompt, sampling."),
+    "run": ("tinkex.cli.run", "Training runs; with --prompt, sampling."),
     "sample": ("tinkex.cli.sample", "Sample from a base model or a checkpoint."),
     "serve": ("tinkex.cli.serve", "Run the local service."),
     "session": ("tinkex.cli.session", "Sessions of clients."),
-    "status": ("tinkex.cli.status", "What is running where."),
+    "status": ("tinkex.cli.status", "The service, its models and recent runs."),
     "train": ("tinkex.cli.train", "Fine-tune a model on a file of conversations."),
-    "usage": ("tinkex.cli.usage", "Tokens used, and what they cost."),
+    "usage": ("tinkex.cli.usage", "Tokens used, and their cost."),
     "version": ("tinkex.cli.version", "The version of tinkex."),
 }
 
 _FAILED: Final = 1
-_INTERRUPTED: Final = 130  # what a shell expects of a command that Ctrl-C ended
+_INTERRUPTED: Final = 130  # the exit code that shells expect after Ctrl-C
 
 
 class _Lazy(click.Group):
@@ -81,7 +84,7 @@ def _accept_debug(command: click.Command) -> None:
 
 
 def _remember(ctx: click.Context, _: click.Parameter, debug: bool) -> None:
-    """Keep what the report of an error needs: the command that ran, and whether to show a traceback."""
+    """Store what the error message needs: the command, and whether to show a traceback."""
     settings = ctx.ensure_object(dict)
     settings["command"] = ctx.command
     if debug:
@@ -95,7 +98,9 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--format", "-f", "form", type=click.Choice(["table", "json"]), help="How to print.")
+@click.option(
+    "--format", "-f", "form", type=click.Choice(["table", "json"]), help="Form of the output."
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option(
     "--version",
@@ -117,13 +122,13 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code, as documented in docs/reference/cli.md.
+    """Run a command and return its exit code, as documented in docs/reference/cli.md.
 
-    An error that the user can act on is one or two lines; only a bug of ours is a traceback.
+    An error that the user can fix is one or two lines; only a bug of tinkex is a traceback.
     """
     settings: dict[str, Any] = {}
     try:
-        # Handled here rather than by click, which takes Ctrl-C for a failure.
+        # Not in standalone mode: there click exits with 1 after Ctrl-C.
         code = cli.main(arguments, prog_name="tinkex", obj=settings, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

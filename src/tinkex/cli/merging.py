@@ -1,8 +1,8 @@
-"""An adapter merged into its base model: a plain directory that needs neither PEFT nor this package.
+"""Merges an adapter into its base model: the result needs neither PEFT nor this package.
 
-Where the adapted layers lie in the base model's files under their own names, which is nearly always, those files are
-copied tensor by tensor and only what is adapted is computed, so that a model of any size takes the memory of its
-largest tensor. Else transformers and PEFT load the whole.
+Nearly always the base model's files contain the adapted layers by name. Then the files are copied tensor by tensor
+and only adapted tensors are computed, so memory is that of the largest tensor. Otherwise transformers and PEFT load
+the whole model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["merge", "merge_loaded"]
 _CHUNK: Final = 16 << 20
 _INDEX: Final = "model.safetensors.index.json"
 _HEAD: Final = "lm_head"
-#: What input embeddings are called; an adapted unembedding that shares them gets a copy of its own.
+#: Names of input embeddings; an adapted unembedding that shares them gets its own copy.
 _EMBEDDINGS: Final = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "tok_embeddings.weight",
 )
-#: Files of a model that are neither weights nor about them.
+#: Files of a model that are not weights.
 _KEPT: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 
 Progress = Callable[[int, int | None], None]
@@ -47,7 +47,7 @@ def merge(
     target: Path,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    """Write `base` with the adapter in it into the empty directory `target`."""
+    """Write `base` with the adapter merged in to the empty directory `target`."""
     from tinkex.engine import checkpoint
 
     saved = checkpoint.load(adapter)
@@ -71,7 +71,7 @@ def merge(
 
 
 def merge_loaded(adapter: Path, base: BaseModel, target: Path) -> None:
-    """The same by way of transformers and PEFT, with all weights in memory."""
+    """The same with transformers and PEFT, and all weights in memory."""
     import peft
     import torch
 
@@ -102,7 +102,7 @@ def _dtype(base: BaseModel) -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of a file: where its bytes are, and the layer whose update is added to it, if any."""
+    """A tensor of a file: the position of its bytes, and the adapted layer, if any."""
 
     name: str
     dtype: str
@@ -119,7 +119,7 @@ class _Plan:
 
 
 def _plan(directory: Path, saved: Saved) -> _Plan | None:
-    """What each file will hold; None if the files do not have what is adapted."""
+    """The tensors of each new file; None if the files lack an adapted layer."""
     index = directory / _INDEX
     names = ["model.safetensors"]
     if index.is_file():
@@ -148,7 +148,7 @@ def _parts(file: Path, weights: Mapping[str, str]) -> Iterator[_Part]:
 
 
 def _add_head(files: Mapping[str, list[_Part]]) -> bool:
-    """Give an unembedding that shares the embeddings a place of its own, beside them."""
+    """Add a separate tensor for an unembedding that shares the embeddings; False if that is not possible."""
     shared = [
         (parts, part)
         for parts in files.values()
@@ -175,7 +175,7 @@ def _fits(part: _Part, saved: Saved) -> bool:
 
 
 def _write_file(source: Path, target: Path, parts: list[_Part], saved: Saved) -> Iterator[int]:
-    """Write a file of tensors; how many bytes came with each piece."""
+    """Write a file of tensors; yields the bytes of each piece."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for part in parts:
@@ -183,7 +183,7 @@ def _write_file(source: Path, target: Path, parts: list[_Part], saved: Saved) ->
         header[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": offsets}
         position += part.size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     with ExitStack() as stack:
         reader = stack.enter_context(source.open("rb"))
         writer = stack.enter_context(target.open("wb"))
@@ -201,7 +201,7 @@ def _copy(reader: BinaryIO, writer: BinaryIO, size: int) -> Iterator[int]:
     while size:
         piece = reader.read(min(size, _CHUNK))
         if not piece:
-            raise InvalidInputError("a file of the base model is shorter than it says")
+            raise InvalidInputError("a file of the base model is shorter than its header says")
         writer.write(piece)
         size -= len(piece)
         yield len(piece)
@@ -228,7 +228,7 @@ def _updated(data: bytes, part: _Part, saved: Saved) -> bytes:
 def _copy_the_rest(
     source: Path, target: Path, but: set[str] | frozenset[str] = frozenset()
 ) -> None:
-    """Configuration, tokenizer and chat template."""
+    """Copy configuration, tokenizer and chat template."""
     for pattern in _KEPT:
         for file in source.glob(pattern):
             if file.name != _INDEX and file.name not in but:

@@ -1,4 +1,4 @@
-"""`tinkex model`: what can be trained."""
+"""`tinkex model`: the base models of a service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command() -> None:
 @connected
 @formatted
 def list_models(substring: str, connection: Connection, output: Output) -> None:
-    """The base models of the service, or those whose name contains SUBSTRING."""
+    """List the base models of the service; with SUBSTRING, those whose name contains it."""
     with connection.service(patient=False) as service:
         models = service.get_server_capabilities().supported_models
     wanted = [model for model in models if substring.lower() in (model.model_name or "").lower()]

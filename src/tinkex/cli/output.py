@@ -1,6 +1,6 @@
-"""What commands print: tables for people, JSON for programs on stdout; everything else on stderr.
+"""Output of commands: tables for people or JSON for programs on stdout, notes on stderr.
 
-What the JSON of a command looks like is written down in `payloads`.
+`payloads` defines the JSON of each command.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Output", "say"]
 
 
 def say(text: str) -> None:
-    """A note on stderr, so that it is not in what is piped."""
+    """Print a note on stderr, so that it is not piped."""
     click.echo(text, err=True)
 
 
 class Output:
-    """Prints one result in the form that was asked for."""
+    """Prints one result in the chosen form."""
 
     def __init__(self, form: str) -> None:
         self.json = form == "json"
@@ -30,9 +30,9 @@ class Output:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], payload: Mapping[str, Any]
     ) -> None:
-        """Rows for people; `payload` is the same for programs, complete.
+        """Print rows for people, or the complete `payload` for programs.
 
-        Cells are never cut or wrapped: users copy them into the next command.
+        Cells are never truncated or wrapped: users copy them into the next command.
         """
         if self.json:
             self.payload(payload)
@@ -51,7 +51,7 @@ class Output:
             click.echo(line)
 
     def record(self, facts: Mapping[str, Any], payload: Mapping[str, Any]) -> None:
-        """One thing, a fact a line; a fact of more lines stays in its column."""
+        """Print one object, one fact per line; further lines of a fact are indented to its column."""
         if self.json:
             self.payload(payload)
             return
@@ -61,7 +61,7 @@ class Output:
             click.echo(f"{name + ':':{width}}{told}")
 
     def done(self, told: str, payload: Mapping[str, Any]) -> None:
-        """Something was done: a word for people, which is nothing to pipe."""
+        """Confirm an action: a note on stderr, and for programs the payload."""
         if self.json:
             self.payload(payload)
         say(told)
@@ -75,8 +75,8 @@ def laid_out(
 ) -> tuple[list[str], list[str]]:
     """The title line and the lines of a table.
 
-    A table wider than `width` has no title line: each row is its first cell on a line of its own, and below it, indented,
-    the other cells after their titles.
+    A table wider than `width` has no title line: the first cell of a row has its own line, and the other cells follow
+    below, indented, each after its title.
     """
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     head, *lines = (_line(cells, widths) for cells in (columns, *rows))
@@ -86,7 +86,7 @@ def laid_out(
 
 
 def _below(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """All cells but the first, as many to a line as fit; a cell is never broken."""
+    """All cells but the first, as many per line as fit; a cell is never split."""
     lines: list[str] = []
     for column, cell in list(zip(columns, row, strict=True))[1:]:
         if not cell:
@@ -104,7 +104,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; models of the protocol keep their field names."""
+    """A value as plain JSON types; messages of the protocol keep their field names."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):

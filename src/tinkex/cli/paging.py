@@ -1,4 +1,4 @@
-"""Lists that come in pages."""
+"""Lists that services return in pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ def paged(command: Callable[..., Any]) -> Callable[..., Any]:
     count = click.IntRange(min=0)
     for option in (
         click.option(
-            "--offset", type=count, default=0, show_default=True, help="How many to skip."
+            "--offset", type=count, default=0, show_default=True, help="Number of entries to skip."
         ),
         click.option(
-            "--limit", type=count, default=20, show_default=True, help="How many; 0 means all."
+            "--limit",
+            type=count,
+            default=20,
+            show_default=True,
+            help="Number of entries; 0 means all.",
         ),
     ):
         command = option(command)
@@ -35,10 +39,10 @@ def fetch_all(
     offset: int,
     page_size: int,
 ) -> tuple[list[Any], int | None]:
-    """Up to `limit` items from `offset` on (0 means all), and how many there are in all.
+    """Up to `limit` items from `offset` on (0 means all), and the total number if known.
 
-    `page(limit, offset)` gives a page and the total, if the service says it. Without a total, a page that is
-    not full is the last.
+    `page(limit, offset)` returns a page and the total, or None if the service does not give it. Without a total,
+    a page that is not full is the last.
     """
     items: list[Any] = []
     while True:

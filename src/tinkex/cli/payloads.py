@@ -1,7 +1,7 @@
-"""What `--format json` prints, command by command: the one place it is written down.
+"""The JSON that each command prints with `--format json`, defined once.
 
-Commands name these types for the type checker, `scripts/docs.py` makes `docs/reference/cli-output.json` of them, and
-the tests hold what commands print against that. A field that is there stays; new ones may come.
+The type checker checks commands against these types, `scripts/docs.py` generates `docs/reference/cli-output.json` from
+them, and tests validate the output of commands against that. Fields are never removed; new ones may be added.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CheckpointList(TypedDict):
 
 
 class CheckpointInfo(Checkpoint, WeightsInfoResponse):
-    """A checkpoint, and what its weights are."""
+    """A checkpoint, and the facts about its weights."""
 
 
 class CheckpointSave(TypedDict):
@@ -67,7 +67,7 @@ class DeleteFailure(TypedDict):
 
 
 class CheckpointDelete(TypedDict):
-    """`paths` is what was chosen; `size_bytes` what they take, where that was looked up."""
+    """`paths` are the chosen checkpoints; `size_bytes` is their total size, null if they were named by path."""
 
     paths: list[str]
     size_bytes: int | None
@@ -127,7 +127,7 @@ class SessionInfo(GetSessionResponse):
 
 
 class SessionTrace(TypedDict):
-    """`destination` is null if the trace was not fetched."""
+    """`destination` is null if the trace was not downloaded."""
 
     session_id: str
     url: str
@@ -139,7 +139,7 @@ class ModelList(TypedDict):
 
 
 class Status(TypedDict):
-    """`running` is false for a local service that nobody has started; then nothing is known of it."""
+    """`running` is false for a local service that is not started; then models, runs and checkpoints are unknown."""
 
     base_url: str
     running: bool
@@ -162,7 +162,7 @@ class Drawn(TypedDict):
 
 
 class Sample(TypedDict):
-    """`text` is null where the prompt was token ids and no tokenizer is at hand."""
+    """`text` is null if the prompt was token ids: then no tokenizer is loaded."""
 
     type: Literal["sample"]
     sequences: list[Drawn]
@@ -178,7 +178,7 @@ class ChatAnswer(TypedDict):
 
 
 class ChatLine(TypedDict):
-    """One line of the output; there is one for each question."""
+    """One line of the output; each question has one."""
 
     question: str
     answers: list[ChatAnswer]
@@ -210,7 +210,7 @@ class TrainCheckpoint(TypedDict):
 
 
 class TrainUsage(TypedDict):
-    """Tokens by kind, with those of evaluations and of steps that were done again."""
+    """Tokens by kind, including evaluations and repeated steps."""
 
     training: int
     prefill: int
@@ -230,7 +230,7 @@ class _TrainPlan(TypedDict):
 
 
 class TrainDryRun(_TrainPlan):
-    """What a run will use from where it stands; `cost` is in dollars, null where no price was given."""
+    """The expected use of the rest of a run; `cost` is in dollars, null without a price."""
 
     status: Literal["dry run"]
 
@@ -267,7 +267,7 @@ class AuthLogout(TypedDict):
 
 
 class AuthStatus(TypedDict):
-    """`source` says where the credential is from: argument, environment, command, stored or none."""
+    """`source` is where the key comes from: argument, environment, command, stored or none."""
 
     source: str
     base_url: str
@@ -295,7 +295,7 @@ class UsageRow(TypedDict):
 
 
 class Usage(TypedDict):
-    """Costs are in dollars, null where no price was given; only tokens have one."""
+    """Costs are in dollars, null without a price; only tokens have prices."""
 
     usage: list[UsageRow]
     cost: float | None
@@ -303,14 +303,14 @@ class Usage(TypedDict):
 
 
 class Version(TypedDict):
-    """`commit` is known if it was installed from a repository."""
+    """`commit` is null unless tinkex was installed from a repository."""
 
     version: str
     commit: str | None
     api_version: str
 
 
-#: Commands that know `--format json`, and what they print then.
+#: The output type of each command that has `--format json`.
 PAYLOADS: Final[dict[str, Any]] = {
     "auth login": AuthLogin,
     "auth logout": AuthLogout,
@@ -347,7 +347,7 @@ PAYLOADS: Final[dict[str, Any]] = {
 
 
 class _Complete(GenerateJsonSchema):
-    """Schemas of what is printed: a field of the protocol is there even if it has its default."""
+    """Schemas of output: every field of a protocol message is required, as defaults are printed too."""
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         if field["type"] == "typed-dict-field":
@@ -358,7 +358,7 @@ class _Complete(GenerateJsonSchema):
         return False
 
     def tagged_union_schema(self, schema: Any) -> dict[str, Any]:
-        # Kinds that nobody knows yet fit a last, general one, which also fits the others.
+        # The last, general kind is for unknown kinds; it matches the others too, so `oneOf` would fail.
         found = super().tagged_union_schema(schema)
         return {"anyOf": found.pop("oneOf"), **found}
 
@@ -372,6 +372,6 @@ def json_schema() -> dict[str, Any]:
     commands = {name: found[name, "serialization"] for name in PAYLOADS}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "What commands of tinkex print with --format json",
+        "title": "Output of tinkex commands with --format json",
         "$defs": {**commands, **shared["$defs"]},
     }

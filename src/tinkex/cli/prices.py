@@ -1,4 +1,4 @@
-"""Options for what tokens cost."""
+"""Options for the prices of tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def priced(command: Callable[..., Any]) -> Callable[..., Any]:
         "--prices",
         "file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Dollars per million tokens: a TOML file with a table for each model, or the same as .json.",
+        help="File with dollars per million tokens, a table per model; TOML, or .json.",
     )
     @click.option(
         "--price",
         "given",
         multiple=True,
         metavar="KIND=DOLLARS",
-        help="The same for every other model; KIND is training, prefill, cached_prefill or sampled.",
+        help="Price for models that are not in the file; KIND is training, prefill, cached_prefill or sampled.",
     )
     @functools.wraps(command)
     def wrapped(*args: Any, file: Path | None, given: Sequence[str], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Progress bars on stderr; silent where stderr is no terminal."""
+"""Progress on stderr: bars on a terminal, a few lines of text in a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["download_bar", "step_bar"]
 
 @contextmanager
 def download_bar(title: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar for bytes: call what it gives with those done and those in all."""
+    """A bar for bytes, only on a terminal: yields a function that takes the bytes done and in total."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -36,9 +36,9 @@ def download_bar(title: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def step_bar(steps: int, done: int) -> Iterator[Callable[[int, float | None], None]]:
-    """Progress of training: call what it gives with the number of a step and its held-out loss, if there is one.
+    """Progress of training: yields a function that takes the number of a step and its held-out loss, or None.
 
-    A terminal is kept up to date. A log gets a line at the first step, at each tenth, and after evaluations.
+    A terminal shows every step. A log gets a line at the first step, at every tenth of the run, and after evaluations.
     """
     import tinkex
 

@@ -1,4 +1,4 @@
-"""`tinkex run`: training runs; and, with a prompt, sampling, as the Elixir command has it."""
+"""`tinkex run`: training runs; with --prompt, sampling, as in the Elixir command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _COLUMNS = ("Run ID", "Base Model", "Owner", "LoRA", "Status", "Last Update")
-#: What `--columns` calls them; their titles do as well.
+#: Names of the columns for `--columns`, which also accepts their titles.
 _SHORT = {
     "id": "Run ID",
     "model": "Base Model",
@@ -36,7 +36,7 @@ _SCOPE = click.option(
     type=click.Choice(["owned", "accessible"]),
     default="owned",
     show_default=True,
-    help="Your own, or all that you may see.",
+    help="Your own runs, or all that you can read.",
 )
 
 
@@ -62,7 +62,7 @@ def list_runs(
     connection: Connection,
     output: Output,
 ) -> None:
-    """Training runs, the last used first."""
+    """List training runs, most recently used first."""
     shown = _COLUMNS if columns is None else _wanted(columns)
     with connection.rest() as rest:
 
@@ -82,7 +82,7 @@ def _wanted(columns: str) -> tuple[str, ...]:
     names = [_bare(name) for name in columns.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise click.UsageError(f"no column {unknown[0]!r}; there are {', '.join(_SHORT)}")
+        raise click.UsageError(f"no column {unknown[0]!r}; columns are {', '.join(_SHORT)}")
     return tuple(known[name] for name in names)
 
 
@@ -96,7 +96,7 @@ def _bare(name: str) -> str:
 @connected
 @formatted
 def info(run_id: str, access_scope: Any, connection: Connection, output: Output) -> None:
-    """One training run; RUN_ID may also be the path of one of its checkpoints."""
+    """Show one training run; RUN_ID may also be the path of one of its checkpoints."""
     with connection.rest() as rest, named_run(run_id):
         if run_id.startswith("tinker://"):
             run = rest.get_training_run_by_tinker_path(run_id, access_scope).result()

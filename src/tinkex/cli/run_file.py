@@ -1,4 +1,4 @@
-"""What is written down of a training run, so that it can be told of and gone on with: `run.json` in its directory."""
+"""`run.json`: the record of a training run, from which it can be reported and resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the course of a run; one that is gone on with keeps all of it."""
+    """The settings that determine the result of a run; a resumed run keeps all of them."""
 
     data: str
     base_model: str
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Saved:
-    """A training checkpoint: the state after so many steps."""
+    """A training checkpoint: the state after `step` steps."""
 
     step: int
     path: str
@@ -55,7 +55,7 @@ class Saved:
 
 @dataclass
 class Run:
-    """How far a run has come."""
+    """The settings and progress of a run."""
 
     settings: Settings
     data_sha256: str
@@ -67,7 +67,7 @@ class Run:
     checkpoints: list[Saved] = field(default_factory=list)
     resumed_from: str | None = None
     seconds: float = 0.0
-    #: Tokens by kind, also of steps that were done again.
+    #: Tokens by kind, including repeated steps.
     used: dict[str, int] = field(default_factory=dict)
     sampler_path: str | None = None
     summary: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class Run:
         return self.checkpoints[-1] if self.checkpoints else None
 
     def back_to(self, saved: Saved | None) -> None:
-        """Forget what came after a checkpoint; without one, everything."""
+        """Drop all progress after a checkpoint; without one, all progress."""
         step = 0 if saved is None else saved.step
         self.losses = self.losses[:step]
         self.evaluations = [(at, loss) for at, loss in self.evaluations if at <= step]
@@ -92,7 +92,7 @@ class Run:
         self.resumed_from = None if saved is None else saved.path
 
     def write(self, directory: Path) -> None:
-        """Write it down, in one step, so that it can be read at any moment."""
+        """Replace the file in one step, so that it is always complete."""
         directory.mkdir(parents=True, exist_ok=True)
         scratch = directory / f".{FILE}.{os.getpid()}"
         try:
@@ -119,7 +119,7 @@ class Run:
             ) from error
 
     def differences(self, given: dict[str, Any]) -> list[str]:
-        """Settings that were asked for anew and are not those of this run."""
+        """The given settings that differ from those of this run, as text."""
         own = asdict(self.settings)
         return [
             f"{one.name} was {own[one.name]!r}, not {given[one.name]!r}"

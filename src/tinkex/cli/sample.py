@@ -1,4 +1,4 @@
-"""`tinkex sample`: draw from a base model or a checkpoint."""
+"""`tinkex sample`: sample from a base model or a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["command"]
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="How many answers.",
+    help="Number of samples.",
 )
 @click.option("--seed", type=int, help="The same seed gives the same samples.")
 @click.option(
@@ -102,7 +102,7 @@ def _read(path: Path) -> str:
 
 
 def _ids(content: str, path: Path) -> list[int] | None:
-    """Token ids, if that is what a file holds."""
+    """The token ids of a file; None if it holds text."""
     try:
         ids = json.loads(content)
     except ValueError:

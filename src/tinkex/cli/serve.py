@@ -12,19 +12,19 @@ __all__ = ["command"]
 
 @click.command("serve")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8787, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--port", default=8787, show_default=True, help="Port; 0 chooses a free one.")
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where runs and checkpoints are kept.  [default: TINKEX_DATA_DIR or ~/.tinkex]",
+    help="Directory for runs and checkpoints.  [default: TINKEX_DATA_DIR or ~/.tinkex]",
 )
 @click.option(
     "--base-model",
     "base_models",
     multiple=True,
     metavar="NAME[=SOURCE]",
-    help="A model to serve: a hub id, tinkex/tiny, or NAME=SOURCE with a directory or hub id as its "
-    "source. May be given more than once.  [default: HuggingFaceTB/SmolLM2-135M-Instruct]",
+    help="A model to serve: a hub id, tinkex/tiny, or NAME=SOURCE, where SOURCE is a directory or hub "
+    "id. May be repeated.  [default: HuggingFaceTB/SmolLM2-135M-Instruct]",
 )
 @click.option(
     "--device",
@@ -38,19 +38,22 @@ __all__ = ["command"]
     default="auto",
     show_default=True,
 )
-@click.option("--database-url", help="PostgreSQL instead of a SQLite file in the data directory.")
+@click.option(
+    "--database-url",
+    help="URL of a PostgreSQL database, instead of a SQLite file in the data directory.",
+)
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Keys that may call, one `name: key` a line. Needed to listen beyond this machine.",
+    help="File with the accepted keys, one `name: key` per line. Required for addresses other than loopback.",
 )
 @click.option(
     "--allow-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="Without keys only requests to localhost and loopback addresses are served; this is another name that "
-    "their Host header may have. May be given more than once.",
+    help="Without keys, the Host header of a request must be localhost or a loopback address; this option "
+    "allows another name. May be repeated.",
 )
 @click.option(
     "--snapshot-every",
@@ -58,39 +61,37 @@ __all__ = ["command"]
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Work on a model after which a snapshot is written; a crash costs about as much.",
+    help="Seconds of work on a model between two snapshots; after a crash about as much work is repeated.",
 )
 @click.option(
     "--set",
     "chosen",
     multiple=True,
     metavar="NAME=NUMBER",
-    help="A limit or a time of the service, by the name that its error message gives. "
-    "May be given more than once.",
+    help="Change a limit or a time of the service; error messages give its name. May be repeated.",
 )
 @click.option(
     "--body-limit",
     "body_limits",
     multiple=True,
     metavar="OPERATION=BYTES",
-    help="Another size for the request bodies of an operation. May be given more than once.",
+    help="Largest request body of one operation. May be repeated.",
 )
 @click.option(
     "--limit",
     "limits",
     multiple=True,
     metavar="NAME=VALUE",
-    help="What each key may use at a time, such as models=20 or checkpoint_bytes=50GiB. May be given more "
-    "than once. Names: requests, pending, results, journal_bytes, sessions, models, samplers, losses, checkpoint_bytes, "
+    help="Limit per key, such as models=20 or checkpoint_bytes=50GiB. May be repeated. Names: requests, pending, results, journal_bytes, sessions, models, samplers, losses, checkpoint_bytes, "
     "telemetry_bytes.",
 )
 @click.option(
     "--behind-proxy",
     is_flag=True,
-    help="A proxy on this machine forwards requests of others: none counts as made on this machine.",
+    help="A proxy on this machine forwards requests of others: treat every request as remote.",
 )
 @click.option("--engine", type=click.Choice(["torch", "fake"]), default="torch", hidden=True)
-@click.option("--leased", is_flag=True, hidden=True, help="End with the last holder of a lease.")
+@click.option("--leased", is_flag=True, hidden=True, help="Stop when the last lease ends.")
 def command(
     host: str,
     port: int,
@@ -111,7 +112,7 @@ def command(
 ) -> None:
     """Run the local service until Ctrl-C.
 
-    Prints one line with its URL when it is ready.
+    Prints one line with its URL when the service is ready.
     """
     from tinkex.server import serve
     from tinkex.server.auth import Keys

@@ -23,7 +23,7 @@ __all__ = ["command"]
 
 @click.group("session", cls=Group)
 def command() -> None:
-    """Sessions: what belongs to one start of a client."""
+    """Sessions: each start of a client opens one."""
 
 
 @command.command("list")
@@ -31,7 +31,7 @@ def command() -> None:
 @connected
 @formatted
 def list_sessions(limit: int, offset: int, connection: Connection, output: Output) -> None:
-    """Sessions, newest first."""
+    """List sessions, newest first."""
     with connection.rest() as rest:
 
         def page(size: int, start: int) -> tuple[list[Any], int | None]:
@@ -47,7 +47,7 @@ def list_sessions(limit: int, offset: int, connection: Connection, output: Outpu
 @connected
 @formatted
 def info(session_id: str, connection: Connection, output: Output) -> None:
-    """The runs and samplers of one session."""
+    """Show the runs and samplers of one session."""
     with connection.rest() as rest:
         session = rest.get_session(session_id).result()
     facts = {
@@ -66,15 +66,15 @@ def info(session_id: str, connection: Connection, output: Output) -> None:
     "-o",
     "file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to.  [default: SESSION_ID.pftrace]",
+    help="File to write.  [default: SESSION_ID.pftrace]",
 )
-@click.option("--url-only", is_flag=True, help="Print where the trace is and do not fetch it.")
+@click.option("--url-only", is_flag=True, help="Print the URL of the trace and do not download it.")
 @connected
 @formatted
 def export_trace(
     session_id: str, file: Path | None, url_only: bool, connection: Connection, output: Output
 ) -> None:
-    """The time line of a session, for a trace viewer such as ui.perfetto.dev."""
+    """Download the timeline of a session, for a trace viewer such as ui.perfetto.dev."""
     with connection.rest() as rest:
         url = rest.export_session_trace(session_id).result()
         target = None if url_only else file or Path(f"{session_id}.pftrace")
@@ -94,7 +94,7 @@ def export_trace(
 
 
 def _fetch(url: str, target: Path, proxy: Proxy | None) -> None:
-    """All of it or nothing."""
+    """Download to `target`, completely or not at all."""
     from tinkex._client.downloads import fetch
 
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")

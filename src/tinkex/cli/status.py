@@ -1,4 +1,4 @@
-"""`tinkex status`: what is running where."""
+"""`tinkex status`: the service, its models and recent runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["command"]
 @connected
 @formatted
 def command(connection: Connection, output: Output) -> None:
-    """The service, its models, and the runs that were used last; starts nothing."""
+    """Show the service, its models, and the most recently used runs. Starts no service."""
     from tinkex import _local
 
     config = connection.config()
@@ -73,7 +73,7 @@ def _facts(payload: Status) -> dict[str, object]:
 
 
 def _service(payload: Status) -> str:
-    """The service that was asked, and whether it answered."""
+    """The address of the service, and whether it answers."""
     if payload["running"]:
         return f"{payload['base_url']} (answers)"
     return f"{payload['base_url']} (not running; the first command that needs it starts it)"

@@ -1,4 +1,4 @@
-"""A model's way of writing conversations, through the chat template of its tokenizer."""
+"""Conversations as tokens, by the chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Message], *, asking: bool = False) -> list[int]:
-    """Token ids of a conversation; `asking` ends it where the model is to answer."""
+    """Token ids of a conversation; with `asking` they end where the answer of the model begins."""
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
             "the model has no chat template; choose an instruct model", field="base_model"
@@ -23,7 +23,9 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message], *, asking: bool = F
         ids = tokenizer.apply_chat_template(
             written, return_dict=False, add_generation_prompt=asking
         )
-    except Exception as error:  # a template is a program; it may refuse an order of roles
+    except (
+        Exception
+    ) as error:  # a template is a program and may refuse, for example, an order of roles
         raise InvalidInputError(
             f"the model's chat template refuses this conversation: {error}", field="messages"
         ) from error
@@ -33,16 +35,16 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message], *, asking: bool = F
 def answer_of(
     tokenizer: Any, messages: Sequence[Message], answer: Message
 ) -> tuple[list[int], list[int]]:
-    """The tokens that ask for an answer, and those of the answer up to the token that ends it."""
+    """The tokens before an answer, and those of the answer including its end token."""
     prompt = chat_tokens(tokenizer, messages, asking=True)
     whole = chat_tokens(tokenizer, [*messages, answer])
     if whole[: len(prompt)] != prompt:
         raise InvalidInputError(
-            "the model's chat template does not write answers as it asks for them",
+            "the model's chat template writes an answer differently from the prompt for it",
             field="messages",
         )
     written = whole[len(prompt) :]
-    # Templates end the line after the token that ends the answer; nobody samples that far.
+    # Templates add a line break after the end token; sampling stops before it.
     shortened = list(written)
     while shortened and tokenizer.decode(shortened[-1:]).isspace():
         shortened.pop()
@@ -62,7 +64,7 @@ def stop_tokens(tokenizer: Any) -> list[int]:
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     try:
         _, written = answer_of(tokenizer, [asked], answer)
-    except InvalidInputError:  # the template has its own idea of a conversation
+    except InvalidInputError:  # the template refuses this short conversation
         return ends
     last = written[-1:]
     if last and last[0] not in ends and not tokenizer.decode(last, skip_special_tokens=True):
@@ -71,7 +73,7 @@ def stop_tokens(tokenizer: Any) -> list[int]:
 
 
 class Text:
-    """Text of tokens that come one by one: a character may take several, and is told when it is whole."""
+    """Decodes tokens one by one; a character that needs several tokens is returned when it is complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -80,16 +82,16 @@ class Text:
         self.whole = ""
 
     def add(self, token: int) -> str:
-        """What a token adds, which is nothing while a character is incomplete."""
+        """The new text after a token; empty while a character is incomplete."""
         self._ids.append(token)
         return self._news(final=False)
 
     def end(self) -> str:
-        """What is left, complete or not."""
+        """The remaining text, complete or not."""
         return self._news(final=True)
 
     def _news(self, *, final: bool) -> str:
-        # Decoded with the tokens told last before them: some tokenizers begin a text differently.
+        # Decoded together with the tokens before: some tokenizers decode the start of a text differently.
         before = self._decoded(self._ids[self._start : self._told])
         now = self._decoded(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith("�") and not final):

@@ -35,11 +35,11 @@ __all__ = ["command"]
 _DEFAULTS: Final = Settings("", "")
 _DIRECTORY: Final = "tinkex-train"
 _CURVE: Final = "loss.svg"
-_STOPPED: Final = 130  # what a shell expects of a command that Ctrl-C ended
+_STOPPED: Final = 130  # the exit code that shells expect after Ctrl-C
 
 
 def _setting(name: str, help: str, **options: Any) -> Callable[..., Any]:
-    """An option that decides the course of the run, with the default of the settings."""
+    """An option for one of the `Settings`, with its default."""
     default = getattr(_DEFAULTS, name)
     flag = "--" + name.replace("_", "-")
     if isinstance(default, bool):
@@ -56,59 +56,67 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.argument("data", required=False)
 @click.option("--base-model", help="The model to fine-tune.")
 @_setting("rank", "Rank of the LoRA.", type=_POSITIVE)
+@_setting("learning_rate", "Peak learning rate.", type=click.FloatRange(min=0, min_open=True))
 @_setting(
-    "learning_rate", "Learning rate at its highest.", type=click.FloatRange(min=0, min_open=True)
+    "schedule",
+    "How the learning rate decreases.",
+    type=click.Choice(["cosine", "linear", "constant"]),
 )
 @_setting(
-    "schedule", "How the learning rate falls.", type=click.Choice(["cosine", "linear", "constant"])
+    "warmup",
+    "Steps in which the learning rate first rises to its peak.",
+    type=click.IntRange(min=0),
 )
-@_setting("warmup", "Steps in which the learning rate rises first.", type=click.IntRange(min=0))
 @_setting("weight_decay", "Weight decay of AdamW.", type=click.FloatRange(min=0))
-@_setting("grad_clip", "Longest gradient; 0 means any.", type=click.FloatRange(min=0))
-@_setting("epochs", "How often all examples are seen.", type=_POSITIVE)
-@_setting("steps", "Steps in all, instead of epochs.", type=_POSITIVE)
-@_setting("batch_size", "Examples of a step.", type=_POSITIVE)
+@_setting(
+    "grad_clip", "Largest norm of the gradient; 0 means no limit.", type=click.FloatRange(min=0)
+)
+@_setting("epochs", "Passes over all examples.", type=_POSITIVE)
+@_setting("steps", "Total number of steps; replaces --epochs.", type=_POSITIVE)
+@_setting("batch_size", "Examples per step.", type=_POSITIVE)
 @_setting(
     "packing",
-    "Fill each step by tokens: as many examples as fit into --batch-tokens. Examples stay sequences of "
-    "their own; they are not joined, since nothing would keep one from reading another.",
+    "Fill each step with as many examples as fit into --batch-tokens. Examples stay separate sequences, so "
+    "that none can attend to another.",
 )
 @_setting(
     "batch_tokens",
-    "Tokens of a step with --packing.  [default: batch size times mean length]",
+    "Tokens per step with --packing.  [default: batch size times mean length]",
     type=_POSITIVE,
 )
 @_setting(
-    "max_length", "Longest example in tokens.  [default: the context]", type=click.IntRange(min=2)
+    "max_length",
+    "Longest example in tokens.  [default: context length]",
+    type=click.IntRange(min=2),
 )
 @_setting(
     "too_long",
-    "What is done with longer examples.",
+    "What to do with longer examples.",
     type=click.Choice(["refuse", "truncate", "skip"]),
 )
-@_setting("chat_template", "Without it, pairs are trained on as plain text.")
+@_setting("chat_template", "Use the chat template; without it, pairs are plain text.")
 @_setting("system", "A system message for conversations that have none.")
 @_setting(
     "eval_fraction",
-    "Share of the examples held out, if they do not say so themselves by a split.",
+    'Share of the examples to hold out, if the data have no "split".',
     type=click.FloatRange(0, 1, max_open=True),
 )
-@_setting("seed", "Seed of the adapter, the order and the split.", type=int)
+@_setting("seed", "Seed of the adapter, the order and the held-out examples.", type=int)
 @_setting("train_mlp", "Adapt the feed-forward layers.")
-@_setting("train_attn", "Adapt attention.")
+@_setting("train_attn", "Adapt the attention layers.")
 @_setting("train_unembed", "Adapt the unembedding.")
 @click.option(
     "--eval-every",
     type=click.IntRange(min=0),
     default=0,
-    help="Steps between evaluations; there is one before and one after in any case.",
+    help="Steps between evaluations; the start and the end are always evaluated.",
 )
 @click.option(
     "--save-every",
     type=click.IntRange(min=0),
     default=50,
     show_default=True,
-    help="Steps between checkpoints; the end is saved in any case.",
+    help="Steps between checkpoints; the end is always saved.",
 )
 @click.option("--name", help="Name of the checkpoints.  [default: train]")
 @click.option(
@@ -117,14 +125,14 @@ _POSITIVE: Final = click.IntRange(min=1)
     type=click.Path(file_okay=False, path_type=Path),
     help=f"Directory for {FILE} and the loss curve.  [default: {_DIRECTORY}]",
 )
-@click.option("--overwrite", is_flag=True, help="Begin anew where another run is written down.")
+@click.option("--overwrite", is_flag=True, help="Start a new run even if the directory holds one.")
 @click.option(
     "--resume",
     metavar="DIR|PATH|auto",
-    help="Go on with an earlier run: that of a directory; that of --output from one of its checkpoints, tinker://…; "
-    "or, with auto, that of --output if there is one. It keeps its settings, order and optimizer.",
+    help="Resume a run: that of a directory; that of --output from one of its checkpoints (tinker://…); or, with auto, "
+    "that of --output if it exists. Settings, order and optimizer are kept.",
 )
-@click.option("--dry-run", is_flag=True, help="Only count the tokens and price them.")
+@click.option("--dry-run", is_flag=True, help="Only show the tokens and their cost.")
 @priced
 @connected
 @formatted
@@ -142,14 +150,14 @@ def command(
     output: Output,
     **settings: Any,
 ) -> None:
-    """Fine-tune a model on DATA, a file with a JSON object a line.
+    """Fine-tune a model on DATA, a file with one JSON object per line.
 
     A line is a conversation, {"messages": [{"role": …, "content": …}, …]}, or a pair, {"prompt": …,
-    "completion": …}. Both are written with the model's chat template, and what the assistant says is
-    learned. A line may say that it is held out: "split": "test". DATA tolmery comes with the package.
+    "completion": …}. Both use the model's chat template, and the assistant's messages are learned. A line
+    with "split": "test" is held out for evaluation. DATA tolmery comes with the package.
 
-    Ctrl-C saves a checkpoint and says how to go on from it. With --dry-run nothing is trained or
-    written; what the run would use, and with --prices or --price cost, is told.
+    Ctrl-C saves a checkpoint and prints the command that resumes. With --dry-run nothing is trained or
+    written: the output shows the tokens, and with --prices or --price the cost.
     """
     if settings["batch_tokens"] is not None and not settings["packing"]:
         raise click.UsageError("--batch-tokens goes with --packing")
@@ -180,12 +188,12 @@ def command(
         raise SystemExit(_STOPPED)
 
 
-# -- where to begin ---------------------------------------------------------------------------------
+# -- new or resumed ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A run, where it is written down, and the checkpoint it goes on from, if any."""
+    """A run, the directory of its record, and the checkpoint it resumes from, if any."""
 
     run: Run
     directory: Path
@@ -200,7 +208,7 @@ def _fresh(
         raise click.UsageError("give DATA and --base-model, or --resume")
     if (directory / FILE).exists() and not overwrite:
         raise InvalidInputError(
-            f"a run is written down in {directory}: --resume auto goes on with it, --overwrite forgets it",
+            f"{directory} holds a run: --resume auto resumes it, --overwrite replaces it",
             field="output",
         )
     path, known_as = _found(data)
@@ -211,7 +219,7 @@ def _fresh(
 def _resumed(
     resume: str | None, directory: Path | None, data: str | None, chosen: dict[str, Any]
 ) -> _Start | None:
-    """The run that is to be gone on with; None where there is none yet."""
+    """The run to resume; None if a new one starts."""
     if resume is None:
         return None
     place, wanted = directory or Path(_DIRECTORY), None
@@ -220,32 +228,32 @@ def _resumed(
     elif resume != "auto":
         place = Path(resume).parent if resume.endswith(".json") else Path(resume)
     elif not (place / FILE).exists():
-        say(f"There is no run in {place} yet; this one begins.")
+        say(f"{place} holds no run; a new one starts.")
         return None
     run = Run.read(place / FILE)
     if differing := run.differences(chosen):
         raise InvalidInputError(
-            f"a run goes on with the settings it began with: {'; '.join(differing)}", field="resume"
+            f"a resumed run keeps its settings: {'; '.join(differing)}", field="resume"
         )
     path, _ = _found(data or run.settings.data)
     if fingerprint(path) != run.data_sha256:
-        raise InvalidInputError(f"{path} is not what the run began with", field="data")
+        raise InvalidInputError(f"{path} has changed since the run started", field="data")
     saved = run.last
     if wanted is not None:
         saved = next((one for one in run.checkpoints if one.path == wanted), None)
         if saved is None:
             raise InvalidInputError(
-                f"{wanted} is no checkpoint of the run in {place}", field="resume"
+                f"{wanted} is not a checkpoint of the run in {place}", field="resume"
             )
     if run.status != "finished" or wanted is not None:
         run.back_to(saved)
     else:
-        say("This run has finished; there is nothing left to do.")
+        say("This run has finished; nothing is left to do.")
     return _Start(run, directory or place, path, saved)
 
 
 def _found(data: str) -> tuple[Path, str]:
-    """A file, and how it is called in the record: in full, unless it comes with the package."""
+    """A data file, and its name in the record: its full path, unless it is bundled."""
     from .lessons import find_data
 
     path = find_data(data)
@@ -322,20 +330,20 @@ def _client(service: ServiceClient, start: _Start) -> TrainingClient:
             train_attn=settings.train_attn,
             train_unembed=settings.train_unembed,
         )
-    say(f"Going on after step {start.saved.step} from {start.saved.path} …")
+    say(f"Resuming after step {start.saved.step} from {start.saved.path} …")
     return service.create_training_client_from_state_with_optimizer(start.saved.path)
 
 
 def _lessons(
     service: ServiceClient, tokenizer: Any, records: list[Any], settings: Settings
 ) -> tuple[list[Lesson], list[Lesson], list[str]]:
-    """What is trained on, what is held out, and what there is to say about their lengths."""
+    """The lessons to train on, those held out, and notes on examples that are too long."""
     from .lessons import lessons_of, plain_lessons, within
     from .training_plan import held_out
 
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
-            f"{settings.base_model} has no chat template; --no-chat-template trains on pairs as plain text",
+            f"{settings.base_model} has no chat template; --no-chat-template trains on pairs of plain text",
             field="base_model",
         )
     if any(record.split for record in records):
@@ -384,13 +392,13 @@ def _plan(train: list[Lesson], settings: Settings) -> list[list[int]]:
     )
 
 
-# -- before it starts -------------------------------------------------------------------------------
+# -- dry run ---------------------------------------------------------------------------------------
 
 
 def _expected(
     start: _Start, connection: Connection, eval_every: int, prices: Prices
 ) -> dict[str, Any]:
-    """What a run will use from where it stands, as `_summary` will tell it, without training."""
+    """The expected use of the rest of a run, in the form of `_summary`."""
     from tinkex.telemetry.usage import Tokens
 
     from .lessons import read_records
@@ -433,7 +441,7 @@ def _expected_facts(expected: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- telling ----------------------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------------
 
 
 def _announce(run: Run, train: list[Lesson], held_out: list[Lesson], steps: int) -> None:
@@ -442,14 +450,14 @@ def _announce(run: Run, train: list[Lesson], held_out: list[Lesson], steps: int)
 
 
 def _again(start: _Start, connection: Connection) -> Callable[[], str]:
-    """How to go on, said when it is needed."""
+    """A function that returns the message on how to resume."""
     where = [] if connection.base_url is None else ["--base-url", connection.base_url]
     words = shlex.join(["tinkex", "train", "--resume", str(start.directory), *where])
 
     def told() -> str:
         if start.run.last is None:
             return "No checkpoint was saved."
-        return f"Saved after step {start.run.last.step}. Go on with: {words}"
+        return f"Saved after step {start.run.last.step}. Resume with: {words}"
 
     return told
 
@@ -529,15 +537,15 @@ def _draw(run: Run, directory: Path) -> None:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed. The first time only asks; the second ends everything at once."""
+    """Whether Ctrl-C was pressed. The first press stops after the current step; the second stops at once."""
     asked = False
 
     def ask(*_: object) -> None:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with suppress(OSError):  # not by way of a stream, which may be in the middle of a line
-            os.write(2, b"\nStopping after this step; once more stops at once.\n")
+        with suppress(OSError):  # not through sys.stderr: a handler must not reenter its buffer
+            os.write(2, b"\nStopping after this step; press Ctrl-C again to stop at once.\n")
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -1,4 +1,4 @@
-"""The loop of `tinkex train`: steps, evaluations and checkpoints in order, always one step ahead of their results."""
+"""The loop of `tinkex train`: steps, evaluations and checkpoints in order; one step is submitted ahead."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-#: Examples of one request of an evaluation.
+#: Examples per request of an evaluation.
 _HELD_OUT_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """What was sent off for a step; results are asked for when the next one is on its way."""
+    """The futures of a step in flight; its results are awaited after the next step is submitted."""
 
     step: int
     forward: Any = None
@@ -37,10 +37,10 @@ class _UnderWay:
 
 
 class Trainer:
-    """Trains by a plan from where `run` stands, and writes into `run` what comes of it.
+    """Trains by a plan from the current step of `run`, and records results in `run`.
 
-    `keep` is called whenever there is something new to keep, `show` after each step with its number and the
-    loss on what is held out, where that was computed; `stopped` is asked between steps.
+    `keep` is called after each checkpoint and evaluation, to store `run`. `show` is called after each step with its
+    number and its held-out loss, or None. `stopped` is checked between steps.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Trainer:
         return len(self._plan)
 
     def tokens(self, start: int = 0, end: int | None = None) -> int:
-        """How many tokens the model reads in some of the steps."""
+        """The number of tokens that the model reads in a range of steps."""
         return self._tokens[self.steps if end is None else end] - self._tokens[start]
 
     def train(self) -> bool:
-        """Go to the end, or until stopped; whether the end was reached. Either way all is saved."""
+        """Train to the end or until stopped, then save; whether the end was reached."""
         run = self._run
         self._started, self._seconds_before = self._clock(), run.seconds
         if not run.step and not run.evaluations and self._held_out:
@@ -100,7 +100,7 @@ class Trainer:
 
         settings, client = self._run.settings, self._client
         batch = [self._lessons[index] for index in self._plan[step]]
-        # The loss is a sum; weights that add up to one make it the mean over what is learned.
+        # The loss is a sum; weights that add up to 1 make it the mean over the learned tokens.
         weight = 1 / sum(lesson.count for lesson in batch)
         forward = client.forward_backward(
             [lesson.datum(weight) for lesson in batch], "cross_entropy"
@@ -143,14 +143,14 @@ class Trainer:
     # -- results -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Wait for what was sent off first."""
+        """Wait for the oldest step in flight and record its results."""
         sent, run = self._under_way.popleft(), self._run
         if sent.forward is not None:
             sent.update.result()
             loss = float(sent.forward.result().metrics["loss:sum"])
             if not math.isfinite(loss):
                 raise InvalidInputError(
-                    f"the loss of step {sent.step} is {loss}; try a lower one",
+                    f"the loss of step {sent.step} is {loss}; try a lower learning rate",
                     field="learning_rate",
                 )
             run.losses.append(loss)
@@ -167,7 +167,7 @@ class Trainer:
         self._show(sent.step, held_out)
 
     def _save(self, *, ended: bool) -> None:
-        """The state as it is now, unless it is saved already; at the end also for sampling."""
+        """Save the current state unless it is saved already; at the end also for sampling."""
         run = self._run
         if run.step and (run.last is None or run.last.step != run.step):
             run.checkpoints.append(Saved(run.step, self._save_state(run.step).result().path))

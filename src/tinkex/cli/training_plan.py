@@ -1,7 +1,6 @@
-"""What a training run will do, decided before it begins: which examples in which step, at which rate.
+"""The plan of a training run: the examples and the learning rate of each step.
 
-All of it follows from the settings and the lengths of the examples, so that a run that was broken off goes on as if
-it had not been.
+The plan depends only on the settings and the lengths of the examples, so a resumed run continues with the same plan.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ __all__ = ["batches", "evaluations", "held_out", "is_evaluated", "learning_rate"
 
 
 def learning_rate(step: int, steps: int, *, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of a step, counted from 0: up to the peak in a line, then down by the schedule.
+    """The learning rate of a step, counted from 0: a linear warmup to the peak, then the schedule.
 
-    No step has a rate of zero: that would be a step for nothing.
+    No step has a rate of zero, as it would have no effect.
     """
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -27,7 +26,7 @@ def learning_rate(step: int, steps: int, *, peak: float, schedule: str, warmup: 
 
 
 def held_out(count: int, fraction: float, seed: int) -> set[int]:
-    """Which of `count` examples are kept for evaluation; at least one, and never all."""
+    """The indices of held-out examples: at least one and never all, or none if `fraction` is 0 or `count` is 1."""
     if not fraction or count < 2:
         return set()
     number = min(count - 1, max(1, round(count * fraction)))
@@ -35,12 +34,12 @@ def held_out(count: int, fraction: float, seed: int) -> set[int]:
 
 
 def is_evaluated(done: int, steps: int, every: int) -> bool:
-    """Whether an evaluation follows so many steps: none of them, all of them, and every so often between."""
+    """Whether an evaluation follows after `done` steps: at the start, at the end, and each `every` steps."""
     return done in {0, steps} or (every > 0 and done % every == 0)
 
 
 def evaluations(done: int, steps: int, every: int) -> int:
-    """How many evaluations are to come after so many steps; a run that goes on had the one before it."""
+    """How many evaluations follow after `done` steps; a resumed run already has that of its checkpoint."""
     first = done + 1 if done else 0
     return sum(is_evaluated(step, steps, every) for step in range(first, steps + 1))
 
@@ -54,10 +53,10 @@ def batches(
     epochs: int,
     steps: int | None,
 ) -> list[list[int]]:
-    """The examples of each step: all of them in a new order each time round.
+    """The examples of each step, in a new order in each epoch.
 
-    With a `token_budget` a step takes as many examples as fit into it, else `batch_size` of them. `steps`, if given,
-    says how many there are, whatever `epochs` says.
+    With a `token_budget` a step takes as many examples as fit into it, otherwise `batch_size`. `steps`, if given,
+    replaces `epochs`.
     """
     planned: list[list[int]] = []
     epoch = 0
@@ -87,5 +86,5 @@ def _filled(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterat
 
 
 def _chance(seed: int, purpose: str) -> random.Random:
-    """Chance that is the same for the same seed, and another for each purpose."""
-    return random.Random(f"{seed}, {purpose}")  # noqa: S311 - it shall be foreseen
+    """A random generator that depends on the seed and the purpose only."""
+    return random.Random(f"{seed}, {purpose}")  # noqa: S311 - must be reproducible, not secret

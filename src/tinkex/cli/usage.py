@@ -1,4 +1,4 @@
-"""`tinkex usage`: what was used, and what that costs."""
+"""`tinkex usage`: totals of usage, and their cost."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["command"]
     type=click.IntRange(1, LONGEST_SPAN.days),
     default=7,
     show_default=True,
-    help="Days to look back.",
+    help="Number of days until now.",
 )
 @click.option(
     "--by",
     type=click.Choice(["kind", "session", "model"]),
     default="kind",
     show_default=True,
-    help="What a line of the table stands for.",
+    help="How to group the lines of the table.",
 )
 @priced
 @connected
 @formatted
 def command(days: int, by: str, prices: Prices, connection: Connection, output: Output) -> None:
-    """Tokens trained and sampled, what they cost, and what checkpoints take."""
+    """Show tokens trained and sampled, their cost, and the storage of checkpoints."""
     from tinkex.telemetry.usage import dollars, total_cost
 
     end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
@@ -82,7 +82,7 @@ def command(days: int, by: str, prices: Prices, connection: Connection, output: 
         for item in storage.data
     ]
     columns = ["" if by == "kind" else by.capitalize(), "What", "How much", "Cost"]
-    # One column less without groups, and without prices: there is nothing to show in it.
+    # The group and the cost column are dropped if they would be empty.
     shown = slice(by == "kind", None if prices.rates else 3)
     output.table(
         columns[shown],

@@ -22,7 +22,7 @@ __all__ = ["command"]
 @click.command("version")
 @formatted
 def command(output: Output) -> None:
-    """The version of tinkex, and of the API it follows."""
+    """Show the version of tinkex, and of the API it implements."""
     payload: Version = {
         "version": __version__,
         "commit": _commit(),
@@ -36,7 +36,7 @@ def command(output: Output) -> None:
 
 
 def _commit() -> str | None:
-    """The commit it was installed from, which pip notes where it knows; read without a slow import."""
+    """The commit that pip recorded at the installation, if any; importlib.metadata would be a slow import."""
     installed = Path(__file__).parents[2] / f"tinkex-{__version__}.dist-info" / "direct_url.json"
     try:
         commit: str = json.loads(installed.read_text())["vcs_info"]["commit_id"]

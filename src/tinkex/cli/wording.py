@@ -1,6 +1,6 @@
-"""Errors in the words of the command line: options instead of Python arguments, and what to type next.
+"""Errors for the command line: with options instead of Python arguments, and the next command to type.
 
-Everything is decided from the attributes of an error, never from its text.
+Only the attributes of an error are used, never its text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tinkex.errors import (
 __all__ = ["told", "worded"]
 
 _KEY: Final = "`tinkex auth login` stores a key, --api-key gives one, TINKER_API_KEY sets one"
-#: What to do on the command line about a field that is refused.
+#: Advice for a refused field.
 _ADVICE: Final = {
     "api_key": f"{_KEY}; a local service needs none: --base-url local",
-    "ttl_seconds": "--remove keeps it for good",
+    "ttl_seconds": "--remove keeps it forever",
 }
-#: Fields whose parameter on the command line has another name.
+#: Fields whose command-line parameter has another name.
 _ALIASES: Final = {
     "tinker_path": ("checkpoint_path", "checkpoint_paths", "model_path"),
     "ttl_seconds": ("ttl",),
@@ -35,11 +35,11 @@ _UNREACHABLE: Final = (
     "Is the service running? `tinkex serve` starts one on this machine; "
     "--base-url or TINKER_BASE_URL name another."
 )
-_TRY_AGAIN: Final = "This may pass; consider trying again."
+_TRY_AGAIN: Final = "This may be temporary; try again."
 
 
 def worded(error: Exception, command: click.Command | None = None) -> str:
-    """What went wrong and what to type; empty if only we can do something about it."""
+    """The problem and the next command to type; empty for a bug of tinkex."""
     if isinstance(error, TinkerError):
         problem, advice = told(error, command)
         apart = "; " if isinstance(error, InvalidInputError) else "\n"
@@ -54,7 +54,7 @@ def worded(error: Exception, command: click.Command | None = None) -> str:
 
 
 def told(error: TinkerError, command: click.Command | None = None) -> tuple[str, str]:
-    """What went wrong, and what to do about it on the command line."""
+    """The problem, and how to fix it on the command line."""
     if isinstance(error, InvalidInputError):
         where = f"{_typed_as(error.field, command)}: " if error.field else ""
         return where + error.problem, _ADVICE.get(error.field or "", error.advice or "")
@@ -66,7 +66,7 @@ def told(error: TinkerError, command: click.Command | None = None) -> tuple[str,
 
 
 def _typed_as(field: str, command: click.Command | None) -> str:
-    """How a user of this command writes a field: its option, or its argument in capitals."""
+    """The command-line name of a field: its option, or its argument in capitals."""
     names = (field, *_ALIASES.get(field, ()))
     flags = {f"--{name.replace('_', '-')}" for name in names}
     for parameter in command.params if command else ():
@@ -78,7 +78,7 @@ def _typed_as(field: str, command: click.Command | None) -> str:
 
 
 def _origin(error: APIConnectionError | APIStatusError) -> str:
-    """Scheme, host and port of the service that was asked; empty if the error is not about one."""
+    """Scheme, host and port of the service; empty if the error has no request."""
     url = str(getattr(error.request, "url", "") or "")
     parts = urlsplit(url)
     if not parts.hostname:
