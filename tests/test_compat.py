@@ -368,7 +368,7 @@ def test_shim_directory_on_the_path_is_enough(python):
     python("-c", script, files=OFFICIAL, PYTHONPATH=path)
 
 
-# -- clients as tools see them -------------------------------------------------------------------
+# -- clients in mocks and tools -------------------------------------------------------------------
 
 
 def test_methods_can_be_replaced_on_the_classes(monkeypatch, service):

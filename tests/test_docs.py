@@ -183,7 +183,7 @@ def test_links_of_the_readme_have_targets():
     ]
 
 
-# -- nothing is left out ---------------------------------------------------------------------------
+# -- completeness ---------------------------------------------------------------------------
 
 #: Modules that users import. Names that begin with `_` and the internals of the service are not public.
 PUBLIC = [

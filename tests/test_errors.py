@@ -247,7 +247,7 @@ class Picky(TinkerError):
         self.size, self.colour = size, colour
 
 
-# -- whose fault, and is it worth another try (H11, H12) -----------------------------------------
+# -- user errors and retries -----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_http_dates_are_read_to_the_second(when):
     assert seconds == int(when.timestamp())
 
 
-# -- failed work ---------------------------------------------------------------------------------
+# -- failed operations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("category", RequestErrorCategory)

@@ -111,7 +111,7 @@ def test_counts_of_many_threads_are_complete():
     assert metrics.snapshot().counters == {"a": 4000}
 
 
-# -- by listening --------------------------------------------------------------------------------
+# -- from events --------------------------------------------------------------------------------
 
 
 def test_requests_are_counted():

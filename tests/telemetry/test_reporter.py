@@ -205,7 +205,7 @@ def test_unknown_severity_is_refused(reporter):
         reporter().log("x", severity="loud")
 
 
-# -- trouble -------------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------------
 
 
 def test_no_event_is_lost_when_the_service_fails(reporter, taker, clock):

@@ -31,7 +31,7 @@ from tinkex.types import (
 )
 from tinkex.types._base import RequestModel, ResponseModel
 
-# -- what holds for every message ----------------------------------------------------------------
+# -- rules for all messages ----------------------------------------------------------------
 
 MODELS: list[type[BaseModel]] = [
     kind

@@ -22,7 +22,7 @@ from tinkex.types import (
 )
 from tinkex.types.tensors import tensor_from_object, tensor_to_object
 
-# -- what it holds -------------------------------------------------------------------------------
+# -- contents -------------------------------------------------------------------------------
 
 
 def test_holds_a_flat_list_without_shape():

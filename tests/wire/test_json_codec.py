@@ -75,7 +75,7 @@ def same_response(first: SampleResponse, second: SampleResponse) -> bool:
     )
 
 
-# -- there and back ------------------------------------------------------------------------------
+# -- round trips ------------------------------------------------------------------------------
 
 
 #: Messages in which null has a meaning; see their writers.
@@ -111,7 +111,7 @@ def test_sample_responses_round_trip(response):
     assert same_response(decode(encode(response), SampleResponse), response)
 
 
-# -- what is written -----------------------------------------------------------------------------
+# -- written form -----------------------------------------------------------------------------
 
 
 def test_none_is_left_out_of_results_too():
@@ -206,7 +206,7 @@ def test_value_that_json_cannot_hold_is_refused(value):
         encode(value)
 
 
-# -- every style of writing ----------------------------------------------------------------------
+# -- old and new formats ----------------------------------------------------------------------
 
 
 def old_style(value: Any) -> Any:

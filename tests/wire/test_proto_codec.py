@@ -104,7 +104,7 @@ def test_enums_have_the_numbers_of_the_protocol():
     }
 
 
-# -- there and back ------------------------------------------------------------------------------
+# -- round trips ------------------------------------------------------------------------------
 
 
 def same_response(first: SampleResponse, second: SampleResponse) -> bool:

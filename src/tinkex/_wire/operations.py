@@ -84,12 +84,12 @@ _SAFE: Final = {"checkpoint_id": ":/", "sampler_id": ""}
 
 
 class Theme(Enum):
-    """A group of operations that a reader looks for in one place: its title and what it is about."""
+    """A group of related operations, with its title and description."""
 
-    SERVICE = ("Service", "Is it there, what does it offer, and who is asking.")
+    SERVICE = ("Service", "Health, capabilities, settings for clients, and identity.")
     SESSIONS = (
         "Sessions",
-        "Everything a client makes belongs to its session, which lives as long as it sends heartbeats.",
+        "Everything a client creates belongs to its session, which stays open while the client sends heartbeats.",
     )
     TRAINING = (
         "Training",
@@ -100,9 +100,9 @@ class Theme(Enum):
         "Checkpoints, named by paths such as `tinker://<training run>/weights/<name>`.",
     )
     SAMPLING = ("Sampling", "Drawing tokens from a base model or from saved weights.")
-    FUTURES = ("Futures", "Waiting for what was promised.")
-    RUNS = ("Runs and checkpoints", "What has been trained, and what was saved of it.")
-    REPORTS = ("Reports", "What happened, and what it used.")
+    FUTURES = ("Futures", "Waiting for the results of queued requests.")
+    RUNS = ("Runs and checkpoints", "Training runs and their saved checkpoints.")
+    REPORTS = ("Reports", "Telemetry, the audit log, and usage.")
 
     def __init__(self, title: str, about: str) -> None:
         self.title = title
@@ -119,18 +119,18 @@ class Runner(Enum):
 
 @dataclass(frozen=True)
 class Operation(Generic[R]):
-    """One call of the protocol. The table below has one row for each; nobody else keeps facts about operations.
+    """One call of the protocol. The table below has one row for each and is the only place for facts about operations.
 
-    How it travels:
+    On the wire:
 
-    - `queued`: the call is answered with a promise; `runner` is what runs it, `request_type` the label of its polls.
+    - `queued`: the call is answered with a promise; `runner` executes it, `request_type` labels its polls.
     - `poll_pool`: the connections of polls for its result. Samples have their own: thousands of polls for samples must
       not delay the poll of a training step.
     - `binary_result`: the result is protobuf if the client accepts that.
     - `flag`: clients use the call only if the service turns this flag on.
     - `redirects`: the answer may be a redirect, which the client reads instead of following it.
 
-    What the client does:
+    In the client:
 
     - `retries=False`: the transport sends it once, because a higher layer retries: a poll is its own retry, a sample
       has its own limits.
@@ -138,13 +138,13 @@ class Operation(Generic[R]):
       waits for the first of them.
     - `pauses`: the call waits after a 402 until the account can pay. Calls that open something fail at once.
 
-    What the service does:
+    In the service:
 
     - `limits`: the largest body it reads.
     - `refused_field`: an invalid value of this field gets status 400. One of any other field gets 422.
     - `answer_to_refused`: sent instead of an error when a request is refused. Clients resend refused telemetry, so the
       service accepts and drops it.
-    - `statuses`: what it may answer besides 200 and the errors that every operation shares.
+    - `statuses`: its statuses besides 200 and the errors that every operation shares.
     - `priority`: routes with the highest are tried first, so frequent calls have a high one.
     - `makes_model`: it may be the first request of a model, and creates it.
     - `changes_model`: it changes the state of its model, and is replayed to restore the model after a crash.
@@ -211,7 +211,7 @@ def _segment(name: str, values: Mapping[str, str]) -> str:
     return quote(value, safe=_SAFE.get(name, ":"))
 
 
-# -- how rows are written --------------------------------------------------------------------------
+# -- helpers for the rows --------------------------------------------------------------------------
 
 
 def _row(
@@ -276,7 +276,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         Theme.SERVICE,
         _get(
             "healthz",
-            "Say whether the service is well",
+            "Check that the service is healthy",
             "healthz",
             types.HealthResponse,
             pool=Pool.SESSION,
@@ -291,7 +291,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _post(
             "client_config",
-            "Tell a client how to behave",
+            "Get the settings for clients",
             types.ClientConfigRequest,
             types.ClientConfigResponse,
             "client/config",
@@ -299,7 +299,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _post(
             "client_dynamic_config",
-            "Tell a client what may change while it runs",
+            "Get the settings that may change while a client runs",
             types.ClientConfigRequest,
             types.ClientDynamicConfigResponse,
             "client/dynamic_config",
@@ -404,7 +404,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _queued(
             "unload_model",
-            "Drop a model from memory",
+            "Unload a model",
             types.UnloadModelRequest,
             types.UnloadModelResponse,
             ends_model=True,
@@ -455,7 +455,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         Theme.WEIGHTS,
         _queued(
             "load_weights",
-            "Load a checkpoint into a model, or make a model of it",
+            "Load a checkpoint into a model, or create a model from it",
             types.LoadWeightsRequest,
             types.LoadWeightsResponse,
             makes_model=True,
@@ -472,7 +472,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _queued(
             "save_weights_for_sampler",
-            "Freeze the weights for sampling",
+            "Save the weights for sampling",
             types.SaveWeightsForSamplerRequest,
             types.SaveWeightsForSamplerResponseInternal,
             frees_journal=True,
@@ -574,7 +574,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _post(
             "cancel_future",
-            "Say that a result is no longer wanted",
+            "Cancel a request whose result is no longer needed",
             types.CancelFutureRequest,
             types.EmptyResponse,
             pool=Pool.FUTURES,
@@ -615,7 +615,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _delete("delete_checkpoint", "Delete a checkpoint", _CHECKPOINT),
         _post(
             "publish_checkpoint",
-            "Let everybody load a checkpoint",
+            "Publish a checkpoint for all users",
             types.EmptyRequest,
             types.EmptyResponse,
             f"{_CHECKPOINT}/publish",
@@ -624,12 +624,12 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _delete(
             "unpublish_checkpoint",
-            "Keep a checkpoint to its owner again",
+            "Make a published checkpoint private again",
             f"{_CHECKPOINT}/publish",
         ),
         _put(
             "set_checkpoint_ttl",
-            "Set when a checkpoint expires",
+            "Set the expiry time of a checkpoint",
             types.SetCheckpointTtlRequest,
             f"{_CHECKPOINT}/ttl",
         ),
@@ -653,7 +653,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         Theme.REPORTS,
         _post(
             "telemetry",
-            "Take a client's events",
+            "Receive a client's events",
             types.TelemetrySendRequest,
             types.TelemetryResponse,
             pool=Pool.TELEMETRY,
@@ -672,14 +672,14 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _get(
             "get_billing_usage",
-            "Read what was used",
+            "Read the usage",
             "billing/usage/events",
             types.BillingUsageResponse,
             types.GetBillingUsageRequest,
         ),
         _get(
             "get_current_checkpoint_storage_usage",
-            "Read what checkpoints take up",
+            "Read the storage that checkpoints use",
             "billing/usage/checkpoints/current",
             types.CurrentCheckpointStorageUsageResponse,
             types.GetCurrentCheckpointStorageUsageRequest,

@@ -79,7 +79,7 @@ def concerns_tinkex(error: BaseException) -> bool:
     )
 
 
-# -- around a piece of code ------------------------------------------------------------------------
+# -- around a block of code ------------------------------------------------------------------------
 
 
 class capture_exceptions:  # noqa: N801 - used like a function
