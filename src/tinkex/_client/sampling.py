@@ -34,7 +34,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import (
-    Call,
+    ClientCall,
     add_metadata,
     attempt_events,
     current_call,
@@ -747,7 +747,9 @@ class _Watched:
         return False
 
 
-def _report_sample(prompt: ModelInput, call: Call, result: SampleResponse, seconds: float) -> None:
+def _report_sample(
+    prompt: ModelInput, call: ClientCall, result: SampleResponse, seconds: float
+) -> None:
     if wants(SampleStop):
         drawn = 0
         for sequence in result.sequences:
@@ -762,7 +764,7 @@ def _report_sample(prompt: ModelInput, call: Call, result: SampleResponse, secon
         tell(partial(SampleStop, call.id, call.operation, seconds, *counts, metadata=call.metadata))
 
 
-def _report_stream(request: SampleRequest, call: Call, tokens: int, seconds: float) -> None:
+def _report_stream(request: SampleRequest, call: ClientCall, tokens: int, seconds: float) -> None:
     if wants(SampleStop):
         counts = (known_tokens(request.prompt), 0, tokens, request.num_samples)
         emit(SampleStop(call.id, call.operation, seconds, *counts, metadata=call.metadata))

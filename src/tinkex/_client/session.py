@@ -208,7 +208,7 @@ class Session:
         name: str,
         work: Callable[[], Coroutine[Any, Any, T]],
         facts: Callable[[], Mapping[str, Any]] = dict,
-        report: Callable[[calls.Call, T, float], object] | None = None,
+        report: Callable[[calls.ClientCall, T, float], object] | None = None,
         future: APIFuture[T] | None = None,
         *,
         timeout: float | None = None,

@@ -17,7 +17,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.calls import Call, add_metadata
+from tinkex.telemetry.calls import ClientCall, add_metadata
 from tinkex.telemetry.events import Event, TrainingPass, TrainingStep
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
@@ -532,7 +532,7 @@ class TrainingClient(TrainingClientMethods):
         then: Callable[[Any], Any] | None = None,
         *,
         numbered: bool = True,
-        report: Callable[[Call, Any, float], object] | None = None,
+        report: Callable[[ClientCall, Any, float], object] | None = None,
     ) -> APIFuture[Any]:
         """Send one request when its turn comes; `then` turns the service's answer into the result."""
         # A bad value raises here, in the caller's thread, before the call takes a turn.
@@ -547,7 +547,7 @@ class TrainingClient(TrainingClientMethods):
         timeout: float | None,
         work: Callable[..., Coroutine[Any, Any, T]],
         *args: Any,
-        report: Callable[[Call, T, float], object] | None = None,
+        report: Callable[[ClientCall, T, float], object] | None = None,
     ) -> APIFuture[T]:
         """Run `work(turn, deadline, *args)` once all earlier operations are dispatched."""
         if self is _computing_loss_of.get():
@@ -825,7 +825,11 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]], parts: Parts) -> list[T]:
 
 
 def _report_pass(
-    data: Sequence[Datum], passes: int, call: Call, result: ForwardBackwardOutput, seconds: float
+    data: Sequence[Datum],
+    passes: int,
+    call: ClientCall,
+    result: ForwardBackwardOutput,
+    seconds: float,
 ) -> None:
     if wants(TrainingPass):
         tokens = passes * sum(chunking.known_tokens(datum.model_input) for datum in data)
@@ -833,7 +837,7 @@ def _report_pass(
         emit(TrainingPass(*facts, metadata=call.metadata))
 
 
-def _report_step(call: Call, result: OptimStepResponse, seconds: float) -> None:
+def _report_step(call: ClientCall, result: OptimStepResponse, seconds: float) -> None:
     if wants(TrainingStep):
         metrics = result.metrics or {}
         emit(TrainingStep(call.id, call.operation, seconds, metrics, metadata=call.metadata))

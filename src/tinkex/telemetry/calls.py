@@ -28,7 +28,7 @@ from .events import (
 )
 
 __all__ = [
-    "Call",
+    "ClientCall",
     "EventClock",
     "add_metadata",
     "attempt_events",
@@ -56,7 +56,7 @@ class EventClock(Protocol):
 
 
 @dataclass(slots=True)
-class Call:
+class ClientCall:
     """One call of a client's method, from the caller's thread to its result."""
 
     id: int
@@ -65,7 +65,7 @@ class Call:
     started: float
 
 
-_call: ContextVar[Call | None] = ContextVar("call", default=None)
+_call: ContextVar[ClientCall | None] = ContextVar("call", default=None)
 #: The call that the current task works for, if any.
 current_call: Final = _call.get
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_NOTHING)
@@ -81,7 +81,7 @@ def add_metadata(**more: Any) -> None:
     call = _call.get()
     if call is not None:
         known = {**call.metadata, **more}
-        _call.set(Call(call.id, call.operation, known, call.started))
+        _call.set(ClientCall(call.id, call.operation, known, call.started))
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def observed(
     work: Callable[[], Awaitable[T]],
     clock: EventClock,
     facts: Mapping[str, Any],
-    report: Callable[[Call, T, float], object] | None = None,
+    report: Callable[[ClientCall, T, float], object] | None = None,
 ) -> Coroutine[Any, Any, T]:
     """Run `work()` and emit its start, stop and exception. Its duration counts from now.
 
@@ -111,15 +111,17 @@ def observed(
     about the result.
     """
     given = _given.get()
-    call = Call(next_id(), operation, {**facts, **given} if given else facts, clock.monotonic())
+    call = ClientCall(
+        next_id(), operation, {**facts, **given} if given else facts, clock.monotonic()
+    )
     return _observe(call, work, clock, report)
 
 
 async def _observe(
-    call: Call,
+    call: ClientCall,
     work: Callable[[], Awaitable[T]],
     clock: EventClock,
-    report: Callable[[Call, T, float], object] | None,
+    report: Callable[[ClientCall, T, float], object] | None,
 ) -> T:
     _call.set(call)
     if wants(OperationStart):
