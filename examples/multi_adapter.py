@@ -34,7 +34,7 @@ def main() -> None:
             name: training.save_weights_and_get_sampling_client()
             for name, training in adapters.items()
         }
-        samplers["nobody"] = service.create_sampling_client(base_model=options.base_model)
+        samplers["base"] = service.create_sampling_client(base_model=options.base_model)
         params = tinkex.SamplingParams(max_tokens=24, temperature=0, stop=["\n"])
         asked = {
             name: sampler.sample(tinkex.ModelInput.from_ints(question), 1, params)
@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{name:8}{text!r}")
     for name, text in ANSWERS.items():
         assert said[name] == text, f"{name} has not learned its answer"
-    assert said["nobody"] not in ANSWERS.values(), "the base model should know none of this"
+    assert said["base"] not in ANSWERS.values(), "the base model should know none of this"
 
 
 if __name__ == "__main__":

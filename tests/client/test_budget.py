@@ -87,7 +87,7 @@ def test_waiters_are_served_in_order():
     asyncio.run(work())
 
 
-def test_nobody_overtakes_a_waiter():
+def test_later_request_does_not_overtake_waiter():
     async def work() -> None:
         budget = Budget(0)
         await budget.take(1)
@@ -232,7 +232,7 @@ def test_lease_returns_everything_when_block_fails():
     asyncio.run(work())
 
 
-def test_lease_cancelled_while_waiting_returns_what_it_holds():
+def test_lease_cancelled_while_waiting_returns_its_shares():
     async def work() -> None:
         count, room = slots(2), slots(1)
         await room.take(1)

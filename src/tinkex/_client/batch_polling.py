@@ -62,7 +62,7 @@ class BatchPoller:
                 return await done
         except TimeoutError as error:
             raise APITimeoutError(
-                message=f"asample ({request_id}) was not finished in time; it goes on at the service"
+                message=f"asample ({request_id}) did not finish before the timeout; it continues on the service"
                 + (f". Last error: {stream.last_error}" if stream.last_error else "")
             ) from (stream.last_error or error)
         finally:

@@ -113,7 +113,7 @@ class Circuit:
         if not self.allow_request():
             raise CircuitOpenError(
                 message=f"The circuit breaker is open: {self._failures} {self.name} requests in a row "
-                f"failed. This one was not sent; the next may be in {self.retry_after:.0f} s.",
+                f"failed. This one was not sent; a call can be sent again in {self.retry_after:.0f} s.",
                 retry_after=self.retry_after,
             )
 

@@ -272,7 +272,7 @@ class _Transfer:
         try:
             self._progress(self.done, self._total)
         except Exception:
-            logger.exception("A progress callback failed; the download goes on without it.")
+            logger.exception("A progress callback failed; the download continues without it.")
             self._progress = None
 
     def _open(self, request: urllib.request.Request) -> Any:

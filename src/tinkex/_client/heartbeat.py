@@ -83,12 +83,12 @@ class Heartbeat:
             )
         if not self._gives_up(silent):
             return True
-        told = (
+        message = (
             f"Session {self.session_id} is given up after {silent:.0f} s without a heartbeat; "
             "make a new client."
         )
-        logger.warning("%s", told)
-        reason = APIConnectionError(message=told)
+        logger.warning("%s", message)
+        reason = APIConnectionError(message=message)
         reason.__cause__ = error
         self.give_up(reason)
         return False

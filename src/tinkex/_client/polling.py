@@ -207,7 +207,7 @@ class Poll(Generic[R]):
     def _timeout(self, state: _Progress) -> APITimeoutError:
         return APITimeoutError(
             HTTPRequest("POST", _RETRIEVE.path),
-            f"{self._name} was not finished in time; it goes on at the service"
+            f"{self._name} did not finish before the timeout; it continues on the service"
             + (f". Last error: {state.last_error}" if state.last_error else ""),
         )
 

@@ -223,8 +223,8 @@ class Session:
         if not wants(Event):
             return self.submit(work(), future, timeout=timeout)
         whose = {**self.metadata, **facts()}
-        told = calls.observed(name, work, self.clock, whose, report)
-        return self.submit(told, future, timeout=timeout)
+        observed = calls.observed(name, work, self.clock, whose, report)
+        return self.submit(observed, future, timeout=timeout)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a task that no caller waits for. It is cancelled with the session and belongs to no call."""
@@ -533,7 +533,7 @@ class _Carrier:
         row = replace(operation("telemetry"), timeout=None)  # the reporter sets the deadline
         transport = living.transport if living else self.transport
         if transport is None:
-            raise ClientClosedError("The client is gone.")
+            raise ClientClosedError("The client no longer exists; telemetry cannot be sent.")
         url, headers = transport.url(row.path), {"content-type": "application/json"}
         headers["x-idempotency-key"] = key
         response = await transport.exchange(

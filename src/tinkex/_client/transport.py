@@ -339,8 +339,8 @@ class Transport:
     ) -> None:
         number, began = watched
         seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
-        told = (status, "ok" if 200 <= status < 300 else "error", attempt)
-        tell(partial(HttpRequestStop, number, *facts, seconds, *told, metadata=self._whose()))
+        outcome = (status, "ok" if 200 <= status < 300 else "error", attempt)
+        tell(partial(HttpRequestStop, number, *facts, seconds, *outcome, metadata=self._whose()))
 
     def _tell_failed(
         self, operation: Operation[Any], watched: tuple[int, float], error: BaseException | None
@@ -348,8 +348,8 @@ class Transport:
         if wants(HttpRequestException):
             number, began = watched
             seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
-            told = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-            emit(HttpRequestException(number, *facts, seconds, *told, metadata=self._whose()))
+            failure = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+            emit(HttpRequestException(number, *facts, seconds, *failure, metadata=self._whose()))
 
     def _facts_of(self, operation: Operation[Any]) -> tuple[str, str, str, str]:
         pool = operation.pool._value_  # faster than `value`, which dominates this function
