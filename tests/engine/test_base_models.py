@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.engine import base_models, smollm2
-from tinkex.engine.base_models import TINY, BaseModel, ModelSpec, load, parse_spec, prepare
+from tinkex.engine.base_models import TINY, ModelSpec, PreparedModel, load, parse_spec, prepare
 from tinkex.errors import InvalidInputError
 
 torch = pytest.importorskip("torch")
@@ -40,7 +40,7 @@ def in_fresh_process(code: str, *arguments: object, **environment: str) -> str:
     ).stdout
 
 
-def loaded(model: BaseModel, **options: Any) -> Any:
+def loaded(model: PreparedModel, **options: Any) -> Any:
     return load(model, **{"device": "cpu", "dtype": torch.float32, **options})
 
 
@@ -108,7 +108,7 @@ def tiny_tokenizer(tiny):
 
 
 def test_tiny_has_the_documented_properties(tiny):
-    assert tiny == BaseModel(
+    assert tiny == PreparedModel(
         name=TINY,
         directory=tiny.directory,
         context_length=2048,
@@ -280,7 +280,7 @@ def save(tiny, tmp_path):
 def test_local_directory_is_used_unchanged(save, tmp_path, arch, tied):
     original = save(arch, tie_word_embeddings=tied)
     model = prepare(parse_spec(f"mine={tmp_path}"), Path("/nonexistent"))
-    assert model == BaseModel("mine", tmp_path.resolve(), 512, 300, arch, tied, (257,))
+    assert model == PreparedModel("mine", tmp_path.resolve(), 512, 300, arch, tied, (257,))
     weights = loaded(model)
     ids = torch.arange(20)[None]
     assert torch.equal(weights(ids).logits, original(ids).logits)
@@ -470,7 +470,7 @@ PARIS_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
 
 def test_smollm2_has_the_documented_properties(smol):
-    assert smol == BaseModel(smollm2.NAME, smol.directory, 8192, 49152, "llama", True, (2,))
+    assert smol == PreparedModel(smollm2.NAME, smol.directory, 8192, 49152, "llama", True, (2,))
     config = json.loads((smol.directory / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["rope_parameters"]["rope_theta"] == 100_000

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tinkex.engine import base_models, checks, fake
-from tinkex.engine.base_models import BaseModel
+from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
 from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
@@ -22,8 +22,8 @@ from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
 from ..running import finish
 
 V, END = 23, 22
-SMALL = BaseModel("fake/small", Path("nowhere"), 32, V, "bigram", False, (END,))
-LARGE = BaseModel("fake/large", Path("nowhere"), 4096, 49152, "bigram", False, (2,))
+SMALL = PreparedModel("fake/small", Path("nowhere"), 32, V, "bigram", False, (END,))
+LARGE = PreparedModel("fake/large", Path("nowhere"), 4096, 49152, "bigram", False, (2,))
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 TWIN = "tinkex/twin"  # another name for the tiny model
 CLIPPED = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
@@ -103,10 +103,10 @@ def sample(engine, **options):
 def test_fake_engine_imports_no_model_library():
     program = """if True:
         import pathlib, sys, tempfile
-        from tinkex.engine.base_models import BaseModel
+        from tinkex.engine.base_models import PreparedModel
         from tinkex.engine.fake import FakeEngine
         from tinkex.engine.values import LoraSpec
-        engine = FakeEngine([BaseModel("x", pathlib.Path("."), 8, 9, "bigram", False, ())])
+        engine = FakeEngine([PreparedModel("x", pathlib.Path("."), 8, 9, "bigram", False, ())])
         engine.create_model("m", "x", LoraSpec(1))
         with tempfile.TemporaryDirectory() as directory:
             engine.save_state("m", pathlib.Path(directory, "a"), optimizer=True)

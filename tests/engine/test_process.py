@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.base_models import BaseModel
+from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.process import Call, Loop, Ready, Reply, Setup, Token, encode_frame, serve
 from tinkex.engine.values import (
     AdamStep,
@@ -37,7 +37,7 @@ from tinkex.engine.values import (
 )
 from tinkex.errors import InvalidInputError, NotFoundError
 
-BASE = BaseModel("base", Path("nowhere"), 32, 23, "none", False, ())
+BASE = PreparedModel("base", Path("nowhere"), 32, 23, "none", False, ())
 PATIENCE = 30.0  # seconds that a thread or process may take to end
 
 
@@ -77,7 +77,7 @@ class Diary:
 
     # -- the engine's methods
 
-    def load(self, model: BaseModel) -> None:
+    def load(self, model: PreparedModel) -> None:
         self.note(f"load {model.name}")
 
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:

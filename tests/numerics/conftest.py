@@ -19,12 +19,12 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> base_models.BaseModel:
+def tiny(tmp_path_factory) -> base_models.PreparedModel:
     cache: Path = tmp_path_factory.mktemp("models")
     return base_models.prepare(base_models.parse_spec(base_models.TINY), cache)
 
 
-def load(tiny: base_models.BaseModel):
+def load(tiny: base_models.PreparedModel):
     """Load a new copy of the model with transformers."""
     return base_models.load(tiny, device="cpu", dtype=torch.float32)
 

@@ -31,7 +31,7 @@ HUGE = 1e38
 
 
 @pytest.fixture(scope="module")
-def shared(tiny: base_models.BaseModel) -> LanguageModel:
+def shared(tiny: base_models.PreparedModel) -> LanguageModel:
     return LanguageModel(load(tiny), context_length=tiny.context_length)
 
 

@@ -20,7 +20,7 @@ from tinkex.errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinkex.engine.base_models import BaseModel
+    from tinkex.engine.base_models import PreparedModel
     from tinkex.engine.checkpoint import Saved
 
 __all__ = ["merge", "merge_loaded"]
@@ -43,7 +43,7 @@ Progress = Callable[[int, int | None], None]
 
 def merge(
     adapter: Path,
-    base: BaseModel,
+    base: PreparedModel,
     target: Path,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
@@ -70,7 +70,7 @@ def merge(
         (target / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def merge_loaded(adapter: Path, base: BaseModel, target: Path) -> None:
+def merge_loaded(adapter: Path, base: PreparedModel, target: Path) -> None:
     """The same with transformers and PEFT, and all weights in memory."""
     import peft
     import torch
@@ -89,7 +89,7 @@ def merge_loaded(adapter: Path, base: BaseModel, target: Path) -> None:
     _copy_the_rest(base.directory, target, but=written)
 
 
-def _dtype(base: BaseModel) -> Any:
+def _dtype(base: PreparedModel) -> Any:
     import torch
 
     config = json.loads((base.directory / "config.json").read_bytes())

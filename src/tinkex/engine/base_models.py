@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TINY",
-    "BaseModel",
     "ModelSpec",
+    "PreparedModel",
     "Progress",
     "built_in",
     "load",
@@ -85,7 +85,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class PreparedModel:
     """A prepared model; all fields but the name are read from the files of `directory`."""
 
     name: str
@@ -112,7 +112,7 @@ def built_in() -> tuple[str, ...]:
 
 def prepare(
     spec: ModelSpec, cache_dir: Path, *, progress: Progress = lambda _message: None
-) -> BaseModel:
+) -> PreparedModel:
     """Find the model's local directory; generate or download it if it does not exist yet."""
     if spec.source == TINY:
         directory = _made(cache_dir, f"tinkex--tiny-{_TINY_VERSION}", _make_tiny)
@@ -129,7 +129,7 @@ def prepare(
     return read(spec.name, directory)
 
 
-def read(name: str, directory: Path) -> BaseModel:
+def read(name: str, directory: Path) -> PreparedModel:
     """Describe the model in a directory; the error names the files or entries that are missing."""
     _check_complete(directory)
     config = _read_json(directory / "config.json")
@@ -140,7 +140,7 @@ def read(name: str, directory: Path) -> BaseModel:
     if ends is None:
         ends = config.get("eos_token_id")
     try:
-        return BaseModel(
+        return PreparedModel(
             name=name,
             directory=directory,
             context_length=_context_length(config, directory),
@@ -153,7 +153,7 @@ def read(name: str, directory: Path) -> BaseModel:
         raise _refused(f"{directory / 'config.json'} does not state {missing}") from None
 
 
-def load(model: BaseModel, *, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def load(model: PreparedModel, *, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Load the weights, frozen and in eval mode."""
     library: Any = importlib.import_module("transformers")  # its types are incomplete
 

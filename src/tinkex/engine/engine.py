@@ -17,7 +17,7 @@ import torch
 from tinkex.errors import InvalidInputError, NotFoundError
 
 from . import base_models, checkpoint
-from .base_models import BaseModel
+from .base_models import PreparedModel
 from .checks import check_base, check_same_base
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
@@ -65,11 +65,11 @@ class TorchEngine:
 
     def __init__(
         self,
-        models: Sequence[BaseModel],
+        models: Sequence[PreparedModel],
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        detokenize: Callable[[BaseModel, Sequence[int]], str] | None = None,
+        detokenize: Callable[[PreparedModel, Sequence[int]], str] | None = None,
         token_budget: int = TOKEN_BUDGET,
         cache_bytes: int | None = None,
         loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
@@ -227,12 +227,12 @@ class TorchEngine:
 
     # -- base models and lookups -------------------------------------------------------------
 
-    def load(self, model: BaseModel) -> None:
+    def load(self, model: PreparedModel) -> None:
         """Load a base model into memory and add it to the known ones, unless loading fails."""
         self._in_memory(model)
         self._known[model.name] = model
 
-    def _known_model(self, name: str) -> BaseModel:
+    def _known_model(self, name: str) -> PreparedModel:
         check_base(name, self._known)
         return self._known[name]
 
@@ -240,7 +240,7 @@ class TorchEngine:
         """Return a base model; load it on first use."""
         return self._in_memory(self._known_model(name))
 
-    def _in_memory(self, model: BaseModel) -> _Loaded:
+    def _in_memory(self, model: PreparedModel) -> _Loaded:
         if model.directory not in self._loaded:
             network = base_models.load(model, device=self._device, dtype=self._dtype)
             language = LanguageModel(network, context_length=model.context_length)

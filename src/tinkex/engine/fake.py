@@ -22,7 +22,7 @@ import numpy as np
 from tinkex.errors import InvalidInputError, NotFoundError
 
 from . import directories
-from .base_models import BaseModel
+from .base_models import PreparedModel
 from .checks import Loss, check_base, check_examples, check_job, check_loss, check_same_base
 from .files import check_regular
 from .pending import PendingPass
@@ -54,7 +54,7 @@ Rows = dict[int, Array]  # by previous token: V numbers, float32, never changed 
 class _Table:
     """The bigram table. A row that was never trained is absent and costs nothing."""
 
-    base: BaseModel
+    base: PreparedModel
     spec: LoraSpec
     rows: Rows
 
@@ -390,7 +390,7 @@ def _write(target: Path, model: _Model, gradients: Rows, *, optimizer: bool) -> 
 
 
 def _read(
-    directory: Path, base: BaseModel, *, optimizer: bool = False, gradients: bool = False
+    directory: Path, base: PreparedModel, *, optimizer: bool = False, gradients: bool = False
 ) -> _Model:
     from safetensors.numpy import load_file
 
@@ -431,9 +431,9 @@ class FakeEngine:
 
     def __init__(
         self,
-        models: Sequence[BaseModel],
+        models: Sequence[PreparedModel],
         *,
-        detokenize: Callable[[BaseModel, Sequence[int]], str] | None = None,
+        detokenize: Callable[[PreparedModel, Sequence[int]], str] | None = None,
     ) -> None:
         self._known = {model.name: model for model in models}
         self._detokenize = detokenize
@@ -442,7 +442,7 @@ class FakeEngine:
         self._requests: dict[str, _Request] = {}
         self._jobs = 0
 
-    def load(self, model: BaseModel) -> None:
+    def load(self, model: PreparedModel) -> None:
         self._known[model.name] = model
 
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
@@ -569,7 +569,7 @@ class FakeEngine:
         tail = self._detokenize(request.table.base, sequence.tokens[-window:])
         return any(text in tail for text in texts)
 
-    def _base(self, name: str) -> BaseModel:
+    def _base(self, name: str) -> PreparedModel:
         check_base(name, self._known)
         return self._known[name]
 

@@ -31,7 +31,7 @@ from typing import Any, Final, Literal, Protocol, Self, cast
 from tinkex.errors import TinkerError
 
 from . import base_models
-from .base_models import BaseModel
+from .base_models import PreparedModel
 from .ending import be_killed_first, die_with
 from .progress import SAMPLING, UNTIMED, Progress
 from .values import (
@@ -68,7 +68,7 @@ class Setup:
 class Ready:
     """The engine is ready, or `error` says why it cannot start."""
 
-    models: Sequence[BaseModel] = ()
+    models: Sequence[PreparedModel] = ()
     device: str = "cpu"
     dtype: str = "float32"
     error: Exception | None = None
@@ -112,7 +112,7 @@ class Token:
 class Engine(Protocol):
     """The methods that a service can call."""
 
-    def load(self, model: BaseModel) -> None: ...
+    def load(self, model: PreparedModel) -> None: ...
     def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None: ...
     def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
@@ -161,7 +161,7 @@ class Loop:
         engine: Engine,
         inbox: Inbox,
         send: Send,
-        prepare: Callable[[str], BaseModel],
+        prepare: Callable[[str], PreparedModel],
         clock: Callable[[], float] = time.perf_counter,
         progress: Progress | None = None,
     ) -> None:
@@ -303,7 +303,7 @@ class Loop:
             reply = Reply(call_id, error=_portable(error))
         self._inbox.put(reply)
 
-    def _add_model(self, name: str) -> BaseModel:
+    def _add_model(self, name: str) -> PreparedModel:
         model = self._prepare(name)
         self._engine.load(model)
         return model
@@ -481,7 +481,7 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
     return engine, Ready(models, device, dtype)
 
 
-def _prepare(setup: Setup, text: str) -> BaseModel:
+def _prepare(setup: Setup, text: str) -> PreparedModel:
     return base_models.prepare(base_models.parse_spec(text), setup.cache_dir, progress=_tell)
 
 
@@ -511,7 +511,7 @@ class _Detokenizer:
     def __init__(self) -> None:
         self._tokenizers: dict[Path, Any] = {}
 
-    def __call__(self, model: BaseModel, ids: Sequence[int]) -> str:
+    def __call__(self, model: PreparedModel, ids: Sequence[int]) -> str:
         if model.directory not in self._tokenizers:
             self._tokenizers[model.directory] = _tokenizer(model.directory)
         text: str = self._tokenizers[model.directory].decode(list(ids), skip_special_tokens=False)

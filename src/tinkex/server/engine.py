@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any, Final, Literal, TypeVar
 
-from tinkex.engine.base_models import BaseModel
+from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.process import Ready
 from tinkex.errors import (
     APIStatusError,
@@ -106,7 +106,7 @@ class Supervisor:
         self.stopping = False
         self._alive = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
-        self._models: dict[str, BaseModel] = {}
+        self._models: dict[str, PreparedModel] = {}
         self._adding = asyncio.Lock()
         self._suspects = _SuspectGroup()
 
@@ -157,7 +157,7 @@ class Supervisor:
     # -- models ------------------------------------------------------------------------------
 
     @property
-    def models(self) -> list[BaseModel]:
+    def models(self) -> list[PreparedModel]:
         return list(self._models.values())
 
     def context_length(self, name: str) -> int:
@@ -173,7 +173,7 @@ class Supervisor:
                 field=field,
             )
 
-    async def model(self, name: str, field: str) -> BaseModel:
+    async def model(self, name: str, field: str) -> PreparedModel:
         """A base model; a service that loads models on demand fetches and loads it first."""
         self.check_model(name, field)
         if name in self._models:  # no lock: another model may be loading

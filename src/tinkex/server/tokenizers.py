@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from tinkex._wire import json_codec
-from tinkex.engine.base_models import BaseModel
+from tinkex.engine.base_models import PreparedModel
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types._tokenizer_files import (
     TOKENIZER_FILES,
@@ -61,7 +61,7 @@ async def file(service: Service, request: Request) -> Response:
     raise NotFoundError(f"The tokenizer of {base.name} has no file {name!r:.80}.")
 
 
-async def _base_model(service: Service, request: Request) -> BaseModel:
+async def _base_model(service: Service, request: Request) -> PreparedModel:
     try:
         return await service.engine.model(request.path_params["base_model"], "base_model")
     except InvalidInputError as error:
