@@ -182,7 +182,7 @@ def test_alias_names_are_found_without_installing():
 
 # -- installing ----------------------------------------------------------------------------------
 
-OFFICIAL = {  # what stands for an official SDK that is installed
+OFFICIAL = {  # files of a fake installed official SDK
     "site/tinker/__init__.py": "from . import types\n__version__ = '0.7.0'\nclass ServiceClient: ...\n",
     "site/tinker/types/__init__.py": "from .tensor_data import TensorData\n",
     "site/tinker/types/tensor_data.py": "class TensorData: ...\n",
@@ -230,7 +230,7 @@ def test_imported_official_package_is_replaced(python):
     assert TensorData is tinkex.TensorData
     assert importlib.metadata.version("tinker") == "0.36.0"
     assert "tinker.special" not in sys.modules
-    assert official.types.TensorData is OfficialTensor  # what holds the old one keeps it
+    assert official.types.TensorData is OfficialTensor  # existing references keep the official class
     """
     python("-c", dedent(script), files=OFFICIAL, PYTHONPATH="site")
 
@@ -559,7 +559,7 @@ def test_awaitable_future_fails_and_is_cancelled_with_its_wrapped_future():
     late = AwaitableConcurrentFuture(running := concurrent.futures.Future[int]())
     running.set_running_or_notify_cancel()
     late.cancel()
-    running.set_result(1)  # nobody wants it any more
+    running.set_result(1)  # the outer future is cancelled already
     assert late.cancelled()
 
 

@@ -1,4 +1,4 @@
-"""The documentation does what it says: its code runs, its commands exist, and nothing public is left out.
+"""The documentation is correct: its code runs, its commands exist, and every public name is in it.
 
 Python blocks run page by page, in order, in one namespace, against a real service; guides begin where
 `docs/guides/index.md` leaves off, as they tell their readers. A block that cannot run here has

@@ -619,17 +619,17 @@ class Config:
     http_pool: Option[str, str | None] = setting(
         f"Name of a connection pool. {_NO_EFFECT}", _text, env="TINKEX_HTTP_POOL")
     pool_size: Option[int, int] = setting(
-        "Connections per pool on which samples are sent over HTTP/1.1.",
+        "Connections in one group for samples over HTTP/1.1.",
         _whole(1), DEFAULT_POOL_SIZE, env="TINKEX_POOL_SIZE", read=_read_count, env_first=True)
     pool_count: Option[int, int] = setting(
-        "Pools of pool_size connections; further ones open while samples wait for a connection.",
+        "Largest number of groups of pool_size connections; another one opens when samples wait for a connection.",
         _whole(1), DEFAULT_POOL_COUNT, env="TINKEX_POOL_COUNT", read=_read_count, env_first=True)
     dispatch_concurrency: Option[int, int] = setting(
-        "Samples in flight that the service has not yet accepted, at most.", _whole(1), 400)
+        "Largest number of samples in flight that the service has not yet accepted.", _whole(1), 400)
     throttled_dispatch_concurrency: Option[int, int] = setting(
         "The same limit for ten seconds after the service answered 429.", _whole(1), 10)
     dispatch_byte_budget: Option[int, int | None] = setting(
-        "Bytes of samples in flight, at most; by default the limit that the service names.", _whole(1))
+        "Largest size of all samples in flight, in bytes; by default the limit that the service names.", _whole(1))
     shared_limits: Option[bool, bool] = setting(
         "Share these limits, and the pause after a 429, with all clients of the same base_url and key that set this.",
         _flag, False)
