@@ -1,4 +1,4 @@
-"""A small client of the API itself: plain HTTP and plain JSON, so that tests see what is on the wire."""
+"""A small client of the HTTP API, with plain HTTP and JSON, so that tests see the wire format."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def training_request(
 
 
 class Api:
-    """One user of a service."""
+    """One client of a service."""
 
     def __init__(self, url: str, key: str | None = None, **headers: str) -> None:
         if key is not None:
             headers["X-API-Key"] = key
-        # Whatever the machine's proxy settings are, this service is on loopback.
+        # Ignore the machine's proxy settings: this service is on loopback.
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class Api:
     # -- plain calls -----------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """Any call; `body` is JSON, or bytes that are sent as they are, by default as JSON."""
+        """Send any request; `body` is an object to encode as JSON, or raw bytes, by default of JSON."""
         if isinstance(body, bytes):
             options["content"] = body
             options["headers"] = {"content-type": JSON, **options.get("headers", {})}
@@ -91,20 +91,20 @@ class Api:
     # -- futures -------------------------------------------------------------------------------------
 
     def poll(self, promise: Any, accept: str = "application/json", **more: Any) -> httpx.Response:
-        """One poll for a result."""
+        """Poll once for a result."""
         request_id = promise["request_id"] if isinstance(promise, dict) else promise
         return self.post(
             "retrieve_future", {"request_id": request_id, **more}, headers={"accept": accept}
         )
 
     def retrieve(self, promise: Any, accept: str = "application/json") -> Any:
-        """The result, however many polls it takes; bytes if it is protobuf."""
+        """Poll until the result is ready and return it; bytes if it is protobuf."""
         while (answer := self.poll(promise, accept)).status_code == 408:
             assert answer.json()["type"] == "try_again"
         assert answer.status_code == 200, answer.text
         return answer.content if answer.headers["content-type"] == PROTO else answer.json()
 
-    # -- things --------------------------------------------------------------------------------------
+    # -- models and samplers -------------------------------------------------------------------------
 
     def session(self, **fields: Any) -> str:
         body = {"tags": [], "sdk_version": "0.36.0", "type": "create_session", **fields}
@@ -124,7 +124,7 @@ class Api:
         return Model(self, made["model_id"])
 
     def loaded(self, path: str, session_id: str | None = None, number: int = 0, **fields) -> Model:
-        """A new model made of a checkpoint."""
+        """A new model from a checkpoint."""
         body = {"session_id": session_id or self.session(), "model_seq_id": number, "path": path}
         made = self.retrieve(self.told("load_weights", body | fields))
         return Model(self, made["model_id"])
@@ -140,7 +140,7 @@ class Api:
 
 
 class Model:
-    """A model whose requests are numbered like a client does."""
+    """A model; numbers its requests as a client does."""
 
     def __init__(self, api: Api, model_id: str, next_seq: int = 1) -> None:
         self.api = api
@@ -156,21 +156,21 @@ class Model:
         return self.next_seq - 1
 
     def ask(self, operation: str, **fields: Any) -> httpx.Response:
-        """Send a request under the next number, or the one that is given."""
+        """Send a request with the next number, or with the given one."""
         if "seq_id" not in fields:
             fields["seq_id"] = self.seq()
         return self.api.post(operation, {"model_id": self.model_id, **fields})
 
     def send(self, operation: str, **fields: Any) -> Any:
-        """Send a request; its promise."""
+        """Send a request and return its promise."""
         return _content(self.ask(operation, **fields))
 
     def do(self, operation: str, **fields: Any) -> Any:
-        """Send a request; its result."""
+        """Send a request and return its result."""
         return self.api.retrieve(self.send(operation, **fields))
 
     def forward_backward(self, data=None, loss_fn="cross_entropy", **more: Any) -> Any:
-        """A promise of a pass."""
+        """Send a pass and return its promise."""
         inputs = {"data": [datum()] if data is None else data, "loss_fn": loss_fn}
         for name in ("loss_fn_config",):
             if name in more:
@@ -181,7 +181,7 @@ class Model:
         return self.send("optim_step", adam_params={"learning_rate": learning_rate}, **more)
 
     def step(self, data=None) -> float:
-        """One step of training; the loss before it."""
+        """Train one step and return the loss before it."""
         passed, stepped = self.forward_backward(data), self.optim_step()
         result = self.api.retrieve(passed)
         assert "metrics" in self.api.retrieve(stepped)
@@ -189,19 +189,19 @@ class Model:
         return loss
 
     def logprobs(self, data=None) -> list[list[float]]:
-        """What the model says of examples now."""
+        """The model's current logprobs of examples."""
         inputs = {"data": [datum()] if data is None else data, "loss_fn": "cross_entropy"}
         result = self.do("forward", forward_input=inputs)
         return [output["logprobs"]["data"] for output in result["loss_fn_outputs"]]
 
     def save(self, name: str, operation: str = "save_weights", **fields: Any) -> str:
-        """Save; the path."""
+        """Save a checkpoint and return its path."""
         path: str = self.do(operation, path=name, **fields)["path"]
         return path
 
 
 class Sampler:
-    """A sampler whose requests are numbered like a client does."""
+    """A sampler; numbers its requests as a client does."""
 
     def __init__(self, api: Api, sampler_id: str) -> None:
         self.api = api
@@ -209,7 +209,7 @@ class Sampler:
         self.next_seq = 0
 
     def request(self, prompt=(5, 6, 7), num_samples=1, fields=None, **params: Any) -> Any:
-        """The body of a request; `params` say how to sample, `fields` what else there is to say."""
+        """The body of a request; `params` are its sampling_params, `fields` are other fields."""
         self.next_seq += 1
         return {
             "prompt": {"chunks": [{"tokens": list(prompt), "type": "encoded_text"}]},

@@ -1,7 +1,7 @@
-"""A disk that fails at a chosen write: every call by which Python changes the disk is counted, and some of them fail.
+"""A disk that fails at chosen writes: counts every Python call that changes the disk, and makes some of them fail.
 
-Writes of SQLite and of safetensors happen out of sight. For SQLite, commits are counted in their place; the files of
-safetensors are flushed afterwards, and that is counted.
+Writes inside SQLite and safetensors cannot be seen from Python. Instead, SQLite's commits are counted, and the flushes
+that follow each safetensors file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FailingDisk"]
 
 
 class FailingDisk:
-    """While `broken` says so for the number of a write, the write fails with `number`."""
+    """A write fails with the error `number` if `broken` is true for the write's index."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> None:
         self.count = 0
@@ -44,7 +44,7 @@ class FailingDisk:
         monkeypatch.setattr(io, "open", open_file)
 
     def watch(self, engine: sa.Engine) -> None:
-        """Count the commits of a database too."""
+        """Also count the commits of a database."""
 
         @sa.event.listens_for(engine, "commit")
         def commit(_: object) -> None:

@@ -1,8 +1,8 @@
-"""A power cut: what is left of a directory when only what was flushed has reached the disk.
+"""Simulates a power cut: only flushed data has reached the disk.
 
-While `SyncedState` is entered, every `os.fsync` of this process is recorded: of a file its content, of a directory its
-names. `after_power_cut` builds a directory of these alone: a name that was not flushed is missing, a file that was
-not flushed is empty. SQLite flushes by itself, out of sight; its files are taken as they are.
+While `SyncedState` is entered, every `os.fsync` of this process is recorded: the content of a file, the names in a
+directory. `after_power_cut` builds a directory from these records: a name that was not flushed is missing, a file that
+was not flushed is empty. SQLite's own flushes cannot be seen from Python, so its files are copied as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SyncedState:
         self._fsync = os.fsync
         self._files: dict[int, bytes] = {}
         self._names: dict[int, dict[str, tuple[int, bool]]] = {}
-        self._open: dict[int, int] = {}  # keeps numbers of deleted files from being used again
+        self._open: dict[int, int] = {}  # keeps the inodes of deleted files from being reused
         monkeypatch.setattr(os, "fsync", self._record)
 
     def __enter__(self) -> Self:
@@ -49,7 +49,7 @@ class SyncedState:
             self._files[found.st_ino] = opened.read_bytes()
 
     def after_power_cut(self, target: Path) -> Path:
-        """What the next start finds."""
+        """Build the directory that the next start finds."""
         target.mkdir()
         self._rebuild(self._root.stat().st_ino, target)
         for file in self._root.glob("tinkex.db*"):

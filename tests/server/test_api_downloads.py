@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP: links that expire, and transfers that are taken up again."""
+"""Checkpoint downloads over HTTP: expiring links and resumed transfers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def api(running):
 
 
 def link(api: Api, path: str) -> str:
-    """Where a checkpoint can be fetched."""
+    """The download URL of a checkpoint."""
     run, _, checkpoint = path.removeprefix("tinker://").partition("/")
     answer = api.get(f"training_runs/{run}/checkpoints/{checkpoint}/archive")
     assert answer.status_code == 302
@@ -137,7 +137,7 @@ def test_links_expire(api, clock):
         refused = api.http.get(url)
         assert refused.status_code == 403
         assert "expired" in refused.json()["detail"]
-        # A part of it neither, nor with another time written into it.
+        # Neither can a range of it, nor a link with a changed expiry.
         assert api.http.get(url, headers={"range": "bytes=0-"}).status_code == 403
         later = url.replace("expires=1", "expires=2")
         assert "signature is wrong" in api.http.get(later).json()["detail"]
@@ -149,7 +149,7 @@ def test_links_do_not_outlive_the_checkpoint(api, clock):
     clock.moment += HOUR - timedelta(minutes=1)
     url = link(api, path)
     assert api.http.get(url).status_code == 200
-    clock.moment += timedelta(minutes=1)  # the link has 59 minutes left; nobody has swept up yet
+    clock.moment += timedelta(minutes=1)  # the link has 59 minutes left; no cleanup has run yet
     assert api.http.get(url).status_code == 404
 
 
@@ -170,7 +170,7 @@ def test_a_link_opens_only_its_own_checkpoint(api, running):
 
 
 def test_files_outside_a_checkpoint_are_not_sent(api, running):
-    """Even under a link that the service has signed."""
+    """Even with a link that the service has signed."""
     path = api.model().save("one", "save_weights_external")
     (place,) = (running.data_dir / "checkpoints").glob("*/external/one")
     (place / "link").symlink_to(running.data_dir / "secret")

@@ -1,4 +1,4 @@
-"""Bad input of every kind: told by name, charged to nobody, survived by all."""
+"""Invalid input of every kind: the error names the field, and the service keeps working."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def api():
 
 @pytest.fixture(scope="module")
 def model(api):
-    """One model for all of it: whatever happens, it goes on."""
+    """One model for all tests: it must keep working after each."""
     return api.model()
 
 
@@ -45,18 +45,18 @@ def alive(model, sampler):
 
 
 def complaint(api, answer):
-    """What was said: by a status, or by a result. It is the user's fault either way."""
+    """The error message, from a status or a result; its category is always "user"."""
     if answer.status_code == 200:
         result = api.retrieve(answer.json())
         assert result["category"] == "user", result
         return result["error"]
     assert 400 <= answer.status_code < 500, answer.text
-    assert answer.status_code not in {402, 408, 409, 429}  # clients would try those again
+    assert answer.status_code not in {402, 408, 409, 429}  # clients would retry those
     assert answer.json()["category"] == "user"
     return answer.json()["detail"]
 
 
-# -- sampling: how much one request may ask for ----------------------------------------------------------
+# -- limits of a sample request --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def complaint(api, answer):
             {"num_samples": 64, "max_tokens": 256},
             {"topk_sample_logprobs": 257},
         ),
-        (  # without a number of tokens, as many as the context has
+        (  # without max_tokens the limit is the rest of the context
             "max_alternatives",
             "topk_sample_logprobs",
             {"num_samples": 64, "max_tokens": None},
@@ -207,7 +207,7 @@ def test_an_invalid_pass_is_refused(api, model, operation, inputs, field):
         (TensorData([1.5, 2.5], "float32"), "data.0.target_tokens"),
         (TensorData([5, 300], "int64"), "data.0.target_tokens"),
         (TensorData([5], "int64"), "data.0.target_tokens"),
-        # A few bytes that would take terabytes written out.
+        # A few bytes that would take terabytes as a dense tensor.
         (TensorData([], "int64", [2, 2**40], [0, 0, 0], []), "data.0.target_tokens"),
     ],
     ids=["not integers", "vocabulary", "length", "sparse"],
@@ -265,7 +265,7 @@ def test_values_that_are_not_numbers_are_refused(api, model, number):
     refused = api.post("optim_step", body.encode())
     assert refused.status_code == 422
     assert "body" in refused.json()["detail"] or "learning_rate" in refused.json()["detail"]
-    if "learning_rate" in refused.json()["detail"]:  # then its number was read, and is used up
+    if "learning_rate" in refused.json()["detail"]:  # then its number was read and is used up
         model.seq()
 
 
@@ -453,7 +453,7 @@ def test_a_body_over_the_limit_is_refused(api, model):
     for named in ("forward_backward", "1048576", "--set max_body_bytes"):
         assert named in refused.json()["detail"]
 
-    def pieces():  # without a length stated beforehand
+    def pieces():  # without a Content-Length
         for _ in range(40):
             yield b" " * 65536
 
@@ -521,7 +521,7 @@ def test_telemetry_events_that_are_not_a_list_are_ignored(api, events):
 
 
 def test_bad_requests_do_not_disturb_good_ones(api):
-    """Good and bad in one line: the good ones come out as if they had been alone."""
+    """Valid and invalid requests in one queue: the valid ones give the same results as alone."""
     lonely, crowded = api.model(), api.model()
     for _ in range(3):
         lonely.step()

@@ -1,4 +1,4 @@
-"""A pass in several requests counts as a whole or not at all, whatever happens in between."""
+"""A pass in several requests counts completely or not at all, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def api(tinkex_fake):
 
 
 def part(model: Model, data, index: int, count: int = 3, pass_id: str = "p"):
-    """The answer to one request of a pass."""
+    """The response to one request of a pass."""
     body = {
         "model_id": model.model_id,
         "seq_id": model.seq(),
@@ -37,7 +37,7 @@ def part(model: Model, data, index: int, count: int = 3, pass_id: str = "p"):
 
 
 def run(model: Model, *requests, pass_id: str = "p"):
-    """Send the requests of one pass; their results."""
+    """Send the requests of one pass and return their results."""
     answers = [
         part(model, data, index, len(requests), pass_id) for index, data in enumerate(requests)
     ]
@@ -104,7 +104,7 @@ def test_a_refused_request_discards_the_whole_pass(api):
 def test_a_cancelled_request_discards_the_whole_pass(api):
     model = api.model()
     later = [part(model, data, index) for index, data in enumerate(GOOD)]
-    # Whether it still waits is not known here; a request that has run cannot be cancelled.
+    # It may have run already; then it cannot be cancelled.
     api.post("cancel_future", {"request_id": later[1].json()["request_id"]})
     results = [api.retrieve(answer.json()) for answer in later]
     norm = grad_norm(model)
@@ -125,7 +125,7 @@ def test_an_unreadable_tag_is_refused(api):
 
 
 def undisturbed(running) -> object:
-    """The numbers of a life in which nothing happens between requests."""
+    """The losses of a run without any fault between requests."""
     with Api(running.url) as api:
         return _life(api.model(), lambda model: model)
 
@@ -184,7 +184,7 @@ def test_a_pass_survives_the_death_of_the_engine_between_its_requests(tinkex_tin
     moments = itertools.count()
 
     def kill(model: Model) -> Model:
-        if next(moments) == 1:  # two of three requests are done
+        if next(moments) == 1:  # two of three requests have run
             (engine,) = engines() - others
             os.kill(engine, signal.SIGKILL)
         return model

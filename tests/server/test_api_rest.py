@@ -1,4 +1,4 @@
-"""Everything that is not training or sampling: sessions, runs, checkpoints, files, reports, and who sees what."""
+"""Operations besides training and sampling: sessions, runs, checkpoints, files, telemetry and access."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_session_stays_active_until_it_is_finished(api):
     session = api.session()
     assert api.post("session_heartbeat", {"session_id": session}).status_code == 200
     assert api.post("session_heartbeat", {"session_id": "nobody"}).status_code == 404
-    for reason in ("errored", "success"):  # the first stays
+    for reason in ("errored", "success"):  # the first reason stays
         body = {"reason": {"type": reason}, "detail": reason}
         assert api.post(f"sessions/{session}/finish", body).status_code == 200
     gone = api.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
@@ -146,7 +146,7 @@ def test_a_session_without_heartbeats_expires():
     silent = service("fake", session_expiry=0.0, housekeeping_interval=0.01)
     with silent as running, Api(running.url) as api:
         session = api.session()
-        while True:  # whoever searches is not heard of
+        while True:  # a search is no heartbeat
             (found,) = api.told("sessions/search", {"session_id": session})["sessions"]
             if found["status"]["type"] != "active":
                 break
@@ -312,12 +312,12 @@ def test_checkpoints_are_listed_in_the_clients_format():
         assert mine["cursor"] == {"offset": 0, "limit": 2, "total_count": 3}
         rest = api.got("checkpoints", limit=2, offset=2)
         assert [entry["tinker_path"] for entry in rest["checkpoints"]] == [paths[0]]
-        # Clients before 0.28 cannot read of external ones.
+        # Clients before 0.28 cannot decode external ones.
         with Api(running.url, **OLD_CLIENT) as old:
             for where in ("checkpoints", f"training_runs/{model.model_id}/checkpoints"):
                 kinds = {entry["checkpoint_type"] for entry in old.got(where)["checkpoints"]}
                 assert kinds == {"training", "sampler"}
-            # Pages are full and counted without them.
+            # Page sizes and counts leave them out.
             page = old.got("checkpoints", limit=2, offset=0)
             assert [entry["tinker_path"] for entry in page["checkpoints"]] == [paths[1], paths[0]]
             assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 2}
@@ -626,7 +626,7 @@ def test_a_key_reads_only_its_own_telemetry(tmp_path):
     ):
         session_id = mine.session()
         report(mine, session_id, *named("secret"))
-        report(yours, session_id, *named("secret"))  # an id of mine is of no use to others
+        report(yours, session_id, *named("secret"))  # another key cannot use my session id
         assert len(reported(mine, session_id=session_id).json()["events"]) == 1
         assert len(reported(yours).json()["events"]) == 1
         assert reported(nobody).status_code == 401
@@ -781,4 +781,4 @@ def test_a_public_checkpoint_can_be_read_but_not_changed_by_others(two):
     for place in places:
         assert ann.ask("DELETE", f"{place}/publish").status_code == 200
     assert bob.post("weights_info", {"tinker_path": public}).status_code == 404
-    assert theirs.step() > 0  # what was loaded is loaded
+    assert theirs.step() > 0  # loaded weights stay loaded

@@ -1,4 +1,4 @@
-"""A service that is stopped and started again on the same data: nobody has to notice."""
+"""A service that is restarted on the same data: clients notice nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINISH = {"reason": {"type": "success"}}
 
 
 class Restarting:
-    """A service on a data directory of its own, and one user of it."""
+    """A service on its own data directory, and one client."""
 
     def __init__(self, data_dir, **settings):
         self.data_dir, self.settings = data_dir, settings
@@ -43,7 +43,7 @@ def place(tmp_path):
 
 
 def again(model: Model, api: Api) -> Model:
-    """The same model, asked through another connection."""
+    """The same model through another connection."""
     return Model(api, model.model_id, model.next_seq)
 
 
@@ -69,7 +69,7 @@ def test_training_after_a_restart_gives_the_same_losses(place, tmp_path_factory)
         expected = steps(whole, range(20, 28)), whole.logprobs([datum((20, 25), (21, 26))])
     model = place.api.model()
     losses = steps(model, range(20, 24))
-    passed = model.forward_backward([datum((24, 25, 9), (25, 9, 3))])  # no step follows yet
+    passed = model.forward_backward([datum((24, 25, 9), (25, 9, 3))])  # no optim_step yet
     losses.append(place.api.retrieve(passed)["metrics"]["loss:sum"])
     model = again(model, place.restart())
     model.optim_step()
@@ -92,7 +92,7 @@ def test_losses_are_the_same_with_and_without_snapshots(tmp_path):
 
 
 def test_a_random_adapter_initialisation_survives_a_restart(place):
-    model = place.api.model(lora_config={"rank": 4})  # the seed is the service's
+    model = place.api.model(lora_config={"rank": 4})  # the service draws the seed
     model.step()
     before = model.logprobs()
     assert again(model, place.restart()).logprobs() == before
@@ -108,7 +108,7 @@ def test_a_request_waiting_for_an_earlier_number_still_waits_after_a_restart(pla
     model.forward_backward(seq_id=1)
     assert api.retrieve(step)["metrics"]["grad_norm"] > 0
     assert api.retrieve(passed)["metrics"]["loss:sum"] > 0
-    assert model.optim_step(seq_id=2) == step  # repetition is still known
+    assert model.optim_step(seq_id=2) == step  # the retry is still recognised
 
 
 def test_an_earlier_refused_number_is_skipped_after_a_restart(place):
@@ -168,7 +168,7 @@ def test_samplers_give_the_same_samples_after_a_restart(place):
 
 
 def test_a_retried_create_sampler_returns_the_original_after_a_restart(place):
-    """A client may not have heard that its sampler was made; by now its checkpoint is another."""
+    """The client lost the response and retries; its checkpoint has been replaced meanwhile."""
     model = place.api.model()
     model.step()
     path = model.save("latest")
@@ -244,7 +244,7 @@ def test_a_model_created_from_a_checkpoint_survives_its_deletion(place):
 
 
 def test_a_model_created_from_a_checkpoint_survives_its_overwrite(place):
-    """What everybody does who saves under one name and goes on from there."""
+    """The usual pattern: save under one name and continue from there."""
     first = place.api.model()
     first.step()
     path = first.save("latest")
@@ -341,7 +341,7 @@ def test_the_service_starts_despite_an_unreadable_request(place, tmp_path):
         assert "error" in api.retrieve(f"{number:032}")
 
 
-# -- runs that cannot be brought back ----------------------------------------------------------
+# -- runs that cannot be restored --------------------------------------------------------------
 
 
 def corrupted(api: Api, model: Model) -> bool:
@@ -350,10 +350,10 @@ def corrupted(api: Api, model: Model) -> bool:
 
 
 def check_given_up(place: Restarting, model: Model, why: str) -> None:
-    """Its requests fail with the reason, its run says so, and others are not disturbed, for good."""
+    """Its requests fail with the reason, its run is marked, and other runs are not affected, also after a restart."""
     api = place.restart()
     model = again(model, api)
-    assert not corrupted(api, model)  # nobody has looked yet
+    assert not corrupted(api, model)  # not detected yet
     failed = api.retrieve(model.optim_step())
     assert why in failed["error"]
     assert failed["category"] == "server"
@@ -369,7 +369,7 @@ def test_a_damaged_snapshot_marks_the_run_corrupted(tmp_path):
     place = Restarting(tmp_path, snapshot_every=0.0)
     model = place.api.model()
     snapshots = tmp_path / "snapshots"
-    while not list(snapshots.glob("*/current.json")):  # written beside the work
+    while not list(snapshots.glob("*/current.json")):  # written in the background
         model.step()
     path = model.save("last")
     before = model.logprobs()
@@ -393,7 +393,7 @@ def test_a_journal_with_a_gap_marks_the_run_corrupted(place, tmp_path):
 
 
 def rewrite_without_change(directory, lost, *, keep_request=False):
-    """Take one request and its result out of a journal, or its result alone."""
+    """Remove one request and its result from a journal, or only its result."""
     old, new = Journal(directory), Journal(directory.with_name("rewritten"))
     records = old.open()
     new.open()

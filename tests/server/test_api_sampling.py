@@ -1,4 +1,4 @@
-"""Sampling over HTTP: what is asked, what comes back, repeating, cancelling, streaming."""
+"""Sampling over HTTP: requests, responses, retries, cancellation, streaming."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_sampler_keeps_its_weights_while_training_continues(api):
     assert [sampler.sample() for sampler in samplers] == before
     newer = api.sampler(model.session_id, 3, model_path=path)
     assert newer.sample() != before[0]
-    # And training did not follow the samplers.
+    # And sampling did not change the training model.
     assert model.logprobs()[0][0] > api.model().logprobs()[0][0]
 
 
@@ -153,7 +153,7 @@ def test_each_copy_of_a_client_gets_its_own_number(api, sampler):
 
 
 def drawn(api, **source) -> list[list[int]]:
-    """What is drawn of a model or a checkpoint that the request itself names."""
+    """Sample from a model or checkpoint that the request itself names."""
     return Sampler(api, "").tokens(fields={"sampling_session_id": None, **source})
 
 
@@ -204,7 +204,7 @@ def test_implicit_samplers_are_limited_and_end_with_their_session(tmp_path):
         assert len(api.got("sessions")["sessions"]) == 3
 
 
-# -- drawing ---------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------------
 
 
 def test_a_promise_names_its_sequences(api, sampler):
@@ -385,7 +385,7 @@ def test_a_finished_sample_wakes_a_poll_for_any(api, sampler):
     assert [entry["request_id"] for entry in heard[0]["completions"]] == [promise["request_id"]]
 
 
-# -- leaving early ----------------------------------------------------------------------------------------------
+# -- cancellation -----------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_sample_fails_as_cancelled(api, sampler):

@@ -1,4 +1,4 @@
-"""Training over HTTP: bodies of all releases, order, repetition, results."""
+"""Training over HTTP: request formats of all releases, order, retries, results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def api():
 
 @pytest.fixture(scope="module")
 def impatient():
-    """A service that does not hold polls, so that what is not done is seen at once."""
+    """A service that answers polls at once, so that a test sees unfinished requests."""
     with service("fake", hold=0.05) as running, Api(running.url) as user:
         yield user
 
 
-# -- making models ---------------------------------------------------------------------------------
+# -- creating models -------------------------------------------------------------------------------
 
 
 def test_the_oldest_clients_can_create_and_train_a_model(api):
@@ -178,7 +178,7 @@ def test_the_result_format_follows_the_accept_header(api):
         assert as_proto.headers["content-type"] == PROTO
         decoded = decode_forward_backward_output(as_proto.content)
         assert json_codec.parse(json_codec.encode(decoded)) == as_json.json()
-    step = api.poll(model.optim_step(), PROTO)  # has no other form
+    step = api.poll(model.optim_step(), PROTO)  # has no protobuf form
     assert step.headers["content-type"] == "application/json"
 
 
@@ -229,15 +229,13 @@ def test_non_finite_numbers_reach_the_client(engine):
         in_proto = decode_forward_backward_output(api.retrieve(passed, PROTO)).metrics
         assert (in_json["loss:sum"], in_json["tokens:sum"]) == ("NaN", 3)
         assert np.isnan(in_proto["loss:sum"])
-        # As pydantic reads it, with which every client reads a step.
+        # As pydantic parses it: every client uses it for this result.
         step = json_codec.from_object(api.retrieve(stepped), OptimStepResponse)
         assert step.metrics is not None
         assert np.isnan(step.metrics["grad_norm"])
         assert step.metrics["learning_rate"] == 0.01
         assert "NaN" in map(str, model.logprobs()[0])
-        if (
-            engine == "torch"
-        ):  # all weights are NaN; the fake engine loses those of a few tokens only
+        if engine == "torch":  # all weights are NaN; in the fake engine only those of a few tokens
             refused = api.sampler(model_path=model.save("w")).sample()
             assert refused["category"] == "user"
             assert "finite" in refused["error"]
@@ -287,7 +285,7 @@ def test_a_result_wakes_all_polls_and_can_be_fetched_again(api):
     waiting = [threading.Thread(target=lambda: answers.append(api.poll(promise))) for _ in range(5)]
     for thread in waiting:
         thread.start()
-    assert api.got("healthz")  # polls are held, others are answered
+    assert api.got("healthz")  # open polls do not block other requests
     model.forward_backward(seq_id=1)
     for thread in waiting:
         thread.join()
@@ -345,7 +343,7 @@ def test_a_retried_training_request_runs_once(api):
         for _ in range(times):
             stepped = model.optim_step(seq_id=2)
         api.retrieve(stepped)
-        assert model.forward_backward(seq_id=1) == passed  # also when it is long done
+        assert model.forward_backward(seq_id=1) == passed  # also after it has finished
         assert model.optim_step(seq_id=2) == stepped
         model.next_seq = 3
     assert once.logprobs() == twice.logprobs()
@@ -403,7 +401,7 @@ def test_a_number_refused_in_protobuf_does_not_delay_the_next(api):
         ModelInput.from_ints([5, 6]), {"target_tokens": TensorData.from_numpy(np.array([6, 7]))}
     )
     body = training_request(model.model_id, model.seq(), [strange])
-    # The target's dtype is one that the protocol does not have.
+    # A dtype that the protocol does not have.
     body = body.replace(b"\x18\x02", b"\x18\x09", 1)
     refused = api.post("forward_backward", body, headers={"content-type": PROTO})
     assert refused.status_code == 422
@@ -435,7 +433,7 @@ def test_a_failed_request_has_an_error_result(api):
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["category"] == "user"
     assert "loss_fn" in answer.json()["error"]
-    # What was queued behind it is done all the same.
+    # Requests queued after it still run.
     assert api.retrieve(model.optim_step())["metrics"]["grad_norm"] == 0
 
 
@@ -457,10 +455,10 @@ def test_requests_over_the_pending_limit_get_429_and_can_be_retried():
         assert float(refused.headers["retry-after-ms"]) > 0
         sampler = api.sampler()
         assert api.post("asample", sampler.request()).status_code == 429
-        assert stuck.optim_step(seq_id=3) == waiting[1]  # what is in line may be asked for again
+        assert stuck.optim_step(seq_id=3) == waiting[1]  # a queued request may be retried
         api.told(f"sessions/{stuck.session_id}/finish", {"reason": {"type": "success"}})
         assert {api.retrieve(promise)["category"] for promise in waiting} == {"user"}
-        assert model.step() > 0  # under the very number that had to wait
+        assert model.step() > 0  # with the number that was refused before
         assert sampler.tokens()
 
 

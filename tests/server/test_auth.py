@@ -1,4 +1,4 @@
-"""Keys in files, keys in headers, and where none are needed."""
+"""API keys in files and headers, and services without keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keys(load):
     )
 
 
-# --- who is calling
+# --- the owner of a request
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_api_key_header_takes_precedence_over_a_bearer_token(keys):
         {"x-api-key": ALICE + "x"},
         {"x-api-key": ALICE[:-1]},
         {"x-api-key": ALICE.upper()},
-        {"x-api-key": hash_key(ALICE)},  # what stands in the file opens nothing
+        {"x-api-key": hash_key(ALICE)},  # the hash from the key file is no key
         {"x-api-key": hash_key(ALICE).removeprefix("sha256:")},
         {"x-api-key": "alice"},
         {"x-api-key": f"alice: {ALICE}"},

@@ -1,4 +1,4 @@
-"""A backup that is taken while the service works is one that a service can start with."""
+"""A service can start from a backup that was taken while the original was working."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .api import Api, Model, Sampler, datum
 
 
 def train(model: Model, stop: threading.Event, said: list[object]) -> None:
-    """Train and save until told to stop; what the model says after each step."""
+    """Train and save until stopped; return the model's output after each step."""
     said.append(model.logprobs())
     while not stop.is_set():
         model.step()
@@ -62,7 +62,7 @@ def check(
     sampler: Sampler,
     drawn: object,
 ) -> None:
-    """Each run is what it was after one of its steps, and so is its checkpoint."""
+    """Each run and its checkpoint are in the state after one of the steps."""
     with service("fake", data_dir=directory) as running, Api(running.url) as api:
         assert api.sampler(model_path=kept).tokens(seed=5) == drawn
         assert Sampler(api, sampler.sampler_id).tokens(seed=5, fields={"seq_id": 77}) == drawn

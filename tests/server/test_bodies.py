@@ -1,4 +1,4 @@
-"""Small bodies that would cost much, and large ones: refused by their operation's limits, or decoded off the loop."""
+"""Large bodies, and small ones that would expand: refused by the operation's limits, or decoded in a thread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_operation_bounds_its_body_before_and_after_decompression(api, row
     assert len(body) < 10_000
     for sent, more in ((large, {}), (body, headers)):
         refused = api.ask(row.method, path_of(row), sent, headers=more)
-        if row.name == "telemetry":  # clients resend a refused batch for ever
+        if row.name == "telemetry":  # clients retry a refused batch for ever
             assert refused.json() == {"status": "accepted"}
             continue
         assert refused.status_code == 413
@@ -139,7 +139,7 @@ def test_a_large_pass_is_decoded_and_run(api):
     assert model.step(data) > 0
     refused = model.ask("forward_backward", forward_backward_input={"data": [*data, 5]})
     assert refused.status_code == 422
-    assert model.step() > 0  # its number was read off the loop too, and nobody waits for it
+    assert model.step() > 0  # its number was read in a thread and is skipped
 
 
 def test_large_bodies_are_handled_in_a_thread(tmp_path):
@@ -210,7 +210,7 @@ def test_an_operator_can_raise_and_lower_the_limit_of_an_operation():
 
 
 class Trickle:
-    """A body of which the first part is sent, and the rest when told to."""
+    """A body that sends its first part, and the rest when the test releases it."""
 
     def __init__(self, first: bytes, rest: bytes) -> None:
         self.first, self.rest = first, rest

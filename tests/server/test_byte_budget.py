@@ -1,4 +1,4 @@
-"""Bytes of bodies in memory are counted, and refused beyond a limit."""
+"""Bytes of request bodies in memory are counted, and refused over a limit."""
 
 from __future__ import annotations
 

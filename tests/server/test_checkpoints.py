@@ -1,4 +1,4 @@
-"""Checkpoints as time passes: expiry with a clock of one's own."""
+"""Checkpoints and their expiry, with a fake clock."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_expired_checkpoints_are_deleted(checkpoints, database, clock):
         _, place = await checkpoints.readable("me", tinker_path(short))
         assert place.is_dir()
         clock.now += timedelta(seconds=1)
-        # It cannot be read from that moment on, whenever it is swept up.
+        # It cannot be read from that time on, even before the cleanup.
         with pytest.raises(NotFoundError, match="expired"):
             await checkpoints.readable("me", tinker_path(short))
         assert await checkpoints.delete_expired() == 1
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_replaced_an_expired_one_stays(checkpoints, clock):
         old = await save(checkpoints, "a", ttl_seconds=3600)
         extended = await save(checkpoints, "b", ttl_seconds=3600)
         clock.now += timedelta(hours=1)
-        # Both are about to be swept up when their owner comes.
+        # The cleanup is about to delete both when their owner saves again.
         new = await checkpoints.add(RUN, "training", "a", "me", 1, ttl_seconds=None)
         await checkpoints.set_ttl(extended, None)
         for row in (old, extended):
@@ -227,7 +227,7 @@ def test_a_copy_is_complete_and_independent(checkpoints, database):
         _, place = await checkpoints.readable("me", tinker_path(copied))
         assert (place / "file").read_text() == "a"
         with pytest.raises(InvalidInputError, match="path"):
-            await checkpoints.copy(copied, "s:train:1", "me", None)  # the name is taken
+            await checkpoints.copy(copied, "s:train:1", "me", None)  # the name is in use
         with pytest.raises(InvalidInputError, match="ttl_seconds"):
             await checkpoints.copy(copied, "s:train:1", "me", 60)
 
@@ -276,7 +276,7 @@ def test_a_row_is_converted_to_the_clients_format(checkpoints):
 
 
 def test_housekeeping_deletes_expired_checkpoints(tmp_path):
-    """Housekeeping itself, with a checkpoint whose time was over before it began."""
+    """Runs the real housekeeping with a checkpoint that has expired before it starts."""
 
     async def scenario():
         settings = Settings(

@@ -1,4 +1,4 @@
-"""A wall clock that is set by a day, forward or back, while the service runs: nothing is deleted early, nothing hangs."""
+"""The wall clock is set forward or back by a day while the service runs: nothing is deleted early, nothing hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY = timedelta(days=1)
 
 
 class Times:
-    """A wall clock that can be set, and the steady one beside it."""
+    """A wall clock that can be set, and a steady one."""
 
     def __init__(self) -> None:
         self.wall, self.steady = START, 5.0
@@ -71,7 +71,7 @@ def test_setting_the_clock_deletes_no_result_session_checkpoint_or_sampler(tmp_p
                 assert "sequences" in await told(client, "asample", sample | source)
             step = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.01}}
             assert "metrics" in await told(client, "optim_step", step)
-            # Their time comes all the same, when both clocks have got there.
+            # They expire once both clocks have passed their expiry.
             times.passes(7200 + max(0.0, -jump.total_seconds()))
             await made.keep_house()
             gone = await client.post("asample", json=sample | {"model_path": path})
@@ -81,7 +81,7 @@ def test_setting_the_clock_deletes_no_result_session_checkpoint_or_sampler(tmp_p
 
 
 def test_work_is_measured_by_the_steady_clock(tmp_path):
-    """Else a clock that is set back would put off the next snapshot by as much."""
+    """Otherwise setting the clock back would delay the next snapshot by as much."""
     times = Times()
 
     async def scenario() -> None:
@@ -93,7 +93,7 @@ def test_work_is_measured_by_the_steady_clock(tmp_path):
             done = made.models._promises.finish
 
             def finish(*args, **options) -> None:
-                times.passes(6)  # as long as each request takes
+                times.passes(6)  # the duration of each request
                 done(*args, **options)
 
             made.models._promises.finish = finish

@@ -1,4 +1,4 @@
-"""What a peer without a key can do to the service: bounded in bytes, in time and in number."""
+"""Limits on bytes, time and number of connections for peers without a key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def alive(running):
 
 
 def exchange(url: str, *parts: bytes) -> bytes:
-    """All that is answered until the service closes the connection."""
+    """Everything that the service sends until it closes the connection."""
     parts_of_url = urlsplit(url)
     address = (parts_of_url.hostname or "", parts_of_url.port or 0)
     answer = b""
@@ -142,7 +142,7 @@ def test_http_1_0_is_served(running):
 
 
 class Peer:
-    """A connection to a service on a loop whose clock can be skipped."""
+    """A connection to a service on an event loop whose clock can skip ahead."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -187,7 +187,7 @@ def on_skipping_loop(scenario: Callable[[SkippingLoop], Coroutine[Any, Any, None
 
 
 async def is_open(peer: Peer) -> bool:
-    """Whether a connection that waits for a next request is answered."""
+    """Whether an idle connection still gets a response."""
     peer.send(HEALTH + b"\r\n")
     head = await peer.reader.readuntil(b"\r\n\r\n")
     await peer.reader.readexactly(_length(head))
@@ -202,7 +202,7 @@ def _length(head: bytes) -> int:
 
 
 async def drained(peer: socket.socket) -> bytes:
-    """All that a connection still has to give until its end."""
+    """The remaining bytes of a connection until its end."""
     loop, answer = asyncio.get_running_loop(), b""
     with contextlib.suppress(ConnectionError):
         while part := await loop.sock_recv(peer, 1 << 20):
@@ -217,8 +217,8 @@ def test_slow_senders_are_disconnected(tmp_path):
             assert await is_open(kept)
             half.send(HEALTH + b"a: b")
             body.send(POST + b"content-length: 100\r\n\r\n{")
-            empty.send(b"\r\n")  # begins no request
-            assert await is_open(kept)  # by now all of that has arrived
+            empty.send(b"\r\n")  # not the start of a request
+            assert await is_open(kept)  # by now all of it has arrived
             loop.skipped += 21.0
             assert await silent.rest() == b""
             assert await empty.rest() == b""
@@ -270,12 +270,10 @@ def test_a_peer_that_does_not_read_its_response_is_disconnected(tmp_path):
                 deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 deaf.setblocking(False)
                 await loop.sock_connect(deaf, ("127.0.0.1", port))
-                # More answers than the buffers between the two can hold.
+                # More responses than the socket buffers can hold.
                 docs = b"GET /docs HTTP/1.1\r\nhost: localhost\r\n\r\n"
                 await loop.sock_sendall(deaf, docs * MAX_PIPELINED)
-                for _ in range(
-                    45
-                ):  # one tick of the server each, and ten between two looks at deadlines
+                for _ in range(45):  # one server tick each; deadlines are checked every ten ticks
                     loop.skipped += 10.0
                     assert await is_open(probe)
                 answer = await drained(deaf)

@@ -1,4 +1,4 @@
-"""What was acknowledged is there after a power cut, and what a start does not know is not deleted."""
+"""Acknowledged data survives a power cut, and a start never deletes unknown files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .power_cut import SyncedState
 
 @pytest.fixture
 def cut(tmp_path, monkeypatch) -> Iterator[Callable[[], Path]]:
-    """The directory `live` of a service; each call gives what a power cut now would leave of it."""
+    """The directory `live` of a service; each call returns what a power cut now would leave of it."""
     (tmp_path / "live").mkdir()
     count = 0
     with SyncedState(tmp_path / "live", monkeypatch) as synced:
@@ -101,7 +101,7 @@ def test_acknowledged_samplers_survive_a_power_cut(tmp_path, cut):
 
 
 def test_replacing_a_checkpoint_never_leaves_its_name_empty(tmp_path, monkeypatch):
-    """At every moment there is the old checkpoint or the new one under its name."""
+    """At any time the name refers to the old checkpoint or to the new one."""
     place = tmp_path / "kept"
     seen = []
 
@@ -132,7 +132,7 @@ def test_exchange_reports_files_that_cannot_be_exchanged(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A data directory with two runs of three steps each, and what each says then."""
+    """A data directory with two runs of three steps each, and the output of each."""
     directory = tmp_path_factory.mktemp("trained") / "data"
     with service("fake", data_dir=directory) as running, Api(running.url) as api:
         models = [api.model(), api.model()]
@@ -154,7 +154,7 @@ def flipped(trained, target: Path, at: int, bit: int = 0) -> Path:
 
 
 def check_nothing_rolled_back(directory: Path, expected: dict[str, object], next_seq: int) -> int:
-    """Every run is what it was, or says that it is corrupted; how many are."""
+    """Check that every run is unchanged or marked corrupted; return how many are corrupted."""
     given_up = 0
     with service("fake", data_dir=directory) as running, Api(running.url) as api:
         for model_id, logprobs in expected.items():
@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_the_journal_never_rolls_a_run_back_or_hangs_it(trained
         at = chance.randrange(segment.stat().st_size)
         directory = flipped(trained, tmp_path / str(number), at, chance.randrange(8))
         assert check_nothing_rolled_back(directory, expected, next_seq) <= 1, at
-        # The second start finds a journal without damage, and whoever was given up is given up still.
+        # The second start finds a journal without damage, and corrupted runs stay corrupted.
         assert check_nothing_rolled_back(directory, expected, next_seq) <= 1, at
 
 
@@ -194,30 +194,30 @@ def test_a_hole_in_the_journal_marks_all_runs_it_may_affect(trained, tmp_path):
     segment.write_bytes(content[:middle] + bytes(2000) + content[middle + 2000 :])
     assert check_nothing_rolled_back(directory, expected, next_seq) == 2
     with service("fake", data_dir=directory) as running, Api(running.url) as api:
-        assert api.model().step() > 0  # whoever comes later is not concerned
+        assert api.model().step() > 0  # later runs are not affected
     with service("fake", data_dir=directory) as running, Api(running.url) as api:
         runs = api.got("training_runs")["training_runs"]
         assert sorted(run["corrupted"] for run in runs) == [False, True, True]
 
 
 def test_a_damaged_length_in_the_journal_is_not_taken_for_a_torn_end(trained, tmp_path):
-    """The fault as it was first seen: one bit in a length, and the run went on from old weights."""
+    """A regression: one flipped bit in a length made the run continue from old weights."""
     _, expected, next_seq = trained
     [segment] = (trained[0] / "journal").iterdir()
     content = segment.read_bytes()
     marker = content[8:16]
-    begin = content.index(marker, content.index(b'"op":"optim_step"') + 1)  # behind a request …
+    begin = content.index(marker, content.index(b'"op":"optim_step"') + 1)  # after a request …
     begin = content.index(marker, begin + 1)  # … the next record
     for at in range(begin + 21, begin + 29):  # both lengths
         directory = flipped(trained, tmp_path / str(at), at, 6)
         assert check_nothing_rolled_back(directory, expected, next_seq) == 0
 
 
-# -- what a start does not know --------------------------------------------------------------------
+# -- unknown files at startup ----------------------------------------------------------------------
 
 
 def left_over(data_dir: Path, run_id: str) -> Path:
-    """A snapshot as a crash may leave it."""
+    """A snapshot that a crash may leave."""
     place = data_dir / "snapshots" / run_id
     place.mkdir(parents=True)
     (place / "current.json").write_text('{"changes": 1, "next_seq": 2}')
@@ -250,7 +250,7 @@ def test_the_snapshot_of_an_ended_run_is_deleted(tmp_path):
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """A data directory with a run and a checkpoint; its database lies elsewhere."""
+    """A data directory with a run and a checkpoint; its database is in another directory."""
     with start(tmp_path / "data", tmp_path / "one.db") as running, Api(running.url) as api:
         model = api.model()
         model.step()
@@ -276,7 +276,7 @@ def refuse(data_dir: Path, database: Path, words: str) -> None:
 
 
 def forget_identity(data_dir: Path, database: Path) -> None:
-    """As an earlier release left both."""
+    """Remove the identities: the state that an earlier release left."""
     (data_dir / "identity").unlink()
     store = Store(f"sqlite:///{database}")
     store.open()
@@ -358,7 +358,7 @@ def test_a_session_keeps_its_most_recently_used_unnamed_samplers(tmp_path):
         named = api.sampler(model.session_id, 99)
         first = unnamed(model, 0)
         made = [first, *(unnamed(model, number) for number in (1, 2))]
-        first.tokens()  # the oldest, and used last
+        first.tokens()  # the oldest, but most recently used
         made += [unnamed(model, number) for number in (3, 4)]
         gone = [each for each in made if not (tmp_path / "samplers" / each.sampler_id).is_dir()]
         assert gone == made[1:3]
@@ -367,7 +367,7 @@ def test_a_session_keeps_its_most_recently_used_unnamed_samplers(tmp_path):
         assert "max_unnamed_samplers" in refused.json()["detail"]
         assert first.tokens()
         assert named.tokens()
-    # After a restart nobody knows which were used: the oldest goes.
+    # A restart forgets the order of use: the oldest is deleted.
     with (
         service("fake", data_dir=tmp_path, max_unnamed_samplers=3) as running,
         Api(running.url) as api,

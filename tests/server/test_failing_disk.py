@@ -1,4 +1,4 @@
-"""A disk that is full or read-only at any write: clean errors, nothing acknowledged is lost, and the service recovers."""
+"""The disk is full or read-only at any write: errors are clear, nothing acknowledged is lost, the service recovers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .failing_disk import FailingDisk
 from .test_storage import housed
 
 EVER, NEVER = (datetime(year, 1, 1, tzinfo=UTC) for year in (1990, 2990))
-LENGTH = 4  # writes in a row that fail
+LENGTH = 4  # consecutive writes that fail
 TRIES = 12
 TARGETS = {"data": [6, 7], "dtype": "int64", "shape": [2]}
 INPUTS = {
@@ -38,15 +38,15 @@ SAMPLE = {
 
 
 class User:
-    """A client that repeats what the disk has kept from being done."""
+    """A client that retries requests that failed because of the disk."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
         self.refused = 0
-        self.number = 0  # of the last request for the model
+        self.number = 0  # of the last request of the model
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request, which may be refused for the disk's sake and for nothing else."""
+        """The response to a request, which may be refused only because of the disk."""
         for _ in range(TRIES):
             answer = await self.client.post(path, json=body)
             if answer.status_code != 507:
@@ -60,7 +60,7 @@ class User:
         raise AssertionError(f"{path} never recovers")
 
     async def do(self, path: str, /, **body: Any) -> dict[str, Any]:
-        """The result of a request that may fail for the disk's sake; under a new number it is done."""
+        """The result of a request; if it fails because of the disk, it is sent again with a new number."""
         for _ in range(TRIES):
             if "model_id" in body:
                 self.number += 1
@@ -77,7 +77,7 @@ class User:
 
 
 async def live(user: User) -> dict[str, Any]:
-    """A run with all that writes to the disk; what was acknowledged."""
+    """Run every operation that writes to the disk; return what was acknowledged."""
     session = (await user.do("create_session", tags=[], sdk_version="0"))["session_id"]
     made = await user.do(
         "create_model",
@@ -88,7 +88,7 @@ async def live(user: User) -> dict[str, Any]:
     )
     model = made["model_id"]
     for _ in range(2):
-        # Once accepted, a pass and a step are done whatever the disk does.
+        # Once accepted, a pass and a step run whatever the disk does.
         for operation, fields in (
             ("forward_backward", {"forward_backward_input": INPUTS}),
             ("optim_step", {"adam_params": {"learning_rate": 0.01}}),
@@ -114,7 +114,7 @@ async def live(user: User) -> dict[str, Any]:
 
 
 async def look(user: User, kept: dict[str, Any], number: int) -> list[Any]:
-    """What the model says, and what is drawn from its samplers and checkpoints."""
+    """The outputs of the model and of its samplers and checkpoints."""
     said = [
         (await user.do("forward", model_id=kept["model"], forward_input=INPUTS))["loss_fn_outputs"]
     ]
@@ -128,7 +128,7 @@ async def look(user: User, kept: dict[str, Any], number: int) -> list[Any]:
 
 
 async def scenario(data_dir: Path, disk: FailingDisk) -> tuple[list[Any], list[Any], int]:
-    """A life on a failing disk; what is seen of it at its end and after a restart, and how often the disk was in the way."""
+    """Run on a failing disk; return the outputs at the end and after a restart, and the number of failed writes."""
     disk.count = 0
     async with housed(data_dir, snapshot_every=0.0) as (made, client):
         disk.watch(made.database.store._engine)
@@ -155,7 +155,7 @@ def test_a_failed_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatc
     total = disk.count
     assert total > 100
     in_the_way = 0
-    # A different part of the writes for each error, to save time.
+    # Each error is tested with a different subset of the writes, to save time.
     for first in range(begun + 1 + (number == errno.EROFS) * 4, begun + 120, 9):
         broken = range(first, first + LENGTH)
         disk.broken = broken.__contains__
@@ -166,7 +166,7 @@ def test_a_failed_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatc
 
 
 def started(data_dir: Path, disk: FailingDisk) -> int:
-    """How many writes a start takes; also leaves the count of a whole life behind."""
+    """The number of writes of a start; also records the number of a whole run."""
     begun = 0
 
     async def start() -> None:
@@ -217,7 +217,7 @@ def test_the_old_checkpoint_stays_if_its_replacement_cannot_be_committed(tmp_pat
 
 
 def content(data_dir: Path, kind: str) -> dict[str, bytes]:
-    """The files of the checkpoints of a kind."""
+    """The files of all checkpoints of a kind."""
     files = (data_dir / "checkpoints").glob(f"*/{kind}/*/*")
     return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
 
@@ -227,7 +227,7 @@ def content(data_dir: Path, kind: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("change", ["publish", "ttl"])
 def test_a_change_never_applies_to_a_replacement_of_the_checkpoint(tmp_path, change):
-    """Publishing waits for its turn; the owner has replaced the checkpoint by a private one meanwhile."""
+    """While publishing waits, the owner replaces the checkpoint with a private one."""
 
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):

@@ -1,4 +1,4 @@
-"""A promise is kept: in memory, from the journal, and after a restart."""
+"""Promises and their results: in memory, in the journal, and after a restart."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tinkex.types import (
 OPTIM_STEP, ASAMPLE, FORWARD_BACKWARD = map(
     operation, ("optim_step", "asample", "forward_backward")
 )
-BEYOND = 10**22 + 12_345  # clients of some releases number like this; no float holds it
+BEYOND = 10**22 + 12_345  # some client releases use such numbers; a float cannot represent it
 
 
 class Clock:
@@ -79,7 +79,7 @@ class Desk:
             sampling_session_id="s",
             seq_id=None,
         )
-        # The fast writer knows no such numbers either.
+        # The fast JSON writer does not support such numbers.
         content = json.loads(json_codec.encode(request)) | {"seq_id": seq_id}
         request = json_codec.from_object(content, SampleRequest)
         extra = {"num_samples": num_samples}
@@ -263,7 +263,7 @@ def test_a_fetched_result_is_dropped_from_memory(tmp_path):
 def test_promises_share_equal_strings(tmp_path):
     with desk(tmp_path) as at:
         at.sample(1), at.sample(2)
-    with desk(tmp_path) as at:  # where every text was read anew
+    with desk(tmp_path) as at:  # reads every string again
         one, other = at.promises
         for name in ("owner", "scope", "media", "extra"):
             assert getattr(one, name) is getattr(other, name)
@@ -304,7 +304,7 @@ def test_on_a_full_disk_results_stay_in_memory_until_there_is_space(tmp_path):
 
 
 def test_a_crash_on_a_full_disk_loses_the_newest_results_and_no_others(tmp_path):
-    """Else what is done again would come after what was done after it."""
+    """Otherwise a replayed request would run after its successors."""
     with desk(tmp_path) as at:
         made = [at.step(number) for number in range(8)]
         at.promises.finish(made[0], metrics(0))
@@ -313,7 +313,7 @@ def test_a_crash_on_a_full_disk_loses_the_newest_results_and_no_others(tmp_path)
         try:
             at.promises.finish(made[1], OptimStepResponse(metrics={"loss": 1.0, "x" * 5000: 2.0}))
             resource.setrlimit(resource.RLIMIT_FSIZE, (at.journal.size + 1000, before[1]))
-            at.promises.finish(made[2], metrics(2))  # this one alone would fit
+            at.promises.finish(made[2], metrics(2))  # only this one would fit
             with pytest.raises(OSError, match="too large"):
                 asyncio.run(at.promises.settled())
         finally:
@@ -340,7 +340,7 @@ def test_a_result_whose_request_is_lost_is_detected(tmp_path):
     assert [promise.seq_id for promise in promises] == [0, 2]
 
 
-# -- asking ------------------------------------------------------------------------------------------
+# -- fetching ----------------------------------------------------------------------------------------
 
 
 def test_an_evicted_request_is_gone_and_an_invalid_id_is_not_found(tmp_path):
@@ -348,7 +348,7 @@ def test_an_evicted_request_is_gone_and_an_invalid_id_is_not_found(tmp_path):
         promise = at.step()
         with pytest.raises(NotFoundError):
             at.promises.get("nonsense", "me")
-        with pytest.raises(GoneError):  # like one that never was, of which nobody can tell
+        with pytest.raises(GoneError):  # an unknown id looks the same as an evicted one
             at.promises.get(promise.request_id, "other")
         at.promises.finish(promise, metrics())
         at.promises.forget(promise)
@@ -369,7 +369,7 @@ def test_eviction_frees_number_and_memory(tmp_path):
             assert not at.promises.knows(promise.request_id)
         assert list(at.promises) == [kept]
         assert kept.result is not None
-        assert kept.result.payload is not None  # the forgotten ones did not push it out
+        assert kept.result.payload is not None  # the evicted ones do not count
 
 
 def test_evicting_an_earlier_request_keeps_a_later_one_with_the_same_number(tmp_path):
@@ -443,7 +443,7 @@ def test_a_request_is_read_from_the_journal_after_a_restart(tmp_path):
     with desk(tmp_path) as at:
         step, sample = at.step(5), at.sample(6)
         kept = [at.promises.request_of(step), at.promises.request_of(sample)]
-        step.request = sample.request = None  # put away to save memory
+        step.request = sample.request = None  # dropped to save memory
         assert [at.promises.request_of(step), at.promises.request_of(sample)] == kept
     with desk(tmp_path) as at:
         assert [at.promises.request_of(promise) for promise in at.promises] == kept
@@ -505,7 +505,7 @@ def test_results_and_requests_are_found_where_compaction_moved_them(tmp_path):
             assert [facts(promise) for promise in made] != before
             assert [at.answer(promise)["metrics"]["loss"] for promise in made] == list(range(6))
             assert [at.promises.request_of(promise).seq_id for promise in made] == list(range(6))
-    # Requests now lie behind their results; they are met before them all the same.
+    # Requests are now after their results in the file, but are still read before them.
     with desk(tmp_path) as at:
         assert [promise.seq_id for promise in at.promises] == list(range(6))
         answers = [at.answer(promise)["metrics"]["loss"] for promise in at.promises]
@@ -547,7 +547,7 @@ def test_a_feed_returns_requests_after_the_cursor_and_drops_acknowledged_ones(tm
         feed.put(first)
         assert feed.changed.is_set()
         assert feed.after(0) == [second, first]
-        assert feed.after(0) == [second, first]  # asked again: the answer may have been lost
+        assert feed.after(0) == [second, first]  # again: the response may have been lost
         assert feed.after(1) == [first]
         feed.put(third)
         assert feed.after(2) == [third]

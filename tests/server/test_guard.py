@@ -1,4 +1,4 @@
-"""A service without keys answers programs on this machine, and no web page."""
+"""A service without keys accepts programs on this machine and refuses web pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported adapters are hostile until shown otherwise: nothing they name is opened outside their own files."""
+"""Imported adapters are untrusted: no path in them is opened outside their own files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_json_files_of_an_adapter_are_bounded_before_they_are_read(running, save
 
 
 def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
-    """A tar's own extended headers are read into memory whole; one of many megabytes is refused."""
+    """`tarfile` reads an extended header into memory at once; one of many megabytes is refused."""
     size = 64 << 20
     header = tarfile.TarInfo("././@PaxHeader")
     header.type, header.size = tarfile.XHDTYPE, size
@@ -157,7 +157,7 @@ def test_archive_is_charged_to_the_checkpoint_quota_before_it_is_read(saved):
         assert post(running, saved).status_code == 429
 
 
-# -- from where -------------------------------------------------------------------------------------------
+# -- local requests only ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two keys and every operation there is: nobody reads or changes what belongs to another."""
+"""Every operation with two keys: no key reads or changes data of the other."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tinkex.testing import service
 
 from .api import PROTO, TINY, Api, Model, datum, training_request
 
-#: Stands in everything that Ann says; whoever else reads it has read something of hers.
+#: Part of everything that Ann sends; another key that receives it has read her data.
 SECRET = "anns-own-words"
 INPUTS = {"data": [datum()], "loss_fn": "cross_entropy"}
 DAY = timedelta(days=1)
 NOW = datetime.now(UTC)
 SPAN = {"starting_on": (NOW - DAY).isoformat(), "ending_before": (NOW + DAY).isoformat()}
-#: Answers that are about the service, or about whoever asks.
+#: Operations whose responses concern only the service or the caller.
 HARMLESS = "harmless"
-#: Answers that list what belongs to whoever asks.
+#: Operations that list data of the caller.
 EMPTY = "empty"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two users of one service."""
+    """Two keys of one service."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     with (
@@ -44,7 +44,7 @@ def two(tmp_path_factory):
 
 
 class Anns:
-    """One of everything."""
+    """One object of every kind."""
 
     def __init__(self, ann: Api) -> None:
         self.session = ann.session(
@@ -59,7 +59,7 @@ class Anns:
         self.sampler = ann.sampler(self.session, model_path=self.weights)
         self.done = self.sampler.send()["request_id"]
         ann.retrieve(self.done)
-        # Of a model of its own, where it waits for numbers that do not come.
+        # In a separate model, where it waits for missing numbers.
         self.waiting = ann.model(self.session, 1).forward_backward(seq_id=9)["request_id"]
         ann.told("telemetry", report(self.session))
         self.ids = (self.session, self.run, self.sampler.sampler_id, self.done, self.waiting)
@@ -84,7 +84,7 @@ def report(session: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is sent, and what has to come of it: a status, or that it says nothing of anybody else."""
+    """A request and its expected outcome: a status, or a response without data of another key."""
 
     expected: int | str = 404
     body: Any = None
@@ -93,7 +93,7 @@ class Attempt:
 
 
 def attempts(its: Anns, mine: str) -> dict[str, Attempt]:
-    """For every operation, the request that comes closest to what is another's; `mine` is a session of one's own."""
+    """For every operation, the request that comes closest to another key's data; `mine` is an own session."""
     run, session, sampler = its.run, its.session, its.sampler.sampler_id
     numbered = {"model_id": run, "seq_id": 5}
     at_session = {"session_id": session}
@@ -169,7 +169,7 @@ def attempts(its: Anns, mine: str) -> dict[str, Attempt]:
     }
 
 
-#: More ways to the same: other forms of a body, other fields that name things.
+#: Further attempts: other body formats, other fields that name objects.
 def more_attempts(its: Anns, mine: str) -> list[tuple[str, Attempt]]:
     on = {"session_id": its.session}
     sampled = {"sampling_session_seq_id": 7}
@@ -185,7 +185,7 @@ def more_attempts(its: Anns, mine: str) -> list[tuple[str, Attempt]]:
             Attempt(body={"session_id": mine, **sampled, "model_path": its.path}),
         ),
         ("retrieve_future", Attempt(410, {"request_id": its.waiting})),
-        ("retrieve_future", Attempt(410, {"request_id": "0" * 32})),  # as if it had never been
+        ("retrieve_future", Attempt(410, {"request_id": "0" * 32})),  # as if it did not exist
         ("search_sessions", Attempt(EMPTY, {"session_id": its.session})),
         ("search_sessions", Attempt(EMPTY, {"display_name": SECRET})),
         ("search_sessions", Attempt(EMPTY, {"user_metadata": {"k": SECRET}})),
@@ -203,7 +203,7 @@ def sent(user: Api, name: str, attempt: Attempt) -> Any:
 
 
 def state(ann: Api, its: Anns) -> dict[str, Any]:
-    """All that Ann can see of what is hers."""
+    """All data that Ann can see of her own."""
     at = f"training_runs/{its.run}"
     telemetry = ann.http.get("/local/telemetry", params={"session_id": its.session})
     return {
@@ -246,7 +246,7 @@ def test_data_of_another_key_is_neither_read_nor_changed(two, its, before, name)
             assert answer.status_code == attempt.expected, answer.text
         else:
             assert answer.status_code == 200, answer.text
-            # Nothing that he did not say himself.
+            # The response contains nothing that he did not send himself.
             asked = json.dumps([attempt.body, dict(attempt.query), dict(attempt.places)])
             for words in (SECRET, *its.ids):
                 assert words not in answer.text or (
@@ -298,7 +298,7 @@ def test_a_private_checkpoint_of_another_key_cannot_be_sampled_without_a_session
 
 
 def test_refused_attempts_of_another_key_use_up_no_number(two, its, before):
-    """All of it was sent under numbers that Ann's client uses next."""
+    """All attempts used the numbers that Ann's client uses next."""
     ann, _ = two
     for _ in range(5):
         assert "metrics" in its.model.do("optim_step", adam_params={})
@@ -309,7 +309,7 @@ def test_refused_attempts_of_another_key_use_up_no_number(two, its, before):
 
 
 def test_token_is_no_api_key_and_cannot_be_renewed(two):
-    """Whoever is lent a token can read weights with it; it is not the account of its owner."""
+    """The holder of a token can read weights, but has no other access to its owner's account."""
     ann, _ = two
     token = ann.told("auth/token")["jwt"]
     for headers in ({"x-api-key": token}, {"authorization": f"Bearer {token}"}):
@@ -415,9 +415,7 @@ def test_an_invalid_token_is_refused(two, its, wrong):
         assert answer.status_code == 403
         assert "weights_access_token" in answer.json()["detail"]
         assert wrong not in answer.text
-    assert "metrics" in model.do(
-        "optim_step", adam_params={}
-    )  # the refused number is not waited for
+    assert "metrics" in model.do("optim_step", adam_params={})  # the refused number is skipped
 
 
 def test_a_token_reads_only_its_owners_weights(two, its):
@@ -427,7 +425,7 @@ def test_a_token_reads_only_its_owners_weights(two, its):
     assert (
         "no checkpoint" in bob.post("copy_weights", {"source_path": mine} | token).json()["detail"]
     )
-    # What is one's own needs no token, and a wrong one does no harm.
+    # Own data needs no token, and an invalid one is ignored.
     wrong = {"weights_access_token": "tml-key-of-nobody"}
     assert ann.post("copy_weights", {"source_path": mine} | wrong).status_code == 200
 

@@ -1,4 +1,4 @@
-"""What is written is there again, in its order, whatever happens to the end of the file."""
+"""Journal records are read back in order, also after torn writes, damage and failed flushes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkex.server.segments import PROLOGUE_BYTES, scope_sum
 Entry = tuple[Kind, dict[str, object], bytes]
 
 REQUEST, RESULT = Kind.REQUEST, Kind.RESULT
-#: Of the header before a record, and of the one behind it.
+#: Size of the header, which is before and after each record.
 HEADER_BYTES = 41
 ENTRIES: list[Entry] = [
     (REQUEST, {"id": "a", "seq": "1", "at": 1.5, "extra": {}}, b"the first body"),
@@ -70,7 +70,7 @@ def compact(journal: Journal, needed, moved) -> bool:
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes; a write is cut short there, as on a disk that fills up."""
+    """No file can grow beyond `size` bytes; a longer write is cut short, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -104,7 +104,7 @@ def test_reopening_returns_all_records_in_order(tmp_path):
 
 
 def test_unflushed_records_survive_a_process_crash(tmp_path):
-    written(tmp_path, *ENTRIES)  # no flush: only a crash of the machine could lose these
+    written(tmp_path, *ENTRIES)  # not flushed: only a crash of the machine could lose these
     assert found(tmp_path) == ENTRIES
 
 
@@ -127,7 +127,7 @@ def test_journal_files_are_readable_by_their_owner_only(tmp_path):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """The bytes of a journal of three records, and where each ends."""
+    """The bytes of a journal of three records, and the end of each."""
     directory = tmp_path_factory.mktemp("sound")
     with opened(directory) as (journal, _):
         ends = []
@@ -139,7 +139,7 @@ def sound(tmp_path_factory):
 
 
 def check_recovery(name: str, data: bytes, expected: list[Entry]) -> None:
-    """A journal with `data` for a file opens with `expected`, can be written to, and stays that way."""
+    """A journal with `data` as its file opens with the `expected` records, accepts writes, and reopens equal."""
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / name).write_bytes(data)
         with opened(Path(scratch)) as (journal, records):
@@ -157,7 +157,7 @@ def test_a_file_cut_anywhere_keeps_the_records_before_the_cut(sound):
 
 
 def aside(directory: Path, data: bytes) -> tuple[list[Entry], list[Damage], list[Path]]:
-    """What a journal with `data` for a file holds, what is damaged in it, and what was set aside."""
+    """The records of a journal with `data` as its file, its damage, and the files set aside."""
     (directory / "000000000000.log").write_bytes(data)
     kept: list[Path] = []
     with opened(directory, set_aside=lambda path, why: kept.append(path)) as (journal, records):
@@ -167,7 +167,7 @@ def aside(directory: Path, data: bytes) -> tuple[list[Entry], list[Damage], list
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_flipped_bit_loses_at_most_one_record_and_is_reported(sound, data):
-    """Whatever is missing is reported as damage that says whose it was, unless nothing is missing."""
+    """Every missing record is reported as damage that names its run."""
     _, content, _ = sound
     at = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
@@ -214,7 +214,7 @@ def test_a_hole_across_several_records_ends_at_the_next_valid_one(tmp_path):
     size = (len(content) - PROLOGUE_BYTES) // 9
     begin, end = PROLOGUE_BYTES + 2 * size + 7, PROLOGUE_BYTES + 6 * size + 7
     kept, damage, _ = aside(tmp_path, content[:begin] + bytes(end - begin) + content[end:])
-    # Of the last one, only the header before its body is gone.
+    # The last one has lost only the header before its body.
     assert kept == [*many[:2], *many[6:]]
     assert damage[0].kind is None
 
@@ -239,7 +239,7 @@ def test_damage_is_reported_until_it_is_mended(sound, tmp_path):
     name, content, ends = sound
     damaged = bytearray(content)
     damaged[ends[0] - HEADER_BYTES - 1] ^= 1
-    for _ in range(2):  # a crash before those concerned are marked
+    for _ in range(2):  # a crash before the affected runs are marked
         kept, damage, _ = aside(tmp_path, bytes(damaged))
         assert kept == ENTRIES[1:]
         assert damage[0].record is not None
@@ -255,15 +255,13 @@ def test_garbage_after_the_last_record_loses_no_record(sound, rest):
 
 
 def test_a_tail_of_zeros_is_cut_off(sound, tmp_path):
-    name, content, ends = sound  # file systems leave this when they knew the size and not the data
+    name, content, ends = sound  # file systems leave zeros if only the size was written
     check_recovery(name, content + bytes(4096), ENTRIES)
     for cut in range(ends[-2], len(content)):
         kept, damage, _ = aside(tmp_path, content[:cut] + bytes(len(content) - cut))
         torn = cut < len(content) - HEADER_BYTES
         assert kept == ENTRIES[: 2 if torn else 3]
-        if (
-            damage
-        ):  # the header of a body that is not there and the one behind it cannot both be torn
+        if damage:  # a torn write cannot lose the body and both of its headers
             assert cut > len(content) - HEADER_BYTES
 
 
@@ -278,7 +276,7 @@ def test_a_fully_unreadable_segment_is_damage(sound, tmp_path):
 
 @pytest.mark.parametrize("torn", [30, 1, 100])
 def test_a_forged_record_inside_a_torn_body_is_ignored(tmp_path, sound, torn):
-    """Whoever sends a request decides what is in its body; that must not become a record of somebody else."""
+    """A client controls the body of its request; it must not be able to forge a record of another."""
     _, content, ends = sound
     forged = content[ends[0] : ends[1]]  # a whole record of another segment
     written(tmp_path, (REQUEST, {"id": "x"}, forged * 5 + bytes(40)))
@@ -293,7 +291,7 @@ def test_a_forged_record_inside_a_damaged_body_is_ignored(tmp_path, sound):
     written(tmp_path, (REQUEST, {"id": "x"}, forged * 5), body(1))
     [file] = tmp_path.iterdir()
     data = bytearray(file.read_bytes())
-    data[PROLOGUE_BYTES + 3] ^= 1  # where the record begins …
+    data[PROLOGUE_BYTES + 3] ^= 1  # the start of the record …
     data[data.index(forged)] ^= 1  # … and its body
     kept, [damage], _ = aside(tmp_path, bytes(data))
     assert kept == [body(1)]
@@ -304,7 +302,7 @@ def test_a_forged_record_inside_a_damaged_body_is_ignored(tmp_path, sound):
 
 
 def version_1(*records: Entry) -> bytes:
-    """A segment as earlier releases wrote it."""
+    """A segment in the format of earlier releases."""
     content = b"tinkexj1"
     for number, (kind, head, body) in enumerate(records):
         rest = orjson.dumps(head) + body
@@ -376,7 +374,7 @@ def test_compaction_keeps_needed_records_and_reports_their_new_places(tmp_path):
         assert journal.size == sum(file.stat().st_size for file in tmp_path.iterdir())
         for name in set(places) - in_oldest:
             assert journal.read(places[name]) == body(int(name))[2]
-    # Where it came from is where it is again: a request is met before its result.
+    # The order is that of the first write: a request is read before its result.
     kept = [body(1), *(body(number) for number in range(12) if str(number) not in in_oldest)]
     assert found(tmp_path, segment_bytes=560) == kept
 
@@ -385,7 +383,9 @@ def test_a_request_moved_after_its_result_is_still_read_first(tmp_path):
     with opened(tmp_path, segment_bytes=180) as (journal, _):
         journal.append(REQUEST, {"id": "a"}, b"." * 200)
         journal.append(RESULT, {"id": "a"}, b"")
-        assert not compact(journal, lambda _: True, lambda _: None)  # moved, and nothing gained
+        assert not compact(
+            journal, lambda _: True, lambda _: None
+        )  # all records moved, nothing freed
         journal.append(RESULT, {"id": "b"}, b"")
     with opened(tmp_path) as (journal, records):
         assert [(record.kind, record.head["id"]) for record in records] == [
@@ -443,7 +443,7 @@ def test_moved_records_are_flushed_before_the_old_segment_is_deleted(tmp_path):
         synced.clear()
         places: list[Place] = []
         compact(journal, lambda _: True, lambda record: places.append(record.place))
-        assert len({place.segment for place in places}) == 2  # they did not fit into one
+        assert len({place.segment for place in places}) == 2  # they did not fit into one segment
         assert {file.stat().st_ino for file in tmp_path.iterdir()} <= synced
 
 
@@ -501,7 +501,7 @@ def test_a_disk_that_fills_up_during_compaction_loses_nothing(tmp_path):
 
 
 class SlowDisk:
-    """A disk whose flushes wait for a word and are counted; what they do is real."""
+    """Counts real flushes and makes them wait until the test releases them."""
 
     def __init__(self) -> None:
         self.flushes = 0
@@ -526,7 +526,7 @@ def test_concurrent_records_share_a_flush(tmp_path):
         first = asyncio.create_task(write(journal, 0))
         await asyncio.to_thread(disk.begun.acquire)
         others = [asyncio.create_task(write(journal, number)) for number in range(1, 100)]
-        await asyncio.sleep(0)  # all of them have written and wait
+        await asyncio.sleep(0)  # all have written and wait for the flush
         assert disk.flushes == 1
         assert not first.done()
         disk.go.set()
@@ -612,7 +612,7 @@ def test_a_flush_covers_every_written_segment(tmp_path):
 
 
 class FailingDisk:
-    """A disk whose next flushes fail; as kernels do, it drops what was not flushed and says so only once."""
+    """A disk whose next flushes fail. Like a kernel, it drops unflushed data and reports that only once."""
 
     def __init__(self) -> None:
         self.failures = 0

@@ -1,4 +1,4 @@
-"""Limits as an operator writes them on the command line."""
+"""Limits given on the command line."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def test_every_number_that_can_be_set_is_documented():
     numbers = [row.name for row in fields(Settings) if type(row.default) in {int, float}]
     assert "kept_results" in numbers
     undocumented = [name for name in numbers if f"`{name}`" not in pages]
-    assert [name for name in undocumented if name != "snapshot_every"] == []  # an option of its own
+    assert [name for name in undocumented if name != "snapshot_every"] == []  # has its own option

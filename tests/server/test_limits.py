@@ -1,6 +1,6 @@
-"""How much anybody may ask for, and what is said to who asks for more.
+"""Limits of requests, and the errors beyond them.
 
-Bodies, sequences and samples that are too large are in `test_api_errors`; here is what takes two keys or a look inside.
+`test_api_errors` covers bodies, sequences and samples that are too large; these tests need two keys or internals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_many_waiting_samples_of_a_key_do_not_delay_other_keys(tmp_path):
     ):
         many, one = ann.sampler(), bob.sampler()
         for _ in range(4):
-            many.send(num_samples=100, max_tokens=200)  # more than the engine does at a time
+            many.send(num_samples=100, max_tokens=200)  # more than the engine runs at a time
         one.sample(max_tokens=1)
         page = bob.http.get("/metrics").text
         (waiting,) = re.findall(r"^tinkex_samples (\S+)$", page, re.MULTILINE)
@@ -55,7 +55,7 @@ def test_the_pending_limit_applies_per_key(running):
     with Api(running.url, "tml-key-of-ann") as ann, Api(running.url, "tml-key-of-bob") as bob:
         model, sampler = ann.model(), ann.sampler()
         session = model.session_id
-        for number in (7, 8, 9):  # they wait for the ones before
+        for number in (7, 8, 9):  # they wait for earlier numbers
             model.forward_backward(seq_id=number)
         bodies = {
             "forward": {"model_id": model.model_id, "seq_id": 6, "forward_input": inputs()},
@@ -98,7 +98,7 @@ def test_the_pending_limit_applies_per_key(running):
             assert "--limit pending=" in refused.json()["detail"]
             assert int(refused.headers["retry-after-ms"]) > 0
         again = ann.post("forward_backward", {**bodies["forward_backward"], "seq_id": 7})
-        assert again.status_code == 200  # it has its place
+        assert again.status_code == 200  # it is already accepted
         assert bob.model().step() > 0
         assert bob.sampler().tokens()
 
@@ -134,11 +134,11 @@ def test_a_non_numeric_loss_setting_in_protobuf_is_refused(running, value):
         refused = bob.post("forward_backward", body, headers={"content-type": PROTO})
         assert refused.status_code == 422
         assert "loss_fn_config.beta" in refused.json()["detail"]
-        assert model.step() > 0  # nobody waits for its number
+        assert model.step() > 0  # its number is skipped
 
 
 async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation: str) -> float:
-    """How long the line of a model waits for a missing number once a body was refused."""
+    """How long the queue of a model waits for a missing number after a body was refused."""
     model_id = await new_model(client)
     refused = await client.post(
         operation, content=body, headers={"content-type": "application/json"}
@@ -152,7 +152,7 @@ async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation
 
 @pytest.mark.parametrize("operation", ["forward_backward", "optim_step", "asample"])
 def test_a_body_too_large_to_read_skips_no_number(tmp_path, operation):
-    """It may have been meant for another; a chunk that takes long to arrive must not be passed over."""
+    """It may belong to another model, whose slow chunk must not be skipped."""
 
     async def scenario() -> None:
         async with housed(tmp_path, max_body_bytes=10_000) as (made, client):

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a service that trained and sampled."""
+"""The Prometheus metrics of a service that has trained and sampled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytest.importorskip("torch")
 
 @dataclass(frozen=True)
 class Scrape:
-    """One reading of `/metrics`, as a client of Prometheus understands it."""
+    """One scrape of `/metrics`, parsed by the Prometheus client library."""
 
     families: dict[str, Metric]
 
     def value(self, name: str, **labels: str) -> float:
-        """One sample; 0 for what has not happened yet."""
+        """One value; 0 if it has not been recorded yet."""
         found = [
             sample.value
             for family in self.families.values()
@@ -45,7 +45,7 @@ def scrape(running: RunningService) -> Scrape:
 
 @pytest.fixture(scope="module")
 def scrapes(tinkex_tiny):
-    """Before and after three steps of three tokens and two requests for samples of five, of four and of one."""
+    """Scrapes before and after three steps of three tokens, and two sampling requests."""
     before = scrape(tinkex_tiny)
     with Api(tinkex_tiny.url) as api:
         model = api.model()
@@ -79,7 +79,7 @@ FAMILIES = {
 def test_every_metric_family_has_a_type_and_a_help_text(scrapes):
     _, after = scrapes
     families = {name: family.type for name, family in after.families.items()}
-    # When each was begun, which the library adds by itself.
+    # The creation times that the library adds.
     assert {
         name: kind for name, kind in families.items() if not name.endswith("_created")
     } == FAMILIES
@@ -141,7 +141,7 @@ def test_http_requests_are_counted_by_operation_and_status(scrapes):
 
 
 def test_the_queue_gauge_counts_waiting_requests(tinkex_tiny):
-    """A request whose predecessor has not come waits; the gauge shows it until then."""
+    """A request waits for its missing predecessor; the gauge counts it until that arrives."""
     with Api(tinkex_tiny.url) as api:
         model = api.model()
         later = model.optim_step(seq_id=2)

@@ -1,4 +1,4 @@
-"""Models from inside: whose turn it is, and what a restart leaves of a model that was being made."""
+"""Internals of models: fair shares, creation across a restart, snapshots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_storage import housed, inputs, new_model, told
 
 
 def test_a_returning_key_shares_the_engine_with_a_busy_one(tmp_path):
-    """However little was done for one of them before, and however many models it has."""
+    """Regardless of how little it used before, and of how many models it has."""
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
 
@@ -47,7 +47,7 @@ def test_a_returning_key_shares_the_engine_with_a_busy_one(tmp_path):
                 answer = (await client.post("forward_backward", json=body)).json()
                 return {"request_id": answer["request_id"]}
 
-            for number in range(1, 31):  # ann is away
+            for number in range(1, 31):  # ann sends nothing
                 await told(bob, "retrieve_future", await send(*models[-1], number))
             order.clear()
             made.engine._alive.clear()
@@ -108,7 +108,7 @@ INPUTS = {
 async def passed(
     made: Service, client: httpx.AsyncClient, model: str, number: int, part: str = ""
 ) -> None:
-    """Have a pass done, or a part of one, and the snapshot that may follow it."""
+    """Run a pass, or one request of a pass, and the snapshot that may follow."""
     body = {"model_id": model, "seq_id": number, "forward_backward_input": INPUTS}
     headers = {"x-tinkex-pass": part} if part else {}
     answer = (await client.post("forward_backward", json=body, headers=headers)).json()
@@ -117,7 +117,7 @@ async def passed(
 
 
 async def outcome(client: httpx.AsyncClient, model: str, number: int) -> object:
-    """What a step says, and the model after it."""
+    """The result of a step, and the model's output after it."""
     step = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 0.01}}
     stepped = await told(client, "optim_step", step)
     asked = {"model_id": model, "seq_id": number + 1, "forward_input": INPUTS}
@@ -125,7 +125,7 @@ async def outcome(client: httpx.AsyncClient, model: str, number: int) -> object:
 
 
 def test_the_journal_of_a_run_that_never_steps_is_bounded(tmp_path):
-    """Snapshots hold its gradients, and after a restart it goes on to the same numbers."""
+    """Snapshots contain its gradients, and after a restart training gives the same losses."""
 
     async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, int]:
         async with housed(data_dir, snapshot_every=snapshot_every) as (made, client):
@@ -143,7 +143,7 @@ def test_the_journal_of_a_run_that_never_steps_is_bounded(tmp_path):
 
 
 def test_a_snapshot_waits_for_the_last_request_of_a_pass(tmp_path):
-    """What a half done pass has gathered in the engine is in no snapshot; its parts are in the journal."""
+    """A snapshot does not contain an incomplete pass; its requests are in the journal."""
 
     async def scenario(data_dir: Path, snapshot_every: float) -> tuple[object, list[int]]:
         kept = []

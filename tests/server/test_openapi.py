@@ -1,4 +1,4 @@
-"""The document is valid, complete, and says of bodies what the codec writes."""
+"""The OpenAPI document is valid and complete, and its schemas match the codec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALLS = {
 
 
 def fits(value: object, name: str) -> None:
-    """Raise unless what the codec writes for `value` is as the document says."""
+    """Raise unless the encoded `value` matches its schema."""
     schema = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
     OAS31Validator(schema).validate(json.loads(encode(value)))
 

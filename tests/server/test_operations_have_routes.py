@@ -31,7 +31,7 @@ def test_every_operation_is_routed_to_its_handler(http, row):
     answer = http.request(row.method, path, content=b"" if row.method == "GET" else b"{}")
     assert answer.status_code != 405
     assert answer.status_code < 500
-    if answer.status_code == 404:  # the thing is not there, the route is
+    if answer.status_code == 404:  # the object does not exist, but the route does
         assert "There is no" in answer.json()["detail"]
     elif answer.status_code >= 400:
         assert answer.json()["detail"]

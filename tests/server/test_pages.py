@@ -1,4 +1,4 @@
-"""The pages are sound HTML, fetch nothing, say what they should, and let nobody smuggle anything in."""
+"""The pages are valid HTML, load nothing, show the right values, and escape all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Element:
 
 @dataclass
 class Page(HTMLParser):
-    """A page read back: its elements in order, each with all the text in it."""
+    """A parsed page: its elements in order, each with all of its text."""
 
     source: str
     elements: list[Element] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Page(HTMLParser):
         assert self._open, f"</{tag}> closes nothing"
         assert self._open.pop().tag == tag
         if tag in {"td", "th", "p"}:
-            self.handle_data(" ")  # what a browser sets apart
+            self.handle_data(" ")  # browsers separate block elements
 
     def handle_data(self, data: str) -> None:
         for element in self._open:

@@ -1,4 +1,4 @@
-"""What a service keeps is for its owner alone, also where an older release left it open."""
+"""Files of a service are private to their owner, also if an older release created them otherwise."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .api import Api
 
 
 def open_to_others(directory):
-    """Everything under a directory that group or others may use."""
+    """All files in a directory that group or others can access."""
     found = [directory, *directory.rglob("*")]
     return [path for path in found if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
 def test_all_files_of_a_service_process_are_private(tmp_path):
-    previous = os.umask(0o022)  # what most shells have
+    previous = os.umask(0o022)  # the umask of most shells
     try:
         running = Served(tmp_path / "data", "--engine=fake")
         running.start()
@@ -58,7 +58,7 @@ def test_directory_of_an_older_release_is_made_private_with_a_warning(tmp_path, 
 
 
 def test_directory_with_other_files_keeps_its_mode(tmp_path, caplog):
-    """Somebody's home, or a directory for temporary files: only what the service made is closed."""
+    """In a home directory or one for temporary files, only the service's own files become private."""
     data = tmp_path / "shared"
     (data / "checkpoints").mkdir(parents=True)
     (data / "checkpoints").chmod(0o755)

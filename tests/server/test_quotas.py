@@ -1,4 +1,4 @@
-"""Limits per key: what one key uses never takes anything from another, and every refusal says what to do."""
+"""Limits per key: usage of one key never affects another, and every refusal says what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Two = tuple[Service, httpx.AsyncClient, httpx.AsyncClient]
 
 @contextlib.asynccontextmanager
 async def housed_for_two(place: Path, *limits: str, **settings: Any) -> AsyncIterator[Two]:
-    """A service that runs in this loop, and its users Ann and Bob."""
+    """A service in this event loop, and its users Ann and Bob."""
     if "now" in settings:
         now = settings["now"]
         settings["monotonic"] = lambda: now().timestamp()
@@ -86,7 +86,7 @@ def test_results_of_one_key_never_evict_those_of_another(tmp_path, kept):
     async def scenario() -> None:
         async with housed_for_two(tmp_path, "results=10", **kept) as (service, ann, bob):
             of_bob = await drawn(bob, 5)
-            for _ in range(5):  # far more than Ann may have, fetched as they come
+            for _ in range(5):  # far more than the limit, fetched at once
                 promises = await drawn(ann, 8)
                 await settled(service)
                 await service.keep_house()
@@ -108,7 +108,7 @@ def test_too_many_unfetched_results_are_a_429_that_says_to_fetch_them(tmp_path):
             refused = await ann.post("create_model", json=body)
             assert says_what_to_do(refused, "results")
             assert await asked(bob, await drawn(bob, 1)) == [200]
-            # Nothing was evicted to make room. One that is fetched makes room for one.
+            # No result was evicted. Fetching one makes room for one.
             assert await asked(ann, promises[:1]) == [200]
             assert (await ann.post("create_model", json=body)).status_code == 200
             assert await asked(ann, promises) == [410] + [200] * 5
@@ -152,7 +152,7 @@ def test_journal_bytes_are_bounded_per_key(tmp_path):
             assert 1 < number < 20
             assert says_what_to_do(answer, "journal_bytes")
             assert service.quotas.journal_bytes.used("ann") <= 200 << 10
-            # The step that lets a snapshot cover these passes is still taken.
+            # A step is still accepted: after it, a snapshot can replace these passes.
             step = {"model_id": model, "seq_id": number, "adam_params": {}}
             assert "metrics" in await told(ann, "optim_step", step)
             assert await asked(bob, of_bob) == [200] * 3
@@ -161,7 +161,7 @@ def test_journal_bytes_are_bounded_per_key(tmp_path):
 
 
 def test_fetched_results_make_room_when_the_journal_of_a_key_is_full(tmp_path):
-    """Samples are not needed to bring anything back, so a stream of them never ends."""
+    """No replay needs samples, so a key can send them without end."""
 
     async def scenario() -> None:
         async with housed_for_two(tmp_path, "journal_bytes=20KiB") as (service, ann, _):
@@ -217,7 +217,7 @@ def test_quota_counts_are_the_same_after_a_restart(tmp_path):
     asyncio.run(scenario())
 
 
-# -- what lives ----------------------------------------------------------------------------------------
+# -- sessions, models, samplers, checkpoints, losses ---------------------------------------------------
 
 
 def test_sessions_of_a_key_are_limited_and_finishing_one_makes_room(tmp_path):
@@ -229,7 +229,7 @@ def test_sessions_of_a_key_are_limited_and_finishing_one_makes_room(tmp_path):
             refused = await ann.post("create_session", json=SESSION)
             assert not says_what_to_do(refused, "sessions")
             assert refused.headers["x-should-retry"] == "false"
-            # The same request again is no new session.
+            # A retry is no new session.
             repeated = await ann.post("create_session", json=SESSION, headers=again)
             assert repeated.json() == second.json()
             await told(bob, "create_session", SESSION)
@@ -252,7 +252,7 @@ def test_models_of_a_key_are_limited_and_unloading_one_makes_room(tmp_path):
             await new_model(bob)
             await told(ann, "unload_model", {"model_id": model})
             await told(ann, "create_model", body)
-            await told(ann, "create_model", body)  # the same again
+            await told(ann, "create_model", body)  # a retry
 
     asyncio.run(scenario())
 
@@ -325,7 +325,7 @@ def test_losses_of_a_key_are_limited_also_after_a_restart(tmp_path):
     async def scenario() -> None:
         async with housed_for_two(tmp_path, "losses=1") as (service, ann, _):
             session = (await told(ann, "create_session", SESSION))["session_id"]
-            # The fake engine runs no losses; a loss that failed does not count.
+            # The fake engine refuses losses; a failed loss does not count.
             failed = await told(ann, "create_custom_loss", traced(session, 0))
             assert failed["category"] == "user"
             assert service.quotas.losses.used("ann") == 0
@@ -346,7 +346,7 @@ def test_losses_of_a_key_are_limited_also_after_a_restart(tmp_path):
 
 
 def test_telemetry_of_a_key_keeps_its_newest_events(tmp_path):
-    """It is never refused: clients send a refused report again and again."""
+    """It is never refused, because clients would retry for ever."""
 
     async def scenario() -> None:
         async with housed_for_two(tmp_path, "telemetry_bytes=8KiB") as (service, ann, bob):

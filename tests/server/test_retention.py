@@ -1,4 +1,4 @@
-"""How long results are kept, and which of them go first when there are many."""
+"""How long results are kept, and in which order they are evicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP = {"adam_params": {"learning_rate": 0.1}}
 
 
 async def drawn(client: httpx.AsyncClient, count: int) -> list[dict[str, str]]:
-    """As many samples that are done, and for which nobody has asked."""
+    """Finished samples that no client has fetched."""
     session = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
     body = {
         "session_id": session["session_id"],
@@ -50,14 +50,14 @@ def test_fetched_results_are_evicted_first(tmp_path: Path) -> None:
             await asked(client, promises[2:])
             await made.keep_house()
             assert len(made.promises) == 5
-            # Of those that nobody has asked for none goes; of the others the newest stay.
+            # No unfetched result is evicted; of the others the newest stay.
             assert await asked(client, promises) == [200] * 2 + [410] * 7 + [200] * 3
 
     asyncio.run(scenario())
 
 
 def test_under_load_results_are_evicted_continuously(tmp_path: Path) -> None:
-    """Memory follows neither the hour nor the minute in which all of them are looked through."""
+    """Memory does not grow until the next periodic cleanup."""
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 
     async def scenario() -> None:
@@ -66,10 +66,10 @@ def test_under_load_results_are_evicted_continuously(tmp_path: Path) -> None:
             kept = []
             for promise in promises:
                 moment[0] += timedelta(seconds=10)
-                # Whoever has lost an answer asks again, and has it for as long from then on.
+                # A client that lost the response fetches again, which restarts the retention time.
                 assert await asked(client, [promise, promises[0]]) == [200, 200]
                 kept.append(len(made.promises))
-            # As they were told two minutes ago, one for each that is told now.
+            # These were fetched two minutes ago: one is evicted for each new fetch.
             assert kept[:13] == [40] * 13
             assert kept[13:] == list(range(39, 12, -1))
             assert await asked(client, promises[1:29]) == [410] * 27 + [200]
@@ -87,7 +87,7 @@ def test_above_its_limit_fetched_results_are_evicted_before_abandoned_ones(
             promises = await drawn(client, 12)
             for promise in made.promises:
                 await promise.finished.wait()
-        # A lower limit after a restart: there are more than there may be.
+        # A lower limit after a restart: there are more results than allowed.
         limits = Limits(results=5)
         async with housed(tmp_path, limits=limits, now=lambda: moment[0]) as (made, client):
             for promise in made.promises:
@@ -149,7 +149,7 @@ def test_results_needed_for_a_replay_are_never_evicted(tmp_path: Path) -> None:
 
 
 def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: Path) -> None:
-    """The first promise of it is forgotten; the model is not."""
+    """The promise of its creation is evicted; the model still lives."""
 
     async def scenario() -> None:
         settings = {"kept_results": 0, "told_retention": -1.0, "snapshot_every": 0.0}
@@ -157,7 +157,7 @@ def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: 
             model_id = await new_model(client)
             (model,) = made.models
             number = 0
-            while model.snapshot is None:  # written beside the work
+            while model.snapshot is None:  # written in the background
                 number += 1
                 await told(client, "optim_step", {"model_id": model_id, "seq_id": number, **STEP})
             await made.keep_house()
@@ -182,7 +182,7 @@ def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: 
 
 
 def test_an_unloaded_model_is_not_recreated_by_a_late_retry(tmp_path: Path) -> None:
-    """Nothing that was promised of it is known any more; that there was one is."""
+    """All of its promises are evicted, but the service still knows that it existed."""
 
     async def scenario() -> None:
         async with housed(tmp_path, result_retention=-1.0) as (made, client):

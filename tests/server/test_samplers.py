@@ -1,4 +1,4 @@
-"""Samplers from inside: what is kept of them, for how long, and what becomes of them when the engine dies."""
+"""Internals of samplers: limits, expiry, end of session, and death of the engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def request_of(sampler: str) -> SampleRequest:
     )
 
 
-# -- how many, and for how long ----------------------------------------------------------------
+# -- limits and expiry -------------------------------------------------------------------------
 
 
 def test_unnamed_samplers_are_closed_in_the_engine_like_others(tmp_path):
@@ -136,7 +136,7 @@ def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tm
 
 @contextlib.asynccontextmanager
 async def drawing(made: Service, client: httpx.AsyncClient, sampler: str):
-    """A sample and a stream that wait for an engine which is away."""
+    """A sample and a stream that wait for an engine that is down."""
     made.engine._alive.clear()
     stream = await made.samplers.stream(OWNER, request_of(sampler))
     streaming = asyncio.ensure_future(anext(stream))
@@ -167,7 +167,7 @@ def test_samples_of_an_ended_session_are_not_resumed(tmp_path):
             sampler = await of_base_model(client)
             made.engine._alive.clear()
             promise = await sent(client, sampler)
-            # The service is stopped before it can let go of what belongs to the session.
+            # The service stops before it has cleaned up after the session.
             request = FinishSessionRequest.model_validate(FINISH)
             await made.sessions.finish(sampler.partition(":")[0], OWNER, request)
         async with housed(tmp_path) as (_, client):
@@ -181,7 +181,7 @@ def test_samples_of_an_ended_session_are_not_resumed(tmp_path):
 
 
 class Dying:
-    """An engine that is gone once: before the first token of a sample, or after the last and before the result."""
+    """An engine that dies once: before the first token of a sample, or after the last one and before the result."""
 
     def __init__(self, made: Service, *, tokens: bool) -> None:
         self._sample, self._tokens, self._died = made.engine.worker.sample, tokens, False

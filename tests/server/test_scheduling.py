@@ -108,7 +108,7 @@ def test_a_gap_before_a_settling_request_has_the_short_limit():
     assert sequencer.wakes_at(0.0) == SETTLED_GAP_LIMIT
     sequencer.offer(1, "late")
     assert drain(sequencer) == ["late", "pass", "step"]
-    sequencer.offer(5, "another")  # nothing says that 4 will not come
+    sequencer.offer(5, "another")  # 4 may still arrive
     assert sequencer.wakes_at(100.0) == 100.0 + GAP_LIMIT
 
 
@@ -130,7 +130,7 @@ def test_a_request_without_a_number_runs_after_those_already_queued():
 
 
 def order_of(shares: Shares, waiting: list[Candidate]) -> list[str]:
-    """Who is served, one unit each, until nobody waits."""
+    """The keys in the order served, one unit each, until no key waits."""
     order = []
     while (chosen := shares.choose(waiting)) is not None:
         waiting.remove(chosen)
@@ -160,7 +160,7 @@ def test_an_idle_key_saves_up_no_share(served_before):
     order_of(shares, candidates("back", served_before))
     shares.arrive("busy")
     order_of(shares, candidates("busy", 40))
-    for key in ("back", "busy"):  # whoever of them is the first
+    for key in ("back", "busy"):  # whichever is the first
         shares.arrive(key)
     order = order_of(shares, [*candidates("back", 10), *candidates("busy", 10)])
     assert 4 <= sum(name.startswith("busy") for name in order[:10]) <= 6

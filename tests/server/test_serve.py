@@ -1,4 +1,4 @@
-"""The service as a process: how it begins, how it ends, and what it says when it cannot begin."""
+"""The service as a process: how it starts and stops, and its errors when it cannot start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cache_home(tmp_path_factory):
 
 
 def settings(data_dir: Path, cache_home: Path) -> Settings:
-    """For a service in this process."""
+    """Settings for a service in this process."""
     return Settings(
         data_dir=data_dir,
         base_models=(TINY,),
@@ -56,7 +56,7 @@ def is_healthy(url: str) -> bool:
 
 
 class Running:
-    """A service in a process of its own, started as the command line does."""
+    """A service in its own process, started as the command line does."""
 
     def __init__(self, data_dir: Path, cache_home: Path, *arguments: str, shell: str = "") -> None:
         self.data_dir = data_dir
@@ -74,7 +74,7 @@ class Running:
         self.address = ("", 0)
 
     def ready(self) -> str:
-        """Wait for it to listen; its URL."""
+        """Wait until it listens and return its URL."""
         assert self.process.stdout is not None
         told = READY.fullmatch(self.process.stdout.readline())
         assert told is not None
@@ -93,7 +93,7 @@ class Running:
             return answer.status, answer.headers["content-type"], answer.read()
 
     def lease(self) -> http.client.HTTPResponse:
-        """Hold on to it until the answer is closed."""
+        """Hold a lease until the response is closed."""
         connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
         connection.request("GET", "/lease", headers={"connection": "close"})
         answer = connection.getresponse()
@@ -101,9 +101,9 @@ class Running:
         return answer
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, str, str]:
-        """Its exit code and what it had left to say, once nobody can say anything any more.
+        """The exit code and the rest of the output, once service and engine have ended.
 
-        The engine shares stderr with the service, so that stderr ends only when both have.
+        The engine shares stderr with the service, so stderr ends only when both have ended.
         """
         if number is not None:
             self.process.send_signal(number)
@@ -128,7 +128,7 @@ def start(cache_home, tmp_path) -> Iterator[Any]:
         running.close()
 
 
-# -- a life ------------------------------------------------------------------------------------------
+# -- start and stop ----------------------------------------------------------------------------------
 
 
 def test_a_service_prints_its_url_serves_and_stops_on_a_signal(start):
@@ -149,7 +149,7 @@ def test_a_service_prints_its_url_serves_and_stops_on_a_signal(start):
     assert running.get("/nowhere")[0] == 404
     assert running.end(signal.SIGTERM) == (0, "", "")
     assert not address.exists()
-    # The next one begins where this one ended, and ends though connections are open.
+    # The next service continues with this data, and stops although connections are open.
     again = start(f"--base-model={TINY}")
     again.ready()
     idle = socket.create_connection(again.address, timeout=PATIENCE)
@@ -203,7 +203,7 @@ def test_a_leased_service_stops_with_its_last_holder(start):
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop on whose clock time can be skipped."""
+    """An event loop whose clock can skip ahead."""
 
     skipped = 0.0
 
@@ -247,7 +247,7 @@ def test_only_a_leased_service_stops_without_holders(tmp_path, cache_home, lease
 
 
 class Holder:
-    """A client that holds on until it hangs up."""
+    """A client that holds a lease until it disconnects."""
 
     def __init__(self, leases: Leases) -> None:
         self._gone = asyncio.Event()
@@ -301,11 +301,11 @@ def test_a_holder_within_the_grace_period_keeps_the_service_running():
     asyncio.run(hold())
 
 
-# -- mistakes ----------------------------------------------------------------------------------------
+# -- configuration errors ----------------------------------------------------------------------------
 
 
 def complaint(running: Running) -> str:
-    """The one line that a service which cannot start says."""
+    """The one-line error of a service that cannot start."""
     code, said, complained = running.end()
     assert code == 1
     assert said == ""

@@ -1,4 +1,4 @@
-"""Sessions across a restart: those of which nothing is heard any more end like all others."""
+"""Sessions across a restart, and their end."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ended_sessions_are_not_kept_in_memory(tmp_path):
 
 
 class FullStore(Store):
-    """Has no room for the end of one session."""
+    """Cannot store the end of one session."""
 
     full = True
 
@@ -115,7 +115,9 @@ def test_a_session_stays_active_if_its_end_cannot_be_stored(tmp_path):
         await sessions.check_active("second", "me")
         clock[0] += 200
         ending = sessions.expire()
-        assert await anext(ending) == "first"  # what belongs to it can go before the next one fails
+        assert (
+            await anext(ending) == "first"
+        )  # its objects can be cleaned up before the next one fails
         with pytest.raises(OSError, match="No space"):
             await anext(ending)
         store.full = False

@@ -1,4 +1,4 @@
-"""Users of one real engine: what one of them does to it, by mistake or on purpose, fails nobody else's requests."""
+"""Two keys on one real engine: no request of one key makes requests of the other fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .api import Api
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two users of one service that really trains."""
+    """Two keys of one service with a real model."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     with (
@@ -38,7 +38,7 @@ def test_diverged_run_of_one_key_does_not_change_samples_of_another(two):
     assert "grad_norm" in ann.retrieve(model.optim_step())["metrics"]
     weights = model.save("diverged", "save_weights_for_sampler")
     diverged = ann.sampler(model.session_id, model_path=weights)
-    # Bob's long sample keeps the batch going while Ann's come and go.
+    # Bob's long sample stays in the batch while Ann's samples start and finish.
     long = sampler.send(prompt=range(5, 105), max_tokens=300, temperature=0.0)
     failed = [diverged.sample(prompt=range(5, 60), num_samples=4) for _ in range(3)]
     after = sampler.sample(prompt=range(5, 15), max_tokens=20, temperature=0.0)
@@ -46,7 +46,7 @@ def test_diverged_run_of_one_key_does_not_change_samples_of_another(two):
     assert all("learning rate" in answer["error"] for answer in failed)
     (first,), (second,) = before["sequences"], after["sequences"]
     assert second["tokens"] == first["tokens"]
-    # The batch has another shape, so the last bit may differ.
+    # The batch has another shape, so the last bits may differ.
     assert second["logprobs"] == pytest.approx(first["logprobs"], abs=1e-4)
     assert None not in bob.retrieve(long)["sequences"][0]["logprobs"]
 

@@ -1,7 +1,7 @@
-"""What is on the disk: whole, checked, given back when its time is over; and what happens when there is no room.
+"""Files on disk: complete, verified, deleted in time; and behaviour on a full disk.
 
-A full disk is stood in for by a limit on the size of files (RLIMIT_FSIZE), which needs no privileges and works in any
-container: writes stop in the middle with an error, as they do on a disk that fills up.
+A limit on the size of files (RLIMIT_FSIZE) simulates a full disk. It needs no privileges and works in any container:
+writes fail in the middle, as they do on a disk that fills up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .api import Api, Model, datum
 WEIGHTS = "adapter_model.safetensors"
 
 
-# -- no room ---------------------------------------------------------------------------------------
+# -- full disk -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def full(*pids: int, size: int = 512) -> Iterator[None]:
-    """No file of some processes can grow beyond so many bytes."""
+    """No file of these processes can grow beyond this many bytes."""
     before = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
     for pid, (_, hard) in zip(pids, before, strict=True):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
@@ -52,7 +52,7 @@ def full(*pids: int, size: int = 512) -> Iterator[None]:
 
 @pytest.fixture
 def served(tmp_path, request) -> Iterator[Served]:
-    """A service and its engine in processes of their own."""
+    """A service and its engine in separate processes."""
     running = Served(tmp_path, f"--engine={getattr(request, 'param', 'fake')}")
     running.start()
     yield running
@@ -87,14 +87,14 @@ def test_a_full_disk_fails_the_save_and_the_run_continues(served, tmp_path):
         paths = [model.save("lost"), model.save("lost", "save_weights_for_sampler")]
         listed = api.got(f"training_runs/{model.model_id}/checkpoints")["checkpoints"]
         assert {entry["tinker_path"] for entry in listed} == {kept, *paths}
-        # What was there before is what it was, and nothing is left of what failed.
+        # Earlier files are unchanged, and the failed save left nothing.
         assert api.loaded(kept).logprobs() != model.logprobs()
         assert api.loaded(paths[0]).logprobs() == undisturbed.logprobs()
         assert not list((tmp_path / "checkpoints").glob("*/*/.*"))
 
 
 def test_a_service_on_a_full_disk_refuses_and_continues_once_there_is_space(served):
-    """Nothing can be written down: not requests, not results, not rows."""
+    """Nothing can be written: no requests, no results, no rows."""
     with Api(served.url) as api:
         model, undisturbed = api.model(), api.model()
         for each in (model, undisturbed):
@@ -118,12 +118,12 @@ def test_a_service_on_a_full_disk_refuses_and_continues_once_there_is_space(serv
                 refused = api.post(path, body)
                 assert refused.status_code == 507, (path, refused.text)
                 assert "Free some space" in refused.json()["detail"]
-            # What needs no room still works.
+            # Operations that write nothing still work.
             assert "metrics" in api.retrieve(done)
             assert api.got("healthz")["status"] == "ok"
             heard = api.post("session_heartbeat", {"session_id": model.session_id})
             assert heard.status_code == 200
-        # The client tries again with the same number; its steps are those of a run without any of this.
+        # The client retries with the same number; its losses are those of a run without the fault.
         api.retrieve(api.told("forward_backward", training(model, number)))
         undisturbed.forward_backward()
         undisturbed.forward_backward()
@@ -138,18 +138,18 @@ def training(model: Model, number: int) -> dict[str, object]:
 
 
 def test_results_that_a_full_disk_could_not_take_are_recomputed_after_a_crash(served, tmp_path):
-    """A step is done, its result cannot be written down, and the service dies: it is done again, once."""
+    """A step runs, its result cannot be written, and the service crashes: the step is replayed once."""
     with Api(served.url) as api:
         model, undisturbed = api.model(), api.model()
         for each in (model, undisturbed):
             each.step()
-        # Two behind a number that is missing, so that they are accepted while there is room.
+        # Two wait for a missing number, so that they are accepted while there is space.
         first, second, third = model.seq(), model.seq(), model.seq()
         promises = [model.send("optim_step", seq_id=third, adam_params={"learning_rate": 0.01})]
         before = on_disk(tmp_path / "journal")
         promises.append(api.told("forward_backward", training(model, second)))
         after = on_disk(tmp_path / "journal")
-        # There is room for one more request like the last, and for no result.
+        # There is space for one more such request, but for no result.
         with full(served.process.pid, size=after + (after - before) + 30):
             promises.append(api.told("forward_backward", training(model, first)))
             for promise in promises:
@@ -287,7 +287,7 @@ def damage(file: Path, how: str) -> None:
 
 
 class Restarting:
-    """A service on a data directory that something happens to while it is down."""
+    """A service on a data directory that a test damages while it is down."""
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         self.data_dir, self.settings = data_dir, settings
@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_reported_and_never_loaded(tmp_path, how, name):
         if name == WEIGHTS:
             sampled = api.sampler(model_path=path).sample()
             assert f"the file {name} is damaged" in sampled["error"]
-        # The model it was saved from does not need it.
+        # The model that saved it does not need it.
         assert model.step() > 0
 
 
@@ -335,7 +335,7 @@ def snapshots(place: Restarting, model: Model) -> Path:
 
 
 def wait_for_snapshot(place: Restarting, api: Api, model: Model) -> Path:
-    """Snapshots are written beside the work; the directory of the newest."""
+    """Wait for a snapshot, which is written in the background; return the newest directory."""
     while True:
         model.step()
         with contextlib.suppress(FileNotFoundError):
@@ -370,7 +370,7 @@ def test_a_damaged_snapshot_is_reported_and_never_loaded(place, caplog, name, ho
     assert Path(name).name in failed["error"]
     assert "corrupted" in failed["error"]
     assert api.got(f"training_runs/{model.model_id}")["corrupted"] is True
-    # A person finds it in the log, and the run goes on from its checkpoint; others never notice.
+    # The log names it, and training can continue from a checkpoint; other runs are not affected.
     assert f"{model.model_id} is corrupted" in caplog.text
     assert api.loaded(path).step() > 0
     assert Model(api, other.model_id, other.next_seq).logprobs() == expected
@@ -391,7 +391,7 @@ def test_incomplete_snapshots_are_removed_at_startup(place):
 
 
 def request_of(segment: Path, model: Model, number: int) -> int:
-    """Where in a journal the head of a request begins."""
+    """The offset of a request's head in a journal."""
     seq, scope = f'"seq":"{number}"'.encode(), f'"scope":"{model.model_id}"'.encode()
     content = segment.read_bytes()
     at = content.index(scope + b"," + seq)
@@ -400,7 +400,7 @@ def request_of(segment: Path, model: Model, number: int) -> int:
 
 @pytest.mark.parametrize("which", ["request", "newest request"])
 def test_a_run_with_a_hole_in_its_journal_never_trains_on(tmp_path, caplog, which):
-    """A model is made again from all that changed it, or not at all."""
+    """A model is restored from all of its changes, or not at all."""
     place = Restarting(tmp_path)
     api = place.start()
     model, other = api.model(), api.model()
@@ -428,7 +428,7 @@ def test_a_run_with_a_hole_in_its_journal_never_trains_on(tmp_path, caplog, whic
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (4,), (6,), (2, 3), (1, 4, 6)])
 def test_a_lost_result_between_others_is_recomputed(tmp_path, lost):
-    """The end of the machine can take a result that was told, and leave later ones: its request is there."""
+    """A machine crash can lose a fetched result and keep later ones; its request is still in the journal."""
     place = Restarting(tmp_path)
     api = place.start()
     model = api.model()
@@ -439,7 +439,7 @@ def test_a_lost_result_between_others_is_recomputed(tmp_path, lost):
     place.stop()
     lose_results(tmp_path / "journal", model, lost)
     try:
-        for _ in range(2):  # what was done again has two results by then
+        for _ in range(2):  # a replayed request has two results by then
             api = place.start()
             assert [api.retrieve(promise) for promise in promises] == told
             model = Model(api, model.model_id, model.next_seq)
@@ -463,7 +463,7 @@ def lose_results(journal: Path, model: Model, numbers: Sequence[int]) -> None:
 
 
 def test_a_snapshot_never_claims_changes_that_it_does_not_contain(tmp_path, monkeypatch):
-    """Of what is done again after a loss, some would then be lost to the next crash."""
+    """Otherwise the next crash would lose some of the replayed changes."""
     place = Restarting(tmp_path)
     model = place.start().model()
     for _ in range(3):
@@ -484,7 +484,7 @@ def test_a_snapshot_never_claims_changes_that_it_does_not_contain(tmp_path, monk
             body = {"model_id": model.model_id, "forward_input": inputs()}
             await told(client, "forward", body)
             await asyncio.gather(*made.models._tasks)
-            # Everything that was lost is done again first, and then each snapshot says what it holds.
+            # Lost changes are replayed first; after that each snapshot claims what it contains.
             assert committed
             assert all(changes == next_seq >= 6 for changes, next_seq in committed)
 
@@ -516,7 +516,7 @@ def test_only_unacknowledged_records_are_lost_with_a_torn_end(tmp_path):
 
 
 def test_no_change_is_kept_before_its_request_is_on_disk(tmp_path):
-    """Else the end of the machine could leave a change, and not what made it."""
+    """Otherwise a machine crash could keep a change without its request."""
     go, ran = threading.Event(), asyncio.Event()
 
     def sync(descriptor: int) -> None:
@@ -549,20 +549,20 @@ def test_no_change_is_kept_before_its_request_is_on_disk(tmp_path):
     asyncio.run(scenario())
 
 
-# -- giving back -------------------------------------------------------------------------------------
+# -- freeing space -----------------------------------------------------------------------------------
 
 
 def on_disk(directory: Path) -> int:
-    """What files take, each once however many names it has."""
+    """The disk space of files; hard links count once."""
     files = {file.stat().st_ino: file.stat() for file in directory.rglob("*") if file.is_file()}
     return sum(facts.st_size for facts in files.values())
 
 
 @contextlib.asynccontextmanager
 async def housed(data_dir: Path, **settings: Any):
-    """A service whose parts can be reached, and a client of it, without a network between.
+    """A service whose internals a test can reach, and its client, without a network.
 
-    With a clock of the test (`now`), both clocks of the service go by it.
+    With a fake clock (`now`), both clocks of the service use it.
     """
     if "now" in settings:
         now = settings["now"]
@@ -622,7 +622,7 @@ def test_old_results_are_removed_from_the_disk(tmp_path):
             assert on_disk(tmp_path / "journal") < 40 << 20
             gone = await client.post("retrieve_future", json=promise)
             assert gone.status_code == 410
-            # What made the model is needed as long as the model is.
+            # The requests that built the model are needed as long as it lives.
             body = {"model_id": model, "seq_id": 10, "forward_input": inputs()}
             assert "metrics" in await told(client, "forward", body)
         async with housed(tmp_path) as (_, client):
@@ -650,7 +650,7 @@ def test_an_ended_session_frees_its_disk_space(tmp_path):
             kept = on_disk(tmp_path / "checkpoints")
             assert kept > 0
             await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
-            await made.models.stop()  # a snapshot that is being written goes with its model
+            await made.models.stop()  # a snapshot in progress is deleted with its model
             assert on_disk(tmp_path / "samplers") == 0
             assert on_disk(tmp_path / "snapshots") == 0
             assert on_disk(tmp_path / "checkpoints") == kept
@@ -698,11 +698,11 @@ def test_a_run_whose_session_ends_during_an_engine_restart_is_not_corrupted(tmp_
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
             session = model.partition(":")[0]
-            made.engine._alive.clear()  # it died …
+            made.engine._alive.clear()  # the engine died …
             body = {"model_id": model, "seq_id": 1, "adam_params": {}}
             answer = (await client.post("optim_step", json=body)).json()
             await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
-            made.engine.life += 1  # … and is another one
+            made.engine.life += 1  # … and was restarted
             made.engine._alive.set()
             promise = {"request_id": answer["request_id"]}
             failed = await told_failure(client, promise)
@@ -765,7 +765,7 @@ def test_an_interrupted_checkpoint_replacement_finishes_after_a_restart(tmp_path
             async def stops(method: str, *_: Any, **__: Any) -> None:
                 assert method == "save_state"
                 older = made.checkpoints.place(model, "training", "latest")
-                older.rename(older.with_name(".older"))  # and the new one is not there yet
+                older.rename(older.with_name(".older"))  # the new one is not in place yet
                 reached.set()
                 await asyncio.Event().wait()
 
@@ -783,7 +783,7 @@ def test_an_interrupted_checkpoint_replacement_finishes_after_a_restart(tmp_path
 
 
 def test_a_checkpoint_can_be_deleted_from_a_full_disk(served, tmp_path):
-    """Whatever becomes of the list, the room is there again."""
+    """The space is freed even if the database cannot be changed."""
     with Api(served.url) as api:
         model = api.model()
         model.save("one")

@@ -1,4 +1,4 @@
-"""The same contract on SQLite, and on PostgreSQL where its programs are installed."""
+"""The same tests on SQLite and, if its programs are installed, on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -44,19 +44,17 @@ def postgres_programs() -> Path | None:
 
 @pytest.fixture(scope="session")
 def postgres_url():
-    """A PostgreSQL of our own on loopback, gone with the tests."""
+    """A temporary PostgreSQL server on loopback."""
     programs = postgres_programs()
     if programs is None:
         pytest.skip("PostgreSQL was not tried: its server programs are not installed")
-    data = Path(
-        tempfile.mkdtemp(prefix="tinkex-postgres-")
-    )  # pytest's own are closed to other users
+    data = Path(tempfile.mkdtemp(prefix="tinkex-postgres-"))  # pytest's own directories are private
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     user = (
         ["runuser", "-u", "nobody", "--"] if os.geteuid() == 0 else []
-    )  # PostgreSQL refuses to be root
+    )  # PostgreSQL refuses to run as root
     if user:
         shutil.chown(data, "nobody")
     subprocess.run(
@@ -88,7 +86,7 @@ def store(url):
 
 
 def empty(url):
-    """A PostgreSQL outlives a test; its tables do not."""
+    """Drop the tables: the PostgreSQL server is shared by all tests."""
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA public CASCADE")
@@ -340,7 +338,7 @@ def test_samplers_count_while_their_session_is_active(store):
 
 
 def make_first_release(url):
-    """A database as version 1 made it: telemetry without the ids of events, samplers that never expire."""
+    """A database of version 1: telemetry without event ids, samplers that never expire."""
     old = Store(url)
     old.open()
     old.add_session(session())
@@ -361,7 +359,7 @@ def make_first_release(url):
 
 
 def check_is_up_to_date(url):
-    """A database that was of the first release can do what this one does, and has kept its rows."""
+    """A migrated database of the first release works like a new one and has kept its rows."""
     new = Store(url)
     new.open()
     new.add_telemetry([event("a"), event("a")])
@@ -381,7 +379,7 @@ def test_a_database_of_the_first_release_is_migrated(url):
 
 
 def open_and_die(url: str, statement: int) -> bool:
-    """Open a store in a process that is killed before its n-th statement; whether it was."""
+    """Open a store in a process that is killed before its n-th statement; return whether it was killed."""
     child = os.fork()
     if child == 0:
         left = [statement]
@@ -423,7 +421,7 @@ def test_a_kill_at_any_statement_of_a_migration_is_recoverable(url, prepare):
 
 
 def test_only_counters_may_be_lost_in_a_power_cut(tmp_path):
-    """SQLite waits for the disk at each commit that a client hears of, and not for what is counted."""
+    """SQLite waits for the disk at each commit that is acknowledged, but not for counters."""
     store = Store(f"sqlite:///{tmp_path}/tinkex.db")
     store.open()
     modes: list[str] = []
@@ -491,7 +489,7 @@ def test_a_call_that_fails_fails_alone(store):
         reading = asyncio.ensure_future(database(store.session, "b"))
         await asyncio.sleep(0)
         calls[1].cancel()
-        for _ in range(3):  # the thread hears of it a moment later
+        for _ in range(3):  # the thread receives it a moment later
             await asyncio.sleep(0)
         held.set()
         await first
@@ -519,7 +517,7 @@ def test_database_has_one_service_at_a_time(postgres_url):
         for each in (first, second):
             each.open()
         assert first.take_lease()
-        assert first.take_lease()  # it has it
+        assert first.take_lease()  # still held
         assert not second.take_lease()
         first.close()
         assert second.take_lease()
@@ -557,7 +555,7 @@ def test_a_lost_lease_is_taken_again_unless_another_store_has_it(postgres_url):
 def test_second_service_on_a_database_does_not_start_and_ends_no_session_of_the_first(
     postgres_url, tmp_path
 ):
-    """Both data directories and the database are empty, so that nothing else tells them apart."""
+    """The data directories and the database are empty, so only the lease can prevent the start."""
     empty(postgres_url)
 
     def made(name: str) -> Service:
@@ -580,7 +578,7 @@ def test_second_service_on_a_database_does_not_start_and_ends_no_session_of_the_
         assert not (tmp_path / "second" / "identity").exists()
         begin = CreateSessionRequest(tags=[], sdk_version="0")
         session_id = await first.sessions.create("me", begin, None)
-        # A service that has lost the database to another one leaves everything as it is.
+        # A service that has lost the lease to another one changes nothing.
         taken = Store(postgres_url)
         taken.open()
         engine = sa.create_engine(postgres_url)

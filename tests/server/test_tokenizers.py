@@ -1,4 +1,4 @@
-"""The tokenizer files of base models over HTTP: listed with checksums, cached by them, and nothing else is served."""
+"""Tokenizer files of base models over HTTP: listed with checksums, cached by checksum, no other files served."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_local_client_gets_the_tokenizer_directory(api):
 
 
 def test_a_remote_client_gets_no_hub_id_that_does_not_exist(api):
-    """`tinkex/tiny` is made here; of a model in the hub's cache the name would be said."""
+    """`tinkex/tiny` exists only locally; a model in the hub's cache would have a hub id."""
     asked = {"model_id": api.model().model_id}
     proxied = api.told("get_info", asked, headers={"x-forwarded-for": "203.0.113.7"})
     assert proxied["model_data"] == api.told("get_info", asked)["model_data"]

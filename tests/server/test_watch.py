@@ -11,7 +11,7 @@ from tinkex.server.watch import Watch
 
 
 def looks(watch: Watch, progress, count: int, *, waiting: bool = True, start: float = 0.0) -> bool:
-    """Look so often at the same progress, at the interval of the watch; what the last look says."""
+    """Look this many times at the same progress, at the watch's interval; return the last answer."""
     overdue = False
     for number in range(count):
         overdue = watch.look(progress, waiting=waiting, now=start + number * watch.interval)

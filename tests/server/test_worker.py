@@ -1,4 +1,4 @@
-"""The service's side of the pipe, and what it does when the engine dies."""
+"""The service's side of the pipe, and recovery from engine deaths."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ ENDLESS = TrainingPass(examples(10_000, 256), "cross_entropy")
 
 
 async def make(worker: Worker) -> None:
-    """A model and a sampler for what follows."""
+    """Create a model and a sampler in the engine."""
     await worker.call("create_model", "m", TINY, LoraSpec(4))
     await worker.call_now("open_sampler", "s", TINY)
 
 
 async def endless_pass(worker: Worker) -> asyncio.Task[Any]:
-    """A call that takes for ever, begun: samples and passes take turns, so a token is the sign of it."""
+    """Start an endless call. Samples and passes alternate, so a token shows that it has started."""
     passing = asyncio.create_task(worker.call("run_pass", "m", ENDLESS))
-    await asyncio.sleep(0)  # it is sent
+    await asyncio.sleep(0)  # now it is sent
     begun = asyncio.Event()
     await worker.sample(job(max_tokens=2, stream=True), lambda _: begun.set())
     assert begun.is_set()
@@ -235,7 +235,7 @@ def test_a_cancelled_sample_streams_no_more_tokens(cache_dir, in_process):
     run(work())
 
 
-# -- endings -----------------------------------------------------------------------------------------
+# -- stop and death ----------------------------------------------------------------------------------
 
 
 def test_a_stopped_worker_can_be_started_again(cache_dir, in_process):
@@ -250,7 +250,7 @@ def test_a_stopped_worker_can_be_started_again(cache_dir, in_process):
             with pytest.raises(EngineDiedError):
                 await worker.sample(job())
             await worker.start()
-            with pytest.raises(NotFoundError):  # the new engine knows no models
+            with pytest.raises(NotFoundError):  # the new engine has no models loaded
                 await worker.call("optim_step", "m", AdamStep())
             await make(worker)
 
@@ -310,7 +310,7 @@ def test_a_sample_that_is_cancelled_as_the_engine_dies_is_cancelled(cache_dir):
             async def be_first_to_hear() -> None:
                 with pytest.raises(EngineDiedError):
                     await worker.call("run_pass", "m", ENDLESS)
-                # The sample's failure is on the way; were it taken for one, it would be tried again.
+                # The sample's failure is on its way; if it were handled as one, the sample would be retried.
                 sampling.cancel()
 
             first = asyncio.create_task(be_first_to_hear())
@@ -340,7 +340,7 @@ def test_a_worker_that_cannot_start_raises_the_reason(cache_dir, in_process):
 
 @pytest.fixture
 def endless_model(tmp_path):
-    """A model that takes for ever to load: the file that begins it is a pipe."""
+    """A model that never finishes loading: its first file is a pipe."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     index = tmp_path / "model.safetensors.index.json"
@@ -353,7 +353,7 @@ def test_an_engine_can_be_stopped_while_it_starts(cache_dir, endless_model, how)
     async def work() -> None:
         worker = Worker(setup(cache_dir, f"slow={endless_model.parent}"))
         starting = asyncio.create_task(worker.start())
-        with await asyncio.to_thread(endless_model.open, "w"):  # opens once it is being read
+        with await asyncio.to_thread(endless_model.open, "w"):  # returns once the engine reads it
             assert worker.pid is not None
             pid = worker.pid
             if how == "killed":
@@ -437,7 +437,7 @@ def test_a_request_that_always_kills_the_engine_fails(cache_dir):
                 await engine.persist(deadly)
             assert caught.value.category is RequestErrorCategory.Server
             assert len(set(killed)) == DEATHS_ALLOWED
-            await engine.persist(lambda: make(engine.worker))  # the others have an engine again
+            await engine.persist(lambda: make(engine.worker))  # other calls have an engine again
             assert engine.life == DEATHS_ALLOWED
 
     run(work())
@@ -474,8 +474,8 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
             with pytest.raises(RequestFailedError, match=r"died \d times"):
                 await killing
             assert company[0] == 11
-            assert sorted(company, reverse=True) == company  # less with each death …
-            assert company[-1] == 0  # … until it was alone
+            assert sorted(company, reverse=True) == company  # fewer with each death …
+            assert company[-1] == 0  # … until it ran alone
             together = [asyncio.create_task(engine.persist(harmless)) for _ in range(11)]
             await asyncio.gather(*together)
             assert engine.life == len(company)
@@ -492,8 +492,8 @@ def test_a_call_waiting_for_a_slot_can_be_cancelled(cache_dir):
             assert company.alone_at_death(0)
             waiting = [asyncio.create_task(company.enter()) for _ in range(3)]
             await asyncio.sleep(0)
-            company.leave()  # the first is called in …
-            waiting[0].cancel()  # … and leaves at the same moment
+            company.leave()  # the first one gets the slot …
+            waiting[0].cancel()  # … and is cancelled at the same time
             await waiting[1]
             assert not waiting[2].done()
             company.clear(cause=False)
@@ -526,7 +526,7 @@ def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
             async def slow() -> Any:
                 tries.append(engine.life)
                 await make(engine.worker)
-                if len(tries) == 1:  # the engine dies and is back before the next call
+                if len(tries) == 1:  # the engine dies and restarts before the next call
                     kill(engine.worker)
                     await engine.worker.died.wait()
                     await engine.persist(lambda: engine.worker.call("unload_model", "other"))
@@ -565,7 +565,7 @@ def test_stopping_cancels_retried_calls(cache_dir):
         with pytest.raises(asyncio.CancelledError):
             await persisting
         assert is_gone(pid)
-        assert engine.life == 0  # an engine that was stopped has not died
+        assert engine.life == 0  # a stopped engine has not died
 
     run(work())
 
@@ -575,7 +575,7 @@ def test_a_service_serves_only_its_configured_base_models(cache_dir):
         async with supervised(cache_dir) as engine:
             assert [model.name for model in engine.models] == [TINY]
             assert (await engine.model(TINY, "base_model")).name == TINY
-            async with engine._adding:  # another, which is being fetched
+            async with engine._adding:  # another model is being loaded
                 assert (await engine.model(TINY, "base_model")).name == TINY
             with pytest.raises(InvalidInputError, match="it has tinkex/tiny") as caught:
                 await engine.model("another/model", "base_model")
@@ -608,7 +608,7 @@ def test_a_base_model_loaded_on_demand_is_loaded_again_after_a_death(cache_dir):
 
 
 def endless_name() -> Any:
-    """Looking it up takes 2 ** 60 steps in C, with the interpreter's lock held."""
+    """Hashing it takes 2 ** 60 steps in C while holding the GIL."""
     name: tuple[Any, ...] = ()
     for _ in range(60):
         name = (name, name)
@@ -636,11 +636,11 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
             others = [asyncio.create_task(engine.persist(sample)) for _ in range(10)]
             with pytest.raises(RequestFailedError, match="engine_deadline") as caught:
                 await wedging
-            assert caught.value.category is RequestErrorCategory.User  # not to be sent again
+            assert caught.value.category is RequestErrorCategory.User  # not retried by clients
             results = await asyncio.gather(*others)
             assert [result.stop_reasons for result in results] == [["length"]] * 10
             assert (tried, engine.life) == (1, 1)
-            assert sampled == 20  # all together once more: none of them is suspected
+            assert sampled == 20  # all run together again: none is a suspect
 
     run(work())
 
@@ -709,6 +709,6 @@ def test_a_stuck_engine_is_killed_with_its_service(cache_dir):
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"stuck\n"
         parent.kill()
-        # The engine has inherited its end of this pipe, which closes when both have ended.
+        # The engine inherits this pipe, so it closes only when service and engine have both ended.
         _, said = parent.communicate(timeout=PATIENCE)
         assert said == b""
