@@ -180,15 +180,15 @@ def test_each_part_of_a_model_can_be_trained_alone(engine, trained):
 
 def steps(engine, model_id, count, first=0):
     """Train and return all results of each step, bit for bit."""
-    said = []
+    results = []
     for number in range(first, first + count):
         loss_fn = "ppo" if number % 3 == 2 else "cross_entropy"
         data = WEIGHTS if loss_fn == "ppo" else BOTH
         done = finish(engine.run_pass(model_id, TrainingPass(data, loss_fn)))
         options = AdamStep(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
         metrics = engine.optim_step(model_id, options)
-        said.append((done.metrics, metrics, [logprobs.tobytes() for logprobs in done.logprobs]))
-    return said
+        results.append((done.metrics, metrics, [logprobs.tobytes() for logprobs in done.logprobs]))
+    return results
 
 
 @pytest.mark.parametrize("seed", [None, 7])

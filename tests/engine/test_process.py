@@ -376,10 +376,10 @@ def test_error_is_sent_to_its_caller_and_the_loop_continues():
         passing(11, "a", 1),
         replies=11,
     )
-    told = {
+    errors = {
         call_id: portable(reply.error) for call_id, reply in by_id(sent).items() if call_id < 11
     }
-    assert {call_id: (type(error).__name__, str(error)) for call_id, error in told.items()} == {
+    assert {call_id: (type(error).__name__, str(error)) for call_id, error in errors.items()} == {
         1: ("NotFoundError", "There is no model 'missing'. (status 404)"),
         2: ("InvalidInputError", "data: is wrong"),
         3: ("InvalidInputError", "data: is wrong"),
@@ -387,13 +387,13 @@ def test_error_is_sent_to_its_caller_and_the_loop_continues():
         5: ("FileNotFoundError", "[Errno 2] not there: 's'"),
         6: ("RuntimeError", "ForeignError: no"),
         7: ("RuntimeError", "AttributeError: 'Diary' object has no attribute 'no_such_method'"),
-        8: ("RuntimeError", str(told[8])),
+        8: ("RuntimeError", str(errors[8])),
         9: ("NotFoundError", "There is no sampler 'missing'. (status 404)"),
         10: ("RuntimeError", "ForeignError: bad"),
     }
-    assert "missing 1 required positional argument: 'options'" in str(told[8])
-    assert isinstance(told[2], InvalidInputError)
-    assert told[2].field == "data"
+    assert "missing 1 required positional argument: 'options'" in str(errors[8])
+    assert isinstance(errors[2], InvalidInputError)
+    assert errors[2].field == "data"
     assert by_id(sent)[11].value == PassResult([], {"pieces": 1.0})
 
 
@@ -536,12 +536,12 @@ def test_engine_that_cannot_start_reports_the_error_and_ends(cache_dir):
         assert ending.result(PATIENCE) is None
 
 
-@pytest.mark.parametrize("said", [b"", b"\x01", encode_frame("hello")])
-def test_engine_ends_if_it_receives_no_setup(said):
+@pytest.mark.parametrize("sent", [b"", b"\x01", encode_frame("hello")])
+def test_engine_ends_if_it_receives_no_setup(sent):
     ours, theirs = socket.socketpair()
     with ours, ThreadPoolExecutor(1) as thread:
         ending = thread.submit(serve, theirs)
-        ours.sendall(said)
+        ours.sendall(sent)
         ours.close()
         assert ending.result(PATIENCE) is None
 

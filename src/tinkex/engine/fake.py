@@ -211,7 +211,8 @@ def _forward(table: _Table, example: Example) -> Array:
     return logp
 
 
-@np.errstate(over="ignore", invalid="ignore")  # a zero weight hides an infinite ratio
+# A zero weight masks an infinite ratio.
+@np.errstate(over="ignore", invalid="ignore")
 def _weighted(loss: Loss, logp: Array, inputs: Inputs, config: Config) -> tuple[float, Array]:
     terms, slopes = _TERMS[loss.name](logp, inputs, config)
     if "weights" in inputs:
