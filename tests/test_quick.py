@@ -10,7 +10,7 @@ def test_every_file_left_out_of_a_quick_run_exists():
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "peft"])
-def test_a_quick_test_that_imports_torch_is_told_what_to_do(name):
+def test_import_of_torch_in_a_quick_test_names_the_heavy_marker(name):
     with pytest.raises(ModuleNotFoundError, match=f"may not import {name}: mark the test `heavy`"):
         Refusing().find_spec(name, None)
     assert Refusing().find_spec("json", None) is None

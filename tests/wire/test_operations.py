@@ -119,7 +119,7 @@ def test_only_requests_that_a_model_runs_have_an_effect_on_it(row):
     assert not any((*effects, row.frees_journal)) or row.runner is Runner.MODELS
 
 
-def test_what_a_crash_recovery_replays():
+def test_crash_recovery_replays_the_operations_that_change_a_model():
     assert {row.name for row in ROWS if row.changes_model} == {
         "create_model",
         "load_weights",

@@ -35,7 +35,7 @@ class Saved:
 
 
 class AutoCheckpoint:
-    """Saves the state of a training client inside its block, every so many steps or seconds, or both.
+    """Saves the state of a training client inside its block, at intervals of steps or seconds, or both.
 
         >>> with AutoCheckpoint(training, every_steps=50, keep=3) as saved:
         ...     train(training)
