@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Without the notice on its successor (docs/decisions/0002). Not --quiet: that makes --strict let everything pass.
+# The variable hides the notice about its successor (docs/decisions/0002). Not --quiet: it would disable --strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 .PHONY: install demo quick test wheel check fix chaos bench cookbook docs clean
@@ -28,7 +28,7 @@ quick: install
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# The wheel as users install it, without dev extras: the base, and [local] with its gigabyte of torch.
+# The wheel as users install it, without dev extras: the base, and [local], which downloads a gigabyte of torch.
 wheel: install
 	$(BIN)/python -m pytest tests/wheel --wheel
 
@@ -47,7 +47,7 @@ fix: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The long form of the tests that kill, cut and flood; takes an hour.
+# The long form of the fault tests (killed processes, cut connections, overload); takes an hour.
 chaos: install
 	$(BIN)/python -m pytest tests/chaos --long -s
 

@@ -86,7 +86,7 @@ def commands() -> str:
             "| 2 | it was called wrongly; nothing was done |",
             "| 130 | Ctrl-C ended it |",
             "",
-            "`tinkex completion bash`, `zsh` or `fish` prints what makes a shell complete commands and options.",
+            "`tinkex completion bash`, `zsh` or `fish` prints the completion script of a shell.",
             "",
             *_help(cli, cli.make_context("tinkex", [], resilient_parsing=True, terminal_width=100)),
         ]
