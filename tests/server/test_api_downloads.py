@@ -15,7 +15,7 @@ from .api import Api
 HOUR = timedelta(hours=1)
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.moment = datetime(2026, 5, 1, tzinfo=UTC)
 
@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = "s:train:0"
 
 
-class Clock:
+class FakeClock:
     def __init__(self):
         self.now = START
 
@@ -29,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinkex.server.clock import Clock
+from tinkex.server.clock import ServiceClock
 
 from .test_storage import housed, inputs, new_model, told
 
@@ -34,7 +34,7 @@ class Times:
 
 def test_steady_time_is_monotonic_and_expiry_is_the_earlier_clock():
     times = Times()
-    clock = Clock(times.now, times.monotonic)
+    clock = ServiceClock(times.now, times.monotonic)
     assert clock.steady() == START.timestamp()
     times.wall += DAY
     times.passes(10)

@@ -48,7 +48,7 @@ OPTIM_STEP, ASAMPLE, FORWARD_BACKWARD = map(
 BEYOND = 10**22 + 12_345  # some client releases use such numbers; a float cannot represent it
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 1_700_000_000.123456
 
@@ -60,7 +60,7 @@ class Desk:
     """A journal with its promises."""
 
     def __init__(self, directory: Path, memory_bytes: int = 1 << 20, **options: Any) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.journal = Journal(directory, **options)
         self.promises = Promises(self.journal, memory_bytes=memory_bytes, clock=self.clock)
         for record in self.journal.open():

@@ -446,12 +446,12 @@ def test_a_request_that_always_kills_the_engine_fails(cache_dir):
 def test_only_the_request_that_kills_the_engine_fails(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            deadly_is_there, company = False, []
+            deadly_is_there, alongside = False, []
 
             async def deadly() -> None:
                 nonlocal deadly_is_there
                 deadly_is_there = True
-                company.append(0)
+                alongside.append(0)
                 kill(engine.worker)
                 try:
                     await engine.worker.died.wait()
@@ -461,7 +461,7 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
 
             async def harmless() -> Any:
                 if deadly_is_there:
-                    company[-1] += 1
+                    alongside[-1] += 1
                     await engine.worker.died.wait()
                 await engine.worker.call_now("open_sampler", "s", TINY)
                 return await engine.worker.sample(job())
@@ -473,12 +473,12 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
             assert [result.stop_reasons for result in results] == [["length"]] * 11
             with pytest.raises(RequestFailedError, match=r"died \d times"):
                 await killing
-            assert company[0] == 11
-            assert sorted(company, reverse=True) == company  # fewer with each death …
-            assert company[-1] == 0  # … until it ran alone
+            assert alongside[0] == 11
+            assert sorted(alongside, reverse=True) == alongside  # fewer with each death …
+            assert alongside[-1] == 0  # … until it ran alone
             together = [asyncio.create_task(engine.persist(harmless)) for _ in range(11)]
             await asyncio.gather(*together)
-            assert engine.life == len(company)
+            assert engine.life == len(alongside)
 
     run(work())
 
@@ -486,17 +486,17 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
 def test_a_call_waiting_for_a_slot_can_be_cancelled(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            company = engine._suspects
-            company.suspect()
-            await company.enter()
-            assert company.alone_at_death(0)
-            waiting = [asyncio.create_task(company.enter()) for _ in range(3)]
+            group = engine._suspects
+            group.suspect()
+            await group.enter()
+            assert group.alone_at_death(0)
+            waiting = [asyncio.create_task(group.enter()) for _ in range(3)]
             await asyncio.sleep(0)
-            company.leave()  # the first one gets the slot …
+            group.leave()  # the first one gets the slot …
             waiting[0].cancel()  # … and is cancelled at the same time
             await waiting[1]
             assert not waiting[2].done()
-            company.clear(cause=False)
+            group.clear(cause=False)
             await waiting[2]
 
     run(work())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-__all__ = ["Clock"]
+__all__ = ["ServiceClock"]
 
 
-class Clock:
+class ServiceClock:
     """Combines the wall clock with a monotonic one."""
 
     def __init__(self, now: Callable[[], datetime], monotonic: Callable[[], float]) -> None:

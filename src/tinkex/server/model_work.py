@@ -59,7 +59,7 @@ from .samplers import Samplers
 from .scheduling import Sequencer
 from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
-from .usage import Usage, UsageKind
+from .usage import UsageKind, UsageMeter
 
 __all__ = [
     "Model",
@@ -132,7 +132,7 @@ class ModelWork:
         samplers: Samplers,
         promises: Promises,
         engine: Supervisor,
-        usage: Usage,
+        usage: UsageMeter,
         losses: Losses,
         snapshots: Snapshots,
         now: Callable[[], datetime],

@@ -49,7 +49,7 @@ from .inputs import SampleLimits, sample_job
 from .quotas import Quota
 from .sessions import Sessions
 from .store import Database, SamplerRow
-from .usage import Usage
+from .usage import UsageMeter
 from .worker import EngineDiedError
 
 __all__ = ["UNNAMED_LIMIT", "Samplers"]
@@ -99,7 +99,7 @@ class Samplers:
         checkpoints: Checkpoints,
         promises: Promises,
         engine: Supervisor,
-        usage: Usage,
+        usage: UsageMeter,
         quota: Quota,
         *,
         limits: SampleLimits,

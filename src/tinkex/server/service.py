@@ -27,7 +27,7 @@ from . import identity
 from .auth import Keys
 from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
-from .clock import Clock
+from .clock import ServiceClock
 from .damage import Lost
 from .engine import Supervisor
 from .futures import Promise, Promises
@@ -46,7 +46,7 @@ from .set_aside import SetAside
 from .signing import Signer
 from .snapshots import Snapshots
 from .store import Database, Store
-from .usage import Usage
+from .usage import UsageMeter
 from .worker import Worker
 
 __all__ = [
@@ -209,7 +209,7 @@ class Service:
             max_inflight_bytes=settings.max_inflight_bytes,
         )
         set_aside = SetAside(data, settings.now)
-        self._clock = clock = Clock(settings.now, settings.monotonic)
+        self._clock = clock = ServiceClock(settings.now, settings.monotonic)
         self.journal = Journal(data / "journal", set_aside=set_aside.copy)
         self.quotas = quotas = Quotas.of(settings.limits)
         self.promises = Promises(
@@ -232,7 +232,7 @@ class Service:
             ),
             on_demand=settings.on_demand,
         )
-        self.usage = Usage(self.database, settings.now)
+        self.usage = UsageMeter(self.database, settings.now)
         self.sessions = Sessions(
             self.database, quotas.sessions, expiry=settings.session_expiry, now=settings.now
         )

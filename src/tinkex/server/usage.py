@@ -10,12 +10,12 @@ from typing import Literal
 from .checkpoints import now_utc
 from .store import Database, UsageRow
 
-__all__ = ["Usage", "UsageKind"]
+__all__ = ["UsageKind", "UsageMeter"]
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_sample", "checkpoint"]
 
 
-class Usage:
+class UsageMeter:
     """Counts the usage of one service."""
 
     def __init__(self, database: Database, now: Callable[[], datetime] = now_utc) -> None:
