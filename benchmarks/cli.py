@@ -1,4 +1,4 @@
-"""How long the command lines take to say what they can do and who they are: python benchmarks/cli.py
+"""Time of `--help` and `version` of both command lines: python benchmarks/cli.py
 
 Both run in turns in one run, and the best of some rounds counts, because the machines these run on are noisy. The target is half
 of the official time.

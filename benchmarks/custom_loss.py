@@ -1,4 +1,4 @@
-"""What a loss of one's own costs: a custom step beside a built-in one, and regularizers side by side.
+"""Cost of a custom loss: a custom step compared with a built-in one, and parallel regularizers.
 
 python benchmarks/custom_loss.py [--base-url local] [--base-model tinkex/tiny] [--steps 10] [--batch 8] [--tokens 128]
 
@@ -45,7 +45,7 @@ def steps(service: tinkex.ServiceClient, options: argparse.Namespace) -> None:
         ),
     }
     best = dict.fromkeys(kinds, float("inf"))
-    step(kinds["custom step"])  # the first is slower, whichever it is
+    step(kinds["custom step"])  # warm-up: the first step is slower
     for _ in range(options.steps):
         for name, kind in kinds.items():
             best[name] = min(best[name], seconds(lambda kind=kind: step(kind)))

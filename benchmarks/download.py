@@ -1,4 +1,4 @@
-"""A large checkpoint over a connection that breaks: how much memory it takes on both sides.
+"""Memory of client and service during the download of a large checkpoint over a breaking connection.
 
     python benchmarks/download.py [--megabytes 1024] [--cuts 2]
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def large_checkpoint(url: str, data_dir: Path, megabytes: int) -> str:
-    """Save a checkpoint and let its weights be as large as those of a large model."""
+    """Save a checkpoint and enlarge its weights to those of a large model."""
     import tinkex
 
     with tinkex.ServiceClient(base_url=url, api_key="tml-benchmark") as client:
@@ -77,7 +77,7 @@ def large_checkpoint(url: str, data_dir: Path, megabytes: int) -> str:
 
 
 def measure(pid: int, url: str, path: str, out: Path, megabytes: int, cuts: int) -> None:
-    # Evenly spread: each connection brings an equal part and is then reset.
+    # Each connection transfers an equal part and is then reset.
     each = megabytes * MB // (cuts + 1)
     with CuttingProxy(url, [each] * cuts) as proxy:
         before = reset_peak(pid)
@@ -109,7 +109,7 @@ def download(url: str, path: str, out: str) -> None:
 
 
 def reset_peak(pid: int) -> int:
-    """Have the kernel count the peak of a process from now on; what it takes now, in bytes."""
+    """Reset the kernel's memory peak of a process; returns its current memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return memory(pid, "VmRSS")
 

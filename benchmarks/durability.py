@@ -1,4 +1,4 @@
-"""What waiting for the disk costs: create_session, a sample, a step and a save, with and without it.
+"""Cost of waiting for the disk: create_session, a sample, a step and a save, with and without it.
 
 Two services run side by side and are asked by turns, so that both see the same machine. One commits to SQLite as
 always (synchronous=FULL), the other without waiting for the disk (NORMAL).

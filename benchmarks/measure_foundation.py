@@ -63,7 +63,7 @@ def encode(data):
 
 
 def memory(field):
-    """A line of the kernel's account of this process, in bytes."""
+    """A value of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -90,7 +90,7 @@ if module == "tinkex":
     )
 out["encode_128x4096_s"] = best(lambda: encode(data))
 if Path("/proc/self/clear_refs").exists():
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = memory("VmRSS")
     size = len(encode(data))
     out["encode_peak_over_size"] = (memory("VmHWM") - before) / size

@@ -1,4 +1,4 @@
-"""What listening costs: CPU per sample with each subscriber. Usage: measure_telemetry.py PORT [SAMPLES ROUNDS]
+"""Cost of subscribers: CPU per sample with each subscriber. Usage: measure_telemetry.py PORT [SAMPLES ROUNDS]
 
 All cases run in turns in one process, because the machine is noisy; the least of all rounds counts.
 """
@@ -51,10 +51,10 @@ def sampled_traces(share):
     return telemetry.OpenTelemetry(TracerProvider(sampler=TraceIdRatioBased(share)))
 
 
-#: Whether the client reports to the service, and who listens.
+#: Whether the client reports to the service, and the subscriber.
 CASES = {
     "nobody": (False, contextlib.nullcontext),
-    "nobody, once more": (False, contextlib.nullcontext),  # how far the machine is to be trusted
+    "nobody, once more": (False, contextlib.nullcontext),  # shows the noise of the machine
     "the report (the default)": (True, contextlib.nullcontext),
     "metrics": (False, telemetry.Metrics),
     "usage": (False, telemetry.Usage),

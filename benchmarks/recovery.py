@@ -1,4 +1,4 @@
-"""What a crash costs, and what being safe from it costs: recovery time and the price of snapshots.
+"""Recovery time after a crash, and the cost of snapshots.
 
     python benchmarks/recovery.py [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--rank 32] [--seconds 120]
 
@@ -139,7 +139,7 @@ class Served:
 
 def recovery(options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with Served(options, NEVER) as served:  # everything since the beginning is done again
+    with Served(options, NEVER) as served:  # the whole run is replayed
         served.step()
         steps: list[float] = []
         for what, kill in (("engine", served.kill_engine), ("service", served.kill_service)):
@@ -152,7 +152,7 @@ def recovery(options: Any) -> dict[str, Any]:
                 "steps_done_again": len(steps),
                 "which_took": round(sum(steps), 2),
             }
-            steps.append(statistics.median(steps))  # the one that had to wait
+            steps.append(statistics.median(steps))  # in place of the step that waited
     return found
 
 
@@ -182,7 +182,7 @@ def snapshots(options: Any) -> dict[str, Any]:
     many = max(1, counted["always"])
     extra = (median["always"] - median["never"]) * len(steps["always"]) / many
     extra_spent = (spent["always"] - spent["never"]) / many
-    of_processor = spent["never"] / sum(steps["never"])  # how many it had, on average
+    of_processor = spent["never"] / sum(steps["never"])  # cores in use, on average
     return {
         "steps_each": len(steps["never"]),
         "snapshots": counted,

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the official SDK in an environment of its own, and tables of ratios.
+"""What the benchmarks share: the official SDK in its own environment, and tables of ratios.
 
 Every figure is taken from both packages in one run, because the machines these run on are noisy.
 """

@@ -1,4 +1,4 @@
-"""A service that answers everything at once, so that only the client is measured.
+"""A service that answers every request immediately, so that only the client is measured.
 
 python benchmarks/stand_in.py PORT [--tokens 64]
 
@@ -19,7 +19,7 @@ from tinkex._wire import json_codec, proto_codec
 
 PROTO = proto_codec.CONTENT_TYPE.encode()
 JSON = b"application/json"
-#: What a path promises; the letter says which result its poll gets.
+#: The promise of each path; the letter selects the result of its poll.
 PROMISES = {
     b"/api/v1/asample": "s",
     b"/api/v1/forward_backward": "f",

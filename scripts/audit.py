@@ -1,4 +1,4 @@
-"""Are there known vulnerabilities in what is installed? Fails if so; says so where it cannot be looked up.
+"""Fail if an installed package has a known vulnerability; print a note if this cannot be looked up.
 
 A machine without a network must be able to run `make check`, so not being able to ask is told and passes. The
 knowledge is pip-audit's.

@@ -1,4 +1,4 @@
-"""Cut a description of the official package down to what the tests compare: names and defaults.
+"""Reduce a description of the official package to the parts that tests compare: names and defaults.
 
 python scripts/compact_official_api.py path/to/official_api.json
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "data" / "official_api.json"
-# Classes that are described beside the two namespaces.
+# Classes that are described in addition to the two namespaces.
 ELSEWHERE = {
     "RetryConfig": "tinker.lib.retry_handler.RetryConfig",
     "QueueState": "tinker.lib.api_future_impl.QueueState",

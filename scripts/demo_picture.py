@@ -1,4 +1,4 @@
-"""Draw what the demo prints as a picture of a terminal.
+"""Draw the output of the demo as a picture of a terminal.
 
 tinkex demo 2>&1 | python scripts/demo_picture.py docs/pictures/demo.svg
 
@@ -20,7 +20,7 @@ from rich.text import Text
 
 COMMAND = "$ tinkex demo"
 WIDTH = 96
-#: How each kind of line looks; the first that fits.
+#: The look of each kind of line; the first match counts.
 STYLES = (
     (r"\$ ", "bold green"),
     (r"\S.*:$", "bold"),
@@ -55,7 +55,7 @@ def svg(output: str) -> str:
     for line in shown(output):
         console.print(styled(line))
     drawn = console.export_svg(title="tinkex demo", theme=MONOKAI, unique_id="demo")
-    # A picture in a README may load nothing, so fonts are those of the reader's machine.
+    # A picture in a README cannot load fonts, so it uses those of the reader's machine.
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
     fonts = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
     return drawn.replace("Fira Code, monospace", fonts)

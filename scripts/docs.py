@@ -1,4 +1,4 @@
-"""Write the reference pages that the code knows best.
+"""Generate the reference pages from the code.
 
 python scripts/docs.py [--check]
 """
@@ -94,7 +94,7 @@ def commands() -> str:
 
 
 def _help(command: click.Command, ctx: click.Context) -> Iterator[str]:
-    """What `--help` says, of a command and of those below it."""
+    """The `--help` output of a command and its subcommands."""
     yield from [f"## {ctx.command_path}", "", "```", command.get_help(ctx), "```", ""]
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):

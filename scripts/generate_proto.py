@@ -1,4 +1,4 @@
-"""Compile `tinkex.proto`, in an environment of its own because the compiler pins protobuf.
+"""Compile `tinkex.proto`, in a separate environment, because the compiler pins protobuf.
 
 python scripts/generate_proto.py [--check]
 

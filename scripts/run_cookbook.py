@@ -44,15 +44,15 @@ REQUIREMENTS = (
 #: Beside the code lie unit tests; of the others only the second need no service. Run apart, because
 #: together with tests that want a key the first are skipped when there is none.
 SELECTED = (("tinker_cookbook",), ("tests/downstream_compat",))
-#: Says nothing about an SDK and leaves a process of its own behind.
+#: Excluded: it does not test an SDK, and it leaves a process running.
 LEFT_OUT = "tinker_cookbook/capture/store/client_test.py::test_ensure_daemon_claims_before_reuse"
-#: What runs the tests, with one SDK and with the other.
+#: The commands that run the tests with each SDK.
 RUNNERS = {
     "official": ("-m", "pytest"),
     "tinkex": ("-m", "tinkex.as_tinker", "-m", "pytest"),
 }
 TEST_TIMEOUT = 120  # seconds for one test
-RUN_TIMEOUT = 3600  # seconds for one run of them
+RUN_TIMEOUT = 3600  # seconds for all tests with one SDK
 
 
 class Outcome(NamedTuple):
@@ -110,7 +110,7 @@ def run_pytest(runner: Sequence[str], targets: Sequence[str], output: IO[str]) -
     report.unlink(missing_ok=True)
     command = [
         *(str(PYTHON), *runner),
-        # Native tracebacks: to show more, pytest parses sources, on which Python 3.11 may trip.
+        # Native tracebacks: for longer ones pytest parses sources, which can fail on Python 3.11.
         *("-q", "--tb=native", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
         *(f"--timeout={TEST_TIMEOUT}", f"--junitxml={report}", f"--deselect={LEFT_OUT}"),
         *targets,
@@ -131,7 +131,7 @@ def run_pytest(runner: Sequence[str], targets: Sequence[str], output: IO[str]) -
 
 
 def environment() -> dict[str, str]:
-    """No service, no model hub, nothing of the caller's own settings."""
+    """An environment without a service, a model hub or the caller's settings."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -166,7 +166,7 @@ def raised(child: ET.Element) -> str:
 
 
 def compare(official: Outcomes, tinkex: Outcomes) -> dict[str, list[str]]:
-    """Tests that fail only with ours, and those that fail with both but not for the same reason."""
+    """Tests that fail only with tinkex, and those that fail with both SDKs for different reasons."""
     missing = Outcome("missing")
     pairs = [(name, found, tinkex.get(name, missing)) for name, found in official.items()]
     return {

@@ -67,7 +67,7 @@ def test_a_system_message_changes_the_prompt(tinkex_fake):
     assert told.code == plain.code == 0
 
 
-def test_mistakes_are_told(tinkex_fake):
+def test_wrong_arguments_of_chat_are_explained(tinkex_fake):
     assert chat(tinkex_fake, input="").code == 2
     own = chat(tinkex_fake, "--base-model", TINY, "--compare", "base", input="")
     assert own.code == 1
@@ -80,7 +80,7 @@ def test_mistakes_are_told(tinkex_fake):
     assert "context" in long.err
 
 
-def test_at_a_terminal_two_models_answer_side_by_side(tinkex_fake, checkpoint):
+def test_two_models_answer_side_by_side_on_a_terminal(tinkex_fake, checkpoint):
     command = [*PROGRAM, "chat", "--model-path", checkpoint, "--compare", "base"]
     options = ["--base-url", tinkex_fake.url, "--max-tokens", "6", "--seed", "1"]
     terminal, end = pty.openpty()

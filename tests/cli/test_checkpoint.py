@@ -82,7 +82,7 @@ def test_list_fits_100_columns_and_wide_shows_the_rest(here, training, path):
     assert printed["shown"] == printed["total"] == len(printed["checkpoints"])
 
 
-def test_a_list_is_cut_where_it_was_asked_to_be(here, training):
+def test_limit_and_offset_of_a_list_are_respected(here, training):
     saved(training, "page-1", "page-2", "page-3")
 
     def listed(*options):
@@ -100,7 +100,7 @@ def test_a_list_is_cut_where_it_was_asked_to_be(here, training):
     assert here.quick("checkpoint", "list", "--limit", -1).code == 2
 
 
-def test_the_list_of_a_run_is_whole_unless_it_is_to_be_cut(here, of_many):
+def test_list_of_a_run_is_complete_without_limit(here, of_many):
     def shown(*options):
         printed = here.quick("checkpoint", "list", "--run-id", of_many.model_id, "--json", *options)
         return payload("checkpoint list", printed)["shown"]
@@ -150,7 +150,7 @@ def test_publishing_and_back(here, path):
     assert unknown.code == 1
 
 
-def test_a_checkpoint_gets_an_end_and_loses_it(here, path):
+def test_ttl_of_checkpoint_is_set_and_removed(here, path):
     assert here.ask("checkpoint set-ttl", path, "--ttl", 86_400)["ttl_seconds"] == 86_400
     ends = found(here, path).expires_at
     assert timedelta(hours=23) < ends - datetime.now(UTC) <= timedelta(days=1)
@@ -181,7 +181,7 @@ def test_a_download_is_a_directory_that_is_not_overwritten(here, path, tmp_path)
     assert list(tmp_path.iterdir()) == [directory]
 
 
-def test_what_is_not_there_cannot_be_downloaded(here, path, tmp_path):
+def test_download_of_a_missing_checkpoint_fails(here, path, tmp_path):
     for wrong in (path + "-not", "nonsense", "tinker://nobody:train:0/sampler_weights/x"):
         outcome = here.quick("checkpoint", "download", wrong, "-o", tmp_path)
         assert outcome.code == 1, wrong
@@ -202,7 +202,7 @@ def run(here):
     return training
 
 
-def test_by_path_after_a_question(here, run):
+def test_delete_by_path_asks_first(here, run):
     paths = [f"tinker://{run.model_id}/weights/{name}" for name in ("step-1", "step-2")]
     for answer in ("n\n", "", "maybe\n"):
         declined = here.quick("checkpoint", "delete", *paths, "--json", input=answer)
@@ -218,14 +218,14 @@ def test_by_path_after_a_question(here, run):
     assert left(here, run) == {"step-3", "other", "drawn"}
 
 
-def test_one_bad_path_and_nothing_goes(here, run):
+def test_one_invalid_path_prevents_all_deletions(here, run):
     good = f"tinker://{run.model_id}/weights/step-1"
     outcome = here.quick("checkpoint", "delete", good, "nonsense", "--yes")
     assert outcome.code == 1
     assert "step-1" in left(here, run)
 
 
-def test_it_goes_on_after_a_failure_and_says_so(here, run):
+def test_delete_continues_after_a_failure_and_reports_it(here, run):
     bad, good = (f"tinker://{run.model_id}/weights/{name}" for name in ("none", "step-1"))
     printed = here.ask("checkpoint delete", bad, good, "--yes", code=1)
     assert (printed["deleted"], printed["failed"]) == (1, 1)
@@ -233,7 +233,7 @@ def test_it_goes_on_after_a_failure_and_says_so(here, run):
     assert "step-1" not in left(here, run)
 
 
-def test_by_what_fits_with_a_preview(here, run):
+def test_delete_by_filters_shows_a_preview(here, run):
     of_run = ["--run-id", run.model_id]
     preview = here.ask("checkpoint delete", *of_run, "--pattern", "step-*", "--dry-run")
     assert preview["dry_run"] is True

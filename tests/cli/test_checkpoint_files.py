@@ -96,7 +96,7 @@ def test_peft_reads_the_exported_adapter_as_the_service_does(tinkex_tiny, paths,
     assert logprobs_of(with_adapter(base, place / "adapter")) == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_merged_model_needs_nothing_else_and_says_the_same(exported, base):
+def test_merged_model_loads_alone_and_gives_the_same_logits(exported, base):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place, (_, merged) = exported
@@ -109,7 +109,7 @@ def test_the_merged_model_needs_nothing_else_and_says_the_same(exported, base):
     assert tokenizer.chat_template
 
 
-def test_merging_in_memory_comes_to_the_same(exported, base, tmp_path):
+def test_merging_in_memory_gives_the_same_weights(exported, base, tmp_path):
     from safetensors.torch import load_file
 
     from tinkex.cli.merging import merge_loaded
@@ -194,9 +194,7 @@ def test_an_export_is_all_or_nothing(tinkex_tiny, paths, tmp_path):
 # -- import -----------------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_peft_becomes_checkpoints_that_say_the_same(
-    tinkex_tiny, paths, exported, tmp_path
-):
+def test_imported_peft_adapter_gives_the_same_logprobs(tinkex_tiny, paths, exported, tmp_path):
     place, _ = exported
     where = ["--base-url", tinkex_tiny.url, "--name", "came-in", "--json"]
     outcome = run("checkpoint", "import", place / "adapter", "--base-model", TINY, *where)
@@ -220,7 +218,7 @@ def test_an_adapter_of_peft_becomes_checkpoints_that_say_the_same(
     assert list(place.iterdir()) == []
 
 
-def test_a_checkpoint_of_ours_comes_back_with_its_optimizer(tinkex_fake, tmp_path):
+def test_imported_tinkex_checkpoint_keeps_its_optimizer(tinkex_fake, tmp_path):
     training = tinkex_fake.client().create_lora_training_client(TINY, rank=4)
     tokens = np.array(PROMPT, np.int32)
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:].astype(np.int64)})
@@ -261,7 +259,7 @@ def test_directories_that_are_no_adapters_are_refused_before_anything_is_sent(tm
     assert "did not answer" in dead.err
 
 
-def test_another_service_takes_no_adapters(exported, tmp_path):
+def test_import_names_a_service_that_cannot_import_adapters(exported, tmp_path):
     place, _ = exported
     with hub() as other:  # speaks HTTP, but not of this
         where = ["--base-model", TINY, "--base-url", other.url]
@@ -432,7 +430,7 @@ def test_a_checkpoint_is_pushed_with_a_card_to_a_branch_of_its_own(standing_in, 
     assert len(standing_in.commits) == 1
 
 
-def test_a_push_goes_where_and_brings_what_it_is_told(standing_in, tinkex_tiny, paths):
+def test_push_respects_its_options_and_patterns(standing_in, tinkex_tiny, paths):
     options = ["--repo", "mine", "--public", "--no-model-card", "--commit-message", "here"]
     patterns = ["--allow-pattern", "*.json", "--ignore-pattern", "adapter_c*"]
     outcome = push(standing_in, tinkex_tiny, paths[1], *options, *patterns)
@@ -486,7 +484,7 @@ def test_push_overwrites_nothing_when_the_card_cannot_be_read(standing_in, tmp_p
         hub_client.check_is_of(where, "tinker://run/weights/x", tmp_path)
 
 
-def test_a_push_may_be_a_proposal_to_main(standing_in, tinkex_tiny, paths):
+def test_push_can_open_a_pull_request(standing_in, tinkex_tiny, paths):
     proposed = ["-r", "mine", "--create-pr"]
     for branch in ([], ["--revision", "main"]):
         outcome = push(standing_in, tinkex_tiny, paths[1], *proposed, *branch)
@@ -500,7 +498,7 @@ def test_a_push_may_be_a_proposal_to_main(standing_in, tinkex_tiny, paths):
     assert "main only" in other.err
 
 
-def test_a_push_without_a_good_token_is_told_so(standing_in, tinkex_tiny, paths, tmp_path):
+def test_push_with_an_invalid_token_says_so(standing_in, tinkex_tiny, paths, tmp_path):
     bad = push(standing_in, tinkex_tiny, paths[1], "--hf-token", "hf_bad")
     assert bad.code == 1
     assert "the token is not valid" in bad.err

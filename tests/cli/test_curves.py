@@ -54,7 +54,7 @@ def test_a_value_by_itself_is_a_dot(losses: list[float]) -> None:
     assert len(list(ET.fromstring(image).iter(f"{SVG}circle"))) == 1
 
 
-def test_what_is_not_finite_is_a_gap_and_is_counted() -> None:
+def test_non_finite_losses_are_gaps_and_are_counted() -> None:
     image = loss_curve([3.0, 2.5, math.nan, 2.0, math.inf, 1.0, 0.5], title="t")
     line = ET.fromstring(image).find(f"{SVG}path[@class='line']")
     assert line is not None

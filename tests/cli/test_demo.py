@@ -126,7 +126,9 @@ def test_answers_that_do_not_agree_end_the_demo(after: Answer, complaint: str) -
 # -- the command ------------------------------------------------------------------------------------
 
 
-def test_a_short_demo_trains_saves_and_finds_its_answers_again(url: str, tmp_path: Path) -> None:
+def test_short_demo_trains_saves_and_reopens_with_the_same_answers(
+    url: str, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     options = ["--base-url", url, "--base-model", TINY, "--steps", "3", "--output", str(output)]
     result = CliRunner().invoke(command, options, catch_exceptions=False)

@@ -91,7 +91,7 @@ def test_a_question(server):
     assert server.asked(route(PATHS[0])) == []
 
 
-def test_many_that_are_being_deleted(server):
+def test_ctrl_c_while_deleting_reports_how_many_are_deleted(server):
     for path in PATHS:
         server.on(route(path), Hang())
     with typed(server, "checkpoint", "delete", *PATHS, "--yes") as process:
@@ -145,8 +145,7 @@ def test_a_download_that_is_refused(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_impatient_user(server, tmp_path):
-    """Twice in a row is no traceback either."""
+def test_repeated_ctrl_c_causes_no_traceback(server, tmp_path):
     offer(server, Hang())
     with typed(server, "checkpoint", "download", PATHS[0], "-o", str(tmp_path)) as process:
         server.wait_for("GET /archive.tar")

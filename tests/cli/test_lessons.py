@@ -80,7 +80,7 @@ def test_what_comes_with_the_package_is_found_by_name():
         (PAIR | {"split": "dessert"}, '"split" must be one of train, test'),
     ],
 )
-def test_a_broken_line_is_told_by_number_and_reason(write, line, reason):
+def test_error_for_broken_line_names_its_number_and_reason(write, line, reason):
     file = write(PAIR, b"  ", line, PAIR)
     with pytest.raises(InvalidInputError) as caught:
         read_records(file)
@@ -170,7 +170,7 @@ def test_a_datum_predicts_the_next_token_and_counts_what_is_learned(tokenizer, w
 # -- lengths ----------------------------------------------------------------------------------------
 
 
-def test_examples_that_are_too_long_are_named_and_refused_cut_or_left_out(tokenizer, write):
+def test_too_long_examples_are_named_and_refused_truncated_or_skipped(tokenizer, write):
     texts = ["x", "x" * 50, "x" * 90]
     records = read_records(write(*(conversation("q", text) for text in texts)))
     all_of_them = [lesson for record in records for lesson in lessons_of(record, tokenizer)]
@@ -193,7 +193,7 @@ def test_examples_that_are_too_long_are_named_and_refused_cut_or_left_out(tokeni
     assert within(all_of_them, None, "refuse") == (all_of_them, None)
 
 
-def test_text_is_told_by_whole_characters(tokenizer):
+def test_text_is_streamed_by_complete_characters(tokenizer):
     text = Text(tokenizer)
     pieces = [text.add(token) for token in tokenizer.encode("é→!")]
     assert pieces == ["", "é", "", "", "→", "!"]

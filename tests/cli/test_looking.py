@@ -104,7 +104,7 @@ def test_models(here):
     assert payload("model list", here.quick("model", "list", "none", "--json")) == {"models": []}
 
 
-def test_status_tells_what_runs_where_and_starts_nothing(here, training, tmp_path):
+def test_status_shows_the_service_and_starts_none(here, training, tmp_path):
     printed = here.ask("status", TINKEX_DATA_DIR=str(here.data_dir))
     assert printed["base_url"] == printed["local_url"] == here.url
     assert printed["running"] is True
@@ -123,7 +123,7 @@ def test_status_tells_what_runs_where_and_starts_nothing(here, training, tmp_pat
     assert not nowhere.exists()
 
 
-def test_doctor_finds_nothing_wrong_where_nothing_is(here):
+def test_doctor_passes_on_a_healthy_setup(here):
     findings = here.ask("doctor")["findings"]
     assert {one["name"] for one in findings} == {
         "settings", "packages", "disk", "service", "key", "base models",
@@ -188,7 +188,7 @@ KEY_INFO = {
 # -- the key ---------------------------------------------------------------------------------------
 
 
-def test_a_login_is_stored_used_and_forgotten(here, tmp_path):
+def test_login_is_stored_and_used_until_logout(here, tmp_path):
     home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
     before = here.ask("auth status", **home)
     assert (before["source"], before["accepted"]) == (
@@ -208,7 +208,7 @@ def test_a_login_is_stored_used_and_forgotten(here, tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_login_without_a_key_or_with_a_bad_one(here, tmp_path):
+def test_login_without_a_key_or_with_a_bad_key_fails(here, tmp_path):
     home = {"HOME": str(tmp_path), "TINKER_API_KEY": ""}
     for key in ("\n", "", "no key\n"):
         outcome = here.type("auth", "login", input=key, **home)
@@ -249,7 +249,7 @@ def test_logout_revokes_a_key_that_a_login_generated(server, tmp_path):
     assert asked.headers["x-api-key"] == "tml-abcdefgh"
 
 
-def test_who_one_is(here, server):
+def test_whoami_shows_user_and_organization(here, server):
     unknown = here.quick("auth", "whoami")  # this service gives no tokens, which would say it
     assert unknown.code == 1
     assert "cannot say who you are" in unknown.err

@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["checkpoint"], ["run", "-h"]])
-def test_help_is_no_failure(arguments, capsys):
+def test_help_exits_with_0(arguments, capsys):
     assert run(arguments) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("Usage: tinkex")
@@ -42,7 +42,7 @@ def test_help_is_no_failure(arguments, capsys):
         (["sample", "--prompt-file", "/no/such/file", "--base-model", "m"], "/no/such/file"),
     ],
 )
-def test_a_wrong_call_is_2_and_named(arguments, named, capsys):
+def test_wrong_usage_exits_with_2_and_names_the_mistake(arguments, named, capsys):
     assert run(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -50,7 +50,7 @@ def test_a_wrong_call_is_2_and_named(arguments, named, capsys):
     assert "--help" in shown.err
 
 
-def test_a_failure_is_1_without_a_traceback_unless_that_is_wanted():
+def test_failure_exits_with_1_and_shows_a_traceback_only_with_debug():
     command = ["checkpoint", "info", "nonsense", "--base-url", NOWHERE]
     plain = process(*command)
     assert (plain.code, plain.out) == (1, "")
@@ -62,7 +62,7 @@ def test_a_failure_is_1_without_a_traceback_unless_that_is_wanted():
         assert "Traceback" in traced.err
 
 
-def test_what_may_pass_is_said(server, capsys):
+def test_temporary_error_suggests_to_try_again(server, capsys):
     server.on("GET /api/v1/sessions", Answer({"detail": "busy"}, 503))
     assert run(["session", "list", "--base-url", server.url, "--api-key", "tml-x"]) == 1
     assert "may be temporary" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_a_refused_key_is_named_with_its_service(server, capsys):
     assert "tinkex auth login" in told
 
 
-def test_a_reader_that_leaves_early_is_no_traceback():
+def test_closed_pipe_causes_no_traceback():
     with subprocess.Popen(
         [*PROGRAM, "checkpoint", "--help"],
         stdout=subprocess.PIPE,
@@ -144,7 +144,7 @@ def leaves(command: click.Command, *path: str):
         yield " ".join(path), command
 
 
-def test_every_command_that_prints_json_says_how_it_looks():
+def test_every_command_with_json_output_has_a_schema():
     can = {
         name
         for name, command in leaves(cli)
@@ -164,14 +164,14 @@ def groups(command: click.Command, *path: str):
             yield from groups(below, *path, name)
 
 
-def test_help_of_groups_cuts_no_summary(monkeypatch, capsys):
+def test_help_of_groups_shows_full_summaries(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     for path in groups(cli):
         assert run([*path, "--help"]) == 0
         assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
 
 
-def test_every_command_has_a_word_of_help():
+def test_every_command_has_help():
     assert [name for name, command in leaves(cli) if not command.help] == []
 
 
@@ -228,7 +228,7 @@ def test_commands_and_options_are_completed(shell):
     assert f"_TINKEX_COMPLETE={shell}_complete" in source.out
 
 
-def test_a_bash_completes(tmp_path):
+def test_bash_completes_commands(tmp_path):
     """The script as a shell uses it, with a `tinkex` on its path."""
     command = tmp_path / "tinkex"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tinkex "$@"\n')

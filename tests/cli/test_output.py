@@ -34,7 +34,7 @@ def test_times_as_people_say_them(seconds, told):
     assert ago(moment.isoformat(), NOW) == told
 
 
-def test_times_that_are_none():
+def test_missing_or_unreadable_time_is_shown_as_text():
     assert ago(None) == "Never"
     assert ago("some day") == "some day"
 
@@ -55,7 +55,7 @@ def test_sizes(count, told):
     assert size(count) == told
 
 
-def test_a_table_neither_cuts_nor_interprets_what_is_in_it(capsys):
+def test_table_neither_truncates_nor_interprets_cells(capsys):
     long = "tinker://" + "x" * 300
     Output("table").table(["Path", "Advice"], [[long, "pip install 'tinkex[local]'"], ["a", 1]], {})
     head, first, second = capsys.readouterr().out.splitlines()
@@ -87,7 +87,7 @@ def test_everything_in_pages(total, capsys):
     assert f"Fetching runs: 100/{250 if total else '?'}" in capsys.readouterr().err
 
 
-def test_no_more_than_is_wanted():
+def test_no_more_entries_are_fetched_than_the_limit():
     page, asked = pages(250)
     assert fetch_all(page, "runs", limit=20, offset=5, page_size=100) == (list(range(5, 25)), 250)
     assert asked == [(20, 5)]
@@ -102,12 +102,12 @@ def test_a_service_may_give_smaller_pages_than_it_was_asked_for():
     assert len(asked) == 3
 
 
-def test_an_end_before_the_total_is_an_end():
+def test_empty_page_ends_a_list_before_its_total():
     asked = []
 
     def page(limit: int, offset: int) -> tuple[list[int], int | None]:
         asked.append(offset)
-        return ([1] if not offset else []), 10  # nine went meanwhile
+        return ([1] if not offset else []), 10  # nine were deleted meanwhile
 
     assert fetch_all(page, "runs", limit=0, offset=0, page_size=100) == ([1], 10)
     assert asked == [0, 1]

@@ -72,7 +72,7 @@ def test_from_a_checkpoint_into_a_file(here, tmp_path):
         ["--base-model", TINY, "--prompt-file", "/no/such/file"],
     ],
 )
-def test_wrong_calls(arguments):
+def test_wrong_options_exit_with_2(arguments):
     assert run("sample", *arguments).code == 2
 
 

@@ -113,9 +113,7 @@ def test_training_lowers_the_loss_on_what_was_held_out(trained):
     assert len(recorded["losses"]) == 6
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_broken_off(
-    trained, tinkex_tiny, tmp_path
-):
+def test_run_resumed_from_a_checkpoint_equals_an_uninterrupted_run(trained, tinkex_tiny, tmp_path):
     place, _, outcome = trained
     whole = json.loads(outcome.out)
     shutil.copytree(place / "run", tmp_path / "again")
@@ -157,7 +155,7 @@ def test_a_run_keeps_its_settings_and_its_data(trained, tinkex_tiny, tmp_path):
 # -- with one that only seems to --------------------------------------------------------------------
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(tinkex_fake, tmp_path):
+def test_interrupted_run_resumes_to_the_same_result(tinkex_fake, tmp_path):
     client = tinkex_fake.client()
     lessons = [lesson(n) for n in range(4)]
     plan = [[0, 1], [2, 0], [1], [2, 1], [0, 2]]
@@ -195,7 +193,7 @@ def lesson(number) -> Lesson:
     return Lesson(number, tokens, np.array([False, False, True, True]))
 
 
-def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tinkex_fake, data, tmp_path):
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(tinkex_fake, data, tmp_path):
     output = tmp_path / "my run"
     options = ["--base-url", tinkex_fake.url, "--output", output, "--steps", 20_000]
     command = [*PROGRAM, "train", data, "--base-model", TINY, *options]
@@ -240,7 +238,7 @@ def test_the_summary_is_told_to_people_and_packing_fills_steps_by_tokens(
 # -- what it costs ------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_tells_what_the_run_then_uses_and_trains_nothing(tinkex_fake, data, tmp_path):
+def test_dry_run_predicts_the_usage_of_the_run_and_trains_nothing(tinkex_fake, data, tmp_path):
     output = tmp_path / "run"
     options = ["--steps", 5, "--eval-every", 2, "--eval-fraction", 0.25, "--price", "training=2"]
     rest = tinkex_fake.client().create_rest_client()
@@ -263,7 +261,7 @@ def test_a_dry_run_tells_what_the_run_then_uses_and_trains_nothing(tinkex_fake, 
     assert Run.read(output / "run.json").status == "finished"
 
 
-def test_a_dry_run_of_a_run_that_goes_on_prices_the_rest(trained, tinkex_tiny, tmp_path):
+def test_dry_run_of_a_resumed_run_prices_only_remaining_steps(trained, tinkex_tiny, tmp_path):
     place, _, outcome = trained
     whole = json.loads(outcome.out)
     shutil.copytree(place / "run", tmp_path / "again")
@@ -282,7 +280,7 @@ def test_a_dry_run_of_a_run_that_goes_on_prices_the_rest(trained, tinkex_tiny, t
     )
 
 
-def test_people_are_told_what_it_costs(tinkex_fake, data, tmp_path):
+def test_table_shows_costs(tinkex_fake, data, tmp_path):
     prices = tmp_path / "prices.toml"
     prices.write_text(f'["{TINY}"]\ntraining = 1000')
     where = ["--base-url", tinkex_fake.url, "--output", tmp_path / "run", "--prices", prices]
@@ -299,13 +297,13 @@ def test_people_are_told_what_it_costs(tinkex_fake, data, tmp_path):
 
 
 @pytest.mark.parametrize("price", ["training", "training=x", "writing=1", "training=-1"])
-def test_a_price_that_is_none_is_refused(tinkex_fake, data, tmp_path, price):
+def test_invalid_price_is_refused(tinkex_fake, data, tmp_path, price):
     refused = train(tinkex_fake, data, tmp_path / "run", "--dry-run", "--price", price)
     assert refused.code != 0
     assert "training" in refused.err
 
 
-def test_a_directory_with_a_run_is_not_overwritten_unasked(tinkex_fake, data, tmp_path):
+def test_directory_with_a_run_is_overwritten_only_with_overwrite(tinkex_fake, data, tmp_path):
     output = tmp_path / "run"
     assert train(tinkex_fake, data, output, "--resume", "auto", "--steps", 1).code == 0
     refused = train(tinkex_fake, data, output, "--steps", 1)
@@ -346,7 +344,7 @@ def test_more_tokens_than_the_context_are_refused_too(tinkex_fake, data, tmp_pat
     assert "longer than 2048 tokens" in outcome.err
 
 
-def test_what_is_missing_is_asked_for(data, tmp_path):
+def test_missing_arguments_are_named(data, tmp_path):
     assert run("train", data).code == 2
     assert run("train", "--base-model", TINY).code == 2
     assert run("train", data, "--base-model", TINY, "--batch-tokens", 5).code == 2

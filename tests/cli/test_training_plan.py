@@ -102,7 +102,7 @@ def test_some_are_held_out_but_never_all(count, fraction, expected):
     ("steps", "every", "expected"),
     [(6, 0, [0, 6]), (6, 2, [0, 2, 4, 6]), (5, 2, [0, 2, 4, 5]), (1, 9, [0, 1])],
 )
-def test_evaluations_are_before_after_and_every_so_often(steps, every, expected):
+def test_evaluations_run_at_start_end_and_every_given_steps(steps, every, expected):
     assert [step for step in range(steps + 1) if is_evaluated(step, steps, every)] == expected
     assert evaluations(0, steps, every) == len(expected)
     # A run that goes on does not evaluate again what it starts from.

@@ -63,7 +63,7 @@ def test_amounts_have_units(used):
     assert units["training"] == "tokens"
 
 
-def test_a_month_is_put_together_from_answers_for_14_days(used):
+def test_usage_of_a_month_combines_requests_of_14_days(used):
     running, _, _ = used
     assert usage(running, "--days", 30)["usage"] == usage(running)["usage"]
 
@@ -100,7 +100,7 @@ def test_prices_of_a_file_give_each_row_its_cost(used, tmp_path):
     assert any(" in all " in line for line in lines)
 
 
-def test_a_price_on_the_line_is_that_of_all_other_models(used, tmp_path):
+def test_price_option_applies_to_models_that_are_not_in_the_file(used, tmp_path):
     running, _, _ = used
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"other/model": {"training": 1}}))

@@ -38,7 +38,7 @@ COMMAND = click.Command(
         (None, "wrong"),
     ],
 )
-def test_a_field_is_named_as_it_is_typed(field, told):
+def test_error_names_a_field_by_its_option_or_argument(field, told):
     assert worded(InvalidInputError("wrong", field=field), COMMAND) == told
 
 
@@ -77,5 +77,5 @@ def test_the_service_is_named_without_path_or_password(url, shown):
     assert "secret" not in down + refused
 
 
-def test_a_connection_to_somebody_else_is_not_taken_for_the_service():
+def test_error_of_another_host_is_not_blamed_on_the_service():
     assert "tinkex serve" not in worded(APIConnectionError(message="the hub cannot be reached"))
