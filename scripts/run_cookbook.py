@@ -41,8 +41,8 @@ REQUIREMENTS = (
     "pytest-asyncio",
     "pytest-timeout",
 )
-#: Beside the code lie unit tests; of the others only the second need no service. Run apart, because
-#: together with tests that want a key the first are skipped when there is none.
+#: The unit tests beside the code, and the only other tests that need no service. Run separately: in one run with tests
+#: that need a key, the unit tests are skipped if no key is set.
 SELECTED = (("tinker_cookbook",), ("tests/downstream_compat",))
 #: Excluded: it does not test an SDK, and it leaves a process running.
 LEFT_OUT = "tinker_cookbook/capture/store/client_test.py::test_ensure_daemon_claims_before_reuse"
