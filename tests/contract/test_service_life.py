@@ -243,7 +243,10 @@ def test_run_can_load_earlier_checkpoint(life: Life) -> None:
 
 
 def test_checkpoint_name_already_in_use_is_refused(life: Life) -> None:
-    assert "'half' already" in life.chapter("resuming")["taken_name"]["text"]
+    assert (
+        "already has a training checkpoint called 'half'"
+        in life.chapter("resuming")["taken_name"]["text"]
+    )
 
 
 # -- sampling --------------------------------------------------------------------------------------------
