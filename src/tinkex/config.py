@@ -21,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -325,6 +326,7 @@ def normalize_base_url(url: str) -> str:
     return f"{parts.scheme}://{_bracketed(parts.hostname)}{port}"
 
 
+@lru_cache(maxsize=256)  # a service without keys asks it of every request
 def is_loopback(host: str) -> bool:
     """Whether a host name or address always means this machine."""
     from ipaddress import ip_address

@@ -40,9 +40,8 @@ from .guard import refusal
 from .leases import Leases
 from .metrics import Metrics
 from .names import validate_name
-from .nearness import is_near
 from .ranges import asked_range
-from .routes import HANDLERS, Call, owner_of
+from .routes import HANDLERS, Call, base_url, owner_of
 from .service import Service
 from .tars import Tar
 from .tracing import Tracing
@@ -68,7 +67,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         models = [(model.name, model.context_length) for model in service.engine.models]
         return HTMLResponse(
             pages.front_page(
-                url=_base_url(request),
+                url=base_url(request),
                 version=__version__,
                 models=models,
                 sessions=sessions,
@@ -251,12 +250,9 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
                 row=row,
                 owner=owner,
                 request=decoded,
-                params=request.path_params,
-                headers=request.headers,
                 body=received.body,
                 media=received.media,
-                base_url=_base_url(request),
-                is_near=is_near(request) and not service.settings.behind_proxy,
+                http=request,
             )
             result = await handler(call)
         except Exception as error:
@@ -275,10 +271,6 @@ def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tra
 
     path = row.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint_id}")
     return Route(path, endpoint, methods=[row.method], name=row.name)
-
-
-def _base_url(request: Request) -> str:
-    return str(request.base_url).rstrip("/")
 
 
 def _error_response(error: BaseException, name: str) -> Response:

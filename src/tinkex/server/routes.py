@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex import types
@@ -39,6 +40,7 @@ from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
 from .futures import Promise
 from .inputs import lora_of
+from .nearness import is_near
 from .results import encode_result
 from .service import Service
 from .sessions import text_map, utc
@@ -64,12 +66,27 @@ class Call:
     row: Operation[Any]
     owner: str
     request: Any
-    params: Mapping[str, str]
-    headers: Mapping[str, str]
     body: bytes
     media: str
-    base_url: str
-    is_near: bool = True  # the client is on this machine, with no proxy in between
+    http: Request
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return self.http.path_params
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self.http.headers
+
+    @property
+    def base_url(self) -> str:
+        """The service's own address, as the client writes it."""
+        return base_url(self.http)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the client is on this machine, with no proxy in between."""
+        return is_near(self.http) and not self.service.settings.behind_proxy
 
     def now(self) -> datetime:
         return self.service.settings.now()
@@ -78,6 +95,10 @@ class Call:
     def knows_external(self) -> bool:
         found = _AGENT.search(self.headers.get("user-agent", ""))
         return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL_SINCE
+
+
+def base_url(http: Request) -> str:
+    return str(http.base_url).rstrip("/")
 
 
 def owner_of(service: Service, headers: Mapping[str, str]) -> str:
