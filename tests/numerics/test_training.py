@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from tinkex.engine.checks import LOSSES
 from tinkex.engine.lora import Adapter
-from tinkex.engine.trainer import TrainedModel, run_pass
+from tinkex.engine.shards import divide
+from tinkex.engine.trainer import TrainedModel, begin_pass, finish_pass, run_pass, run_shards
 from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
 from tinkex.errors import InvalidInputError
 
@@ -251,3 +252,20 @@ def test_unknown_losses_and_settings_are_refused(language_model, loss_fn, config
             run_pass(trained(language_model), TrainingPass(examples(loss_fn), loss_fn, config), 64)
         )
     assert caught.value.field == field
+
+
+def test_shards_computed_by_several_engines_end_in_the_same_bits(language_model):
+    request = TrainingPass(examples(lengths=[250, 200, 240, 180, 256, 77] * 3), "cross_entropy")
+    assert len(divide(request.examples, 512)) == 6
+    home, helper, alone = (trained(language_model) for _ in range(3))
+    for _ in range(2):  # the second pass adds to the gradients of the first
+        expected = finish(run_pass(alone, request, 512))
+        begin_pass(home, request)
+        theirs = finish(run_shards(helper, request, [2, 4, 5], 512))
+        own = finish(run_shards(home, request, [0, 1, 3], 512))
+        result = finish_pass(home, request, [theirs, own])
+        assert result.metrics == expected.metrics
+        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
+            assert one.tobytes() == other.tobytes()
+    for one, other in zip(home.optimizer.parameters, alone.optimizer.parameters, strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -7,6 +7,7 @@ another, D hidden size, V vocabulary, K targets per position.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,20 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex._wire.pass_parts import PassPart
-
-from .batching import micro_batches
 from .checks import Loss, check_examples, check_loss
 from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
 from .optim import AdamW
 from .pending import PendingPass
+from .shards import ShardSums, add_in_order, divide
 from .traced import CUSTOM
 from .traced_cost import TracedSum
 from .values import AdamStep, Array, Example, LossLimits, PassResult, TrainingPass
 
-__all__ = ["LanguageModel", "TrainedModel", "run_pass"]
+__all__ = [
+    "Gradients",
+    "LanguageModel",
+    "TrainedModel",
+    "add_gradients",
+    "begin_pass",
+    "finish_pass",
+    "run_pass",
+    "run_shards",
+]
+
+#: One per parameter of an adapter; None if nothing was added.
+Gradients = list[Tensor | None]
 
 #: Logits are computed for this many positions at a time: 256 positions with a vocabulary of 49k need 50 MB.
 _LOGIT_ROWS: Final = 256
@@ -76,7 +87,9 @@ class TrainedModel:
     base: LanguageModel
     adapter: Adapter
     optimizer: AdamW = field(init=False)
-    pending: PendingPass[list[Tensor | None]] = field(default_factory=PendingPass)
+    pending: PendingPass[Gradients] = field(default_factory=PendingPass)
+    #: Gradients of the earlier parts of the pass that is running.
+    opened: Gradients | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = AdamW(self.adapter.parameters())
@@ -97,7 +110,24 @@ def run_pass(
 
     The gradients are accumulated only when the whole pass, with all its parts, has succeeded.
     """
-    earlier = model.pending.take(request.part) if request.backward else None
+    begin_pass(model, request)
+    sums = yield from run_shards(model, request, None, token_budget, limits)
+    return finish_pass(model, request, [sums])
+
+
+def begin_pass(model: TrainedModel, request: TrainingPass) -> None:
+    """Take the gradients of the parts before this one; raises if an earlier part is missing."""
+    model.opened = model.pending.take(request.part) if request.backward else None
+
+
+def run_shards(
+    model: TrainedModel,
+    request: TrainingPass,
+    numbers: Sequence[int] | None,
+    token_budget: int,
+    limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
+) -> Generator[None, None, ShardSums[Gradients]]:
+    """Compute some shards of a pass, or all; the accumulated gradients of the model stay as they are."""
     traced = None if request.traced is None else TracedSum(request.traced, limits)
     loss, settings = (CUSTOM, {}) if traced else check_loss(request.loss_fn, request.config)
     check_examples(
@@ -108,60 +138,75 @@ def run_pass(
     )
     if traced is not None:
         traced.check(request.examples, backward=request.backward)
-    accumulated = [parameter.grad for parameter in model.optimizer.parameters]
-    model.optimizer.clear()
-    logprobs: list[Array] = [np.empty(0, np.float32)] * len(request.examples)
-    total = 0.0
-    try:
-        for group in _groups(request.examples, token_budget):
-            examples = [request.examples[index] for index in group]
-            batch_loss, batch_logprobs = _run_batch(
-                model, examples, loss, settings, request.backward, traced
-            )
-            total += batch_loss
-            for index, values in zip(group, batch_logprobs, strict=True):
-                logprobs[index] = values
-            yield
-    except BaseException:
-        _restore(model.optimizer.parameters, accumulated, keep_new=False)
-        raise
-    complete = request.backward
-    if request.backward and request.part is not None:
-        complete = _join(model, request.part, earlier)
-    _restore(model.optimizer.parameters, accumulated, keep_new=complete)
-    tokens = sum(example.length for example in request.examples)
-    metrics = {"loss:sum": total, "tokens:sum": float(tokens)}
-    return PassResult(logprobs, metrics | (traced.metrics if traced else {}))
-
-
-def _groups(examples: Sequence[Example], token_budget: int) -> Iterator[list[int]]:
-    """Yield micro-batches; all examples of one have the same number of targets per position."""
-    by_width: dict[tuple[int, ...], list[int]] = {}
-    for index, example in enumerate(examples):
-        by_width.setdefault(example.inputs["target_tokens"].shape[1:], []).append(index)
-    for members in by_width.values():
-        for group in micro_batches([examples[index].length for index in members], token_budget):
-            yield [members[position] for position in group]
-
-
-def _join(model: TrainedModel, part: PassPart, earlier: list[Tensor | None] | None) -> bool:
-    """Add the gradients of the earlier parts to the new ones; return whether the pass is complete."""
     parameters = model.optimizer.parameters
-    if earlier is not None:
-        _restore(parameters, earlier, keep_new=True)
-    if not part.is_last:
-        model.pending.keep(part, [parameter.grad for parameter in parameters])
-    return part.is_last
+    sums = ShardSums[Gradients]()
+    shards = divide(request.examples, token_budget)
+    for number in range(len(shards)) if numbers is None else numbers:
+        sums.losses[number] = 0.0
+        gradients: Gradients = [None] * len(parameters)
+        for group in shards[number].batches:
+            examples = [request.examples[index] for index in group]
+            with _collecting(parameters, gradients):
+                batch_loss, batch_logprobs = _run_batch(
+                    model, examples, loss, settings, request.backward, traced
+                )
+            sums.losses[number] += batch_loss
+            sums.logprobs.update(zip(group, batch_logprobs, strict=True))
+            yield
+        if request.backward:
+            sums.add(number, gradients, add_gradients)
+    sums.metrics = traced.metrics if traced else {}
+    return sums
 
 
-def _restore(
-    parameters: Sequence[Tensor], accumulated: Sequence[Tensor | None], *, keep_new: bool
-) -> None:
-    for parameter, before in zip(parameters, accumulated, strict=True):
-        if not keep_new:
-            parameter.grad = before
-        elif before is not None:
-            parameter.grad = before if parameter.grad is None else before + parameter.grad
+def finish_pass(
+    model: TrainedModel, request: TrainingPass, parts: Sequence[ShardSums[Gradients]]
+) -> PassResult:
+    """Add the sums of all shards to the model's gradients, unless parts of the pass are still to come."""
+    earlier, model.opened = model.opened, None
+    if request.backward:
+        total = add_in_order((block for sums in parts for block in sums.blocks), add_gradients)
+        if earlier is not None:
+            total = add_gradients(earlier, total)
+        if request.part is not None and not request.part.is_last:
+            model.pending.keep(request.part, total)
+        else:
+            accumulated = [parameter.grad for parameter in model.optimizer.parameters]
+            _put(model.optimizer.parameters, add_gradients(accumulated, total))
+    logprobs = {index: values for sums in parts for index, values in sums.logprobs.items()}
+    losses = {number: value for sums in parts for number, value in sums.losses.items()}
+    tokens = sum(example.length for example in request.examples)
+    metrics = {
+        "loss:sum": sum(losses[number] for number in sorted(losses)),
+        "tokens:sum": float(tokens),
+    }
+    for sums in parts:
+        metrics |= sums.metrics
+    return PassResult([logprobs[index] for index in range(len(request.examples))], metrics)
+
+
+def add_gradients(first: Gradients, second: Gradients) -> Gradients:
+    return [
+        right if left is None else left if right is None else left + right
+        for left, right in zip(first, second, strict=True)
+    ]
+
+
+@contextmanager
+def _collecting(parameters: Sequence[Tensor], gradients: Gradients) -> Iterator[None]:
+    """Let autograd add to `gradients` inside the block, and give the parameters their own back after it."""
+    accumulated = [parameter.grad for parameter in parameters]
+    _put(parameters, gradients)
+    try:
+        yield
+        gradients[:] = [parameter.grad for parameter in parameters]
+    finally:
+        _put(parameters, accumulated)
+
+
+def _put(parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _run_batch(
