@@ -19,11 +19,22 @@ from tinkex.errors import InvalidInputError, NotFoundError
 from . import base_models, checkpoint
 from .base_models import PreparedModel
 from .checks import check_base, check_same_base
+from .helping import Helping
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
+from .parcels import Depot, Parcel, PublishedAdapter
 from .sampler import Sampler
+from .shards import ShardSums
 from .traced import TracedLoss
-from .trainer import LanguageModel, TrainedModel, run_pass
+from .trainer import (
+    Gradients,
+    LanguageModel,
+    TrainedModel,
+    begin_pass,
+    finish_pass,
+    run_pass,
+    run_shards,
+)
 from .values import (
     AdamStep,
     LoraSpec,
@@ -73,7 +84,9 @@ class TorchEngine:
         token_budget: int = TOKEN_BUDGET,
         cache_bytes: int | None = None,
         loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
+        depot: Depot | None = None,
     ) -> None:
+        self._helping = None if depot is None else Helping(depot)
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
@@ -128,6 +141,8 @@ class TorchEngine:
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
+        if self._helping is not None:
+            self._helping.retract(model_id)
 
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
         """Start a forward or forward-backward pass; the generator yields after each micro-batch."""
@@ -145,6 +160,72 @@ class TorchEngine:
             except StopIteration as finished:
                 return cast("PassResult", finished.value)
             yield
+
+    # -- one pass on several engines ---------------------------------------------------------
+
+    def publish(self, model_id: str) -> PublishedAdapter:
+        """Put a model's adapter where the other engines find it."""
+        return self._in_pool.publish(model_id, *self._named(model_id))
+
+    def run_shards(
+        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Parcel]]:
+        """Begin a pass on the model's home and compute some of its shards; their gradients stay here."""
+        base_model, model = self._named(model_id)
+        return self._run_shards(self._base(base_model), model, request, numbers)
+
+    def _run_shards(
+        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Parcel]]:
+        begin_pass(model, request)
+        try:
+            sums = yield from self._shards(loaded, model, request, numbers)
+        except BaseException:
+            model.opened = None
+            raise
+        if model.opened is not None:
+            model.opened.own = sums
+        return ShardSums(sums.losses, sums.logprobs)
+
+    def help_pass(
+        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Parcel]]:
+        """Compute some shards of a pass for a model that lives on another engine."""
+        loaded = self._base(adapter.base_model)
+        model = self._in_pool.helped(loaded.language, adapter)
+        sums = yield from self._shards(loaded, model, request, numbers)
+        return self._in_pool.packed(sums)
+
+    def finish_pass(
+        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+    ) -> PassResult:
+        """Add what all engines have computed of a pass to the model's gradients."""
+        base_model, model = self._named(model_id)
+        self._use_threads(self._base(base_model))
+        sums = [self._in_pool.unpacked(model, part) for part in parts]
+        if model.opened is not None and model.opened.own is not None:
+            sums.append(ShardSums(blocks=model.opened.own.blocks))
+        return finish_pass(model, request, sums)
+
+    def _shards(
+        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Gradients]]:
+        pieces = run_shards(model, request, numbers, self._token_budget, self._loss_limits)
+        while True:
+            self._use_threads(loaded)
+            try:
+                next(pieces)
+            except StopIteration as finished:
+                return cast("ShardSums[Gradients]", finished.value)
+            yield
+
+    @property
+    def _in_pool(self) -> Helping:
+        if self._helping is None:
+            raise NotFoundError("This engine is not part of a pool.")
+        return self._helping
+
+    # -- changes of a model ------------------------------------------------------------------
 
     def check_traced(self, graph: TracedGraph) -> None:
         """Raise if a traced loss contains an operation that is not allowed."""

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex._wire.pass_parts import PassPart
+
 from .checks import Loss, check_examples, check_loss
 from .llama import LlamaBody, is_llama
 from .lora import Adapter, LoraLinear, wrap
@@ -81,6 +83,15 @@ class LanguageModel:
 
 
 @dataclass
+class OpenedPass:
+    """A backward pass that has begun: gradients of the parts before it, and what this engine has computed of it."""
+
+    part: PassPart | None
+    earlier: Gradients | None
+    own: ShardSums[Gradients] | None = None
+
+
+@dataclass
 class TrainedModel:
     """An adapter in training, with its optimizer."""
 
@@ -88,8 +99,7 @@ class TrainedModel:
     adapter: Adapter
     optimizer: AdamW = field(init=False)
     pending: PendingPass[Gradients] = field(default_factory=PendingPass)
-    #: Gradients of the earlier parts of the pass that is running.
-    opened: Gradients | None = None
+    opened: OpenedPass | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = AdamW(self.adapter.parameters())
@@ -97,6 +107,7 @@ class TrainedModel:
     def step(self, options: AdamStep) -> dict[str, float]:
         """Take an optimizer step; drops the gradients of an incomplete pass."""
         self.pending.drop()
+        self.opened = None
         return self.optimizer.step(options)
 
 
@@ -111,13 +122,27 @@ def run_pass(
     The gradients are accumulated only when the whole pass, with all its parts, has succeeded.
     """
     begin_pass(model, request)
-    sums = yield from run_shards(model, request, None, token_budget, limits)
+    try:
+        sums = yield from run_shards(model, request, None, token_budget, limits)
+    except BaseException:
+        model.opened = None
+        raise
     return finish_pass(model, request, [sums])
 
 
 def begin_pass(model: TrainedModel, request: TrainingPass) -> None:
-    """Take the gradients of the parts before this one; raises if an earlier part is missing."""
-    model.opened = model.pending.take(request.part) if request.backward else None
+    """Take the gradients of the parts before this one; raises if an earlier part is missing.
+
+    A part that is begun again, because another engine died while it helped, has taken them before.
+    """
+    if not request.backward:
+        return
+    before, model.opened = model.opened, None
+    if before is not None and request.part is not None and before.part == request.part:
+        earlier = before.earlier
+    else:
+        earlier = model.pending.take(request.part)
+    model.opened = OpenedPass(request.part, earlier)
 
 
 def run_shards(
@@ -163,8 +188,9 @@ def finish_pass(
     model: TrainedModel, request: TrainingPass, parts: Sequence[ShardSums[Gradients]]
 ) -> PassResult:
     """Add the sums of all shards to the model's gradients, unless parts of the pass are still to come."""
-    earlier, model.opened = model.opened, None
     if request.backward:
+        assert model.opened is not None
+        earlier, model.opened = model.opened.earlier, None
         total = add_in_order((block for sums in parts for block in sums.blocks), add_gradients)
         if earlier is not None:
             total = add_gradients(earlier, total)
