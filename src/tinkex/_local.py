@@ -11,7 +11,6 @@ installed.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -30,7 +29,15 @@ from tinkex._client.service import ServiceClient
 from tinkex.config import KEYLESS, read_env
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
 
-__all__ = ["Holding", "LocalServiceClient", "data_directory", "hold", "local", "running"]
+__all__ = [
+    "Holding",
+    "LocalServiceClient",
+    "check_platform",
+    "data_directory",
+    "hold",
+    "local",
+    "running",
+]
 
 #: Seconds; enough to load a model from a slow disk or to download one.
 START_LIMIT: Final = 600.0
@@ -107,6 +114,7 @@ def hold(
     timeout: float = START_LIMIT,
 ) -> Holding:
     """Find or start the service of a data directory and take a lease on it."""
+    check_platform()
     directory = data_directory(data_dir)
     directory.mkdir(0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout
@@ -149,8 +157,20 @@ def _running(directory: Path) -> str | None:
     return address
 
 
+def check_platform() -> None:
+    """Raise where the service cannot run: it needs file locks and signals that Windows does not have."""
+    if importlib.util.find_spec("fcntl") is None:
+        raise ConfigError(
+            "the local service needs Linux or macOS; on Windows run it in WSL, "
+            "or give the URL of a service on another machine",
+            field="base_url",
+        )
+
+
 def _is_free(directory: Path) -> bool:
     """Whether no service holds the data directory; the address of a dead one may still be there."""
+    import fcntl  # missing on Windows; `check_platform` says so
+
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

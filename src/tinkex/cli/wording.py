@@ -23,7 +23,8 @@ __all__ = ["told", "worded"]
 _KEY: Final = "`tinkex auth login` stores a key, --api-key gives one, TINKER_API_KEY sets one"
 #: Advice for a refused field.
 _ADVICE: Final = {
-    "api_key": f"{_KEY}; a local service needs none: --base-url local",
+    "api_key": f"{_KEY}; a service on this machine needs none: --base-url local starts a private one, "
+    "`tinkex serve` one that stays",
     "ttl_seconds": "--remove keeps it forever",
 }
 #: Fields whose command-line parameter has another name.
