@@ -34,6 +34,7 @@ from tinkex.types import (
     TensorData,
     TopkLogprobs,
 )
+from tinkex.types.sampling import CONSTRAINTS
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -192,6 +193,7 @@ def sampled_sequences(draw: Any) -> SampledSequence:
         tokens=tokens,
         logprobs=scores,
         topk_logprobs=draw(st.none() | topk_rows.filter(any)),
+        kept_mass=draw(st.none() | st.lists(st.floats(0, 1, width=32), min_size=1, max_size=4)),
     )
 
 
@@ -247,7 +249,8 @@ def values_of(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchSt
             smallest, largest = _sizes(constraints)
             return st.lists(values_of(arguments[0]), min_size=smallest, max_size=largest)
         case origin if origin is dict:
-            return st.dictionaries(names, values_of(arguments[1]), max_size=2)
+            keys = names if arguments[0] is str else values_of(arguments[0])
+            return st.dictionaries(keys, values_of(arguments[1]), max_size=2)
     if annotation is type(None):
         return st.none()
     if issubclass(annotation, Enum):
@@ -273,4 +276,8 @@ def models(kind: type[M]) -> st.SearchStrategy[M]:
     if kind is types.LoraConfig:
         flags = ("train_mlp", "train_attn", "train_unembed")
         fields = fields.filter(lambda given: any(given.get(flag, True) for flag in flags))
+    if kind is types.SamplingParams:
+        fields = fields.filter(
+            lambda given: sum(given.get(one) is not None for one in CONSTRAINTS) < 2
+        )
     return fields.map(lambda given: kind(**given))

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import tinkex
 from tinkex import types
+from tinkex.types.sampling import EXTENSIONS
 
 OFFICIAL = json.loads((Path(__file__).parent / "data" / "official_api.json").read_text())
 ROOT = Path(tinkex.__file__)
@@ -161,6 +162,10 @@ OPTIONAL_HERE = {
 # Fields that only tinkex has, and why.
 ADDED_HERE = {
     "ClientConfigResponse.proto_write_fwdbwd": "read by clients 0.19 to 0.24",
+    "ClientConfigResponse.sample_extensions": "our service says that it knows these extensions",
+    **dict.fromkeys(
+        [f"SamplingParams.{name}" for name in EXTENSIONS], "an extension, absent unless set"
+    ),
     "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
     "GetSamplerResponse.tokenizer_sha256": "our service offers the tokenizer's files",
     "HealthResponse.engine": "our service says how its engine is",

@@ -37,7 +37,7 @@ def logits_of(rows, size, seed=0, spread=3.0):
 def choose(logits_BV, jobs, fractions):
     """Draw tokens without changing the logits."""
     randoms: list[Any] = [Given(fraction) for fraction in fractions]
-    return drawing.choose(logits_BV.clone(), jobs, randoms)
+    return drawing.choose(logits_BV.clone(), jobs, randoms)[:2]
 
 
 def kept(chances_V, top_k=-1, top_p=1.0):

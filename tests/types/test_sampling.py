@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from tests.strategies import sample_responses, sampled_sequences
 from tests.types import refuses, refuses_field
 from tinkex._wire import json_codec
+from tinkex.errors import InvalidInputError
 from tinkex.types import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionResponse,
@@ -20,6 +22,7 @@ from tinkex.types import (
     SamplingParams,
     TopkLogprobs,
 )
+from tinkex.types.sampling import EXTENSIONS
 
 PROMPT = ModelInput.from_ints([1, 2])
 
@@ -28,7 +31,7 @@ PROMPT = ModelInput.from_ints([1, 2])
 
 
 def test_sampling_defaults():
-    assert SamplingParams().model_dump() == {
+    official = {
         "max_tokens": None,
         "seed": None,
         "stop": None,
@@ -36,6 +39,26 @@ def test_sampling_defaults():
         "top_k": -1,
         "top_p": 1.0,
     }
+    assert SamplingParams().model_dump() == official | dict.fromkeys(EXTENSIONS)
+
+
+def test_extensions_are_absent_from_requests_unless_set():
+    assert json.loads(json_codec.encode(SamplingParams())) == {
+        "temperature": 1,
+        "top_k": -1,
+        "top_p": 1,
+    }
+    params = SamplingParams(logit_bias={7: 1.5}, json_schema={"default": None})
+    written = json.loads(json_codec.encode(params))
+    assert written["logit_bias"] == {"7": 1.5}
+    assert written["json_schema"] == {"default": None}
+    assert json_codec.from_object(written, SamplingParams) == params
+    assert params.extensions == ["logit_bias", "json_schema"]
+
+
+def test_request_has_at_most_one_constraint():
+    with pytest.raises(InvalidInputError, match="json_schema and regex"):
+        SamplingParams(json_schema={}, regex="a")
 
 
 @pytest.mark.parametrize("stop", [None, "END", ["a", "b"], [1, 2], []])

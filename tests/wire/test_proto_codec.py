@@ -65,7 +65,7 @@ SCHEMA = {
     "SampleResponse": "1 sequences, 2 prompt_logprobs, 3 topk_prompt_logprobs, "
     "4 prompt_cache_hit_tokens, 5 target_prompt_logprobs, 6 prompt_alt_tokens",
     "PromptAltTokens": "1 tokens, 2 logprobs",
-    "SampledSequence": "1 stop_reason, 2 tokens, 3 logprobs, 4 topk_sampled_logprobs",
+    "SampledSequence": "1 stop_reason, 2 tokens, 3 logprobs, 4 topk_sampled_logprobs, 1001 kept_mass",
     "TopkLogprobs": "1 token_ids, 2 logprobs, 3 k, 4 length",
     "SparseCsr": "1 values, 2 crow_indices, 3 col_indices",
     "Tensor": "1 dense, 2 sparse_csr, 3 dtype, 4 shape",

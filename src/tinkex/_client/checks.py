@@ -9,13 +9,21 @@ from math import inf, isfinite
 from typing import Any, Final, get_args
 
 from tinkex.errors import InvalidInputError
-from tinkex.types import Datum, EncodedTextChunk, LossFnType, SamplingParams
+from tinkex.types import (
+    ClientConfigResponse,
+    Datum,
+    EncodedTextChunk,
+    LossFnType,
+    SamplingParams,
+)
+from tinkex.types.sampling import EXTENSIONS
 
 from .retry import RetryConfig
 
 __all__ = [
     "check_count",
     "check_data",
+    "check_extensions",
     "check_loss",
     "check_name",
     "check_retry_config",
@@ -26,6 +34,7 @@ __all__ = [
 ]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
+_EXTENSIONS: Final = frozenset(EXTENSIONS)
 #: Losses that accept text settings; all other losses accept numbers only.
 _WITH_TEXT: Final = frozenset({"custom", "stable_reinforce"})
 
@@ -160,6 +169,17 @@ def check_sampling_params(params: Any) -> SamplingParams:
             f"expected SamplingParams, got {type(params).__name__}", field="sampling_params"
         )
     return params
+
+
+def check_extensions(params: SamplingParams, flags: ClientConfigResponse) -> None:
+    """Refuse extensions of `SamplingParams` that the service does not know: it would ignore them."""
+    if flags.sample_extensions or _EXTENSIONS.isdisjoint(params.model_fields_set):
+        return
+    if used := params.extensions:
+        raise InvalidInputError(
+            f"is an extension of the tinkex service, which this service does not offer; leave out {', '.join(used)}",
+            field=f"sampling_params.{used[0]}",
+        )
 
 
 def check_retry_config(config: Any) -> RetryConfig | None:

@@ -61,7 +61,7 @@ from ._generated import SamplingClientMethods
 from .auth import config_for_handle
 from .batch_polling import BatchPoller
 from .budget import Budget, backoff_after_429, slots
-from .checks import check_count, check_retry_config, check_sampling_params
+from .checks import check_count, check_extensions, check_retry_config, check_sampling_params
 from .chunking import input_bytes, known_tokens
 from .notices import logger
 from .polling import Poll
@@ -411,6 +411,7 @@ class SamplingClient(SamplingClientMethods):
     ) -> SampleResponse:
         session = self._session
         await session.opened()
+        check_extensions(fields["sampling_params"], session.flags)
         session.transport.admit(_ASAMPLE.pool)
         state = self._state or self._create_state()
         sample = _Sample(state, fields, weight, deadline)
@@ -553,6 +554,7 @@ class SamplingClient(SamplingClientMethods):
         session = self._session
         try:
             await session.opened()
+            check_extensions(request.sampling_params, session.flags)
             numbered = request.model_copy(
                 update={"seq_id": next(self._seq_ids or await self._join())}
             )

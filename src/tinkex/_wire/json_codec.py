@@ -19,7 +19,7 @@ from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types._base import FROM_WIRE, first_complaint
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
 from tinkex.types.runs import CreateSessionRequest, SetCheckpointTtlRequest
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampling import SampledSequence, SampleResponse, SamplingParams
 from tinkex.types.tensors import PromptAltTokens, TensorData, TopkLogprobs, tensor_from_object
 from tinkex.types.training import (
     AdamOptimizerConfig,
@@ -63,6 +63,14 @@ def _(value: BaseModel) -> Any:
     extra = value.__pydantic_extra__
     fields = value.__dict__ | extra if extra else value.__dict__
     return {name: field for name, field in fields.items() if field is not None}
+
+
+@_written.register
+def _(value: SamplingParams) -> Any:
+    written = _some(**value.__dict__)
+    if value.logit_bias is not None:
+        written["logit_bias"] = {str(token): bias for token, bias in value.logit_bias.items()}
+    return written
 
 
 @_written.register
@@ -170,6 +178,7 @@ def _(value: SampledSequence) -> Any:
         tokens=[] if value.tokens_np is None else value.tokens_np,
         logprobs=value.logprobs_np,
         topk_logprobs=value.topk_logprobs_np,
+        kept_mass=value.kept_mass_np,
     )
 
 
@@ -341,6 +350,7 @@ def _sampled_sequence(value: Any, field: str) -> SampledSequence:
         tokens=_list(entry["tokens"], f"{field}.tokens"),
         logprobs=entry.get("logprobs"),
         topk_logprobs=entry.get("topk_logprobs"),
+        kept_mass=entry.get("kept_mass"),
     )
 
 

@@ -422,6 +422,8 @@ def _write_sequence(sequence: SampledSequence, message: pb.SampledSequence) -> N
         message.logprobs = sequence.logprobs_np.astype(np.float32).tobytes()
     if sequence.topk_logprobs_np is not None:
         _write_topk(sequence.topk_logprobs_np, message.topk_sampled_logprobs)
+    if sequence.kept_mass_np is not None:
+        message.kept_mass = sequence.kept_mass_np.astype(np.float32).tobytes()
 
 
 def _write_topk(topk: TopkLogprobs, message: pb.TopkLogprobs) -> None:
@@ -479,12 +481,16 @@ def _read_sequence(message: pb.SampledSequence, sequence_id: str) -> SampledSequ
     topk = None
     if message.HasField("topk_sampled_logprobs"):
         topk = _read_topk(message.topk_sampled_logprobs, "topk_sampled_logprobs")
+    kept = None
+    if message.HasField("kept_mass"):
+        kept = _numbers(message.kept_mass, np.dtype(np.float32), "kept_mass")
     return SampledSequence(
         _STOP_REASONS.get(message.stop_reason),
         sequence_id,
         _numbers(message.tokens, np.dtype(np.int32), "tokens"),
         _numbers(message.logprobs, np.dtype(np.float32), "logprobs") if message.logprobs else None,
         topk,
+        kept_mass_np=kept,
     )
 
 

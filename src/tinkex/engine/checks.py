@@ -158,6 +158,12 @@ def check_job(
             field="prompt",
         )
     _check_tokens(job.prompt_T, vocab_size, "prompt")
+    if job.logit_bias:
+        _check_tokens(
+            np.array([token for token, _ in job.logit_bias]),
+            vocab_size,
+            "sampling_params.logit_bias",
+        )
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(job, name) > vocab_size:
             raise InvalidInputError(f"must be at most the vocabulary of {vocab_size}", field=name)

@@ -9,17 +9,20 @@ Shapes: B rows, V vocabulary, K blocks of C tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .processors import Shaping
 from .values import Array, SampleJob
 
-__all__ = ["choose", "topk"]
+__all__ = ["Drawn", "choose", "topk"]
 
 #: Lowest temperature: only the most likely token has a nonzero probability, and dividing by less could overflow.
 _COLDEST: Final = 1e-30
@@ -27,29 +30,50 @@ _COLDEST: Final = 1e-30
 _BLOCK: Final = 256
 
 
+class Drawn(NamedTuple):
+    """A token of each row, its logprob, and the probability that the filters and the constraint kept.
+
+    The logprob is that of the temperature-scaled distribution before filters and constraint.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    kept_mass: list[float]
+
+
 @torch.inference_mode()
 def choose(
-    logits_BV: Tensor, jobs: Sequence[SampleJob], randoms: Sequence[np.random.Generator]
-) -> tuple[list[int], list[float]]:
-    """Draw a token for each row; its logprob is that of the temperature-scaled distribution.
-
-    Divides the logits by the temperatures in place.
-    """
+    logits_BV: Tensor,
+    jobs: Sequence[SampleJob],
+    randoms: Sequence[np.random.Generator],
+    shapings: Sequence[Shaping | None] = (),
+) -> Drawn:
+    """Draw a token for each row. Applies penalties, biases and temperatures to the logits in place."""
+    for row, shaping in enumerate(shapings):
+        if shaping is not None:
+            shaping.adjust(logits_BV[row])
     temperatures = [max(job.temperature, _COLDEST) if job.temperature > 0 else 1.0 for job in jobs]
     if any(temperature != 1 for temperature in temperatures):
         logits_BV.div_(torch.tensor(temperatures)[:, None])
     chances_BV, ends_BK = _chances(logits_BV)
+    whole_B = ends_BK[:, -1].copy()
+    masked = _Masked.of(logits_BV, chances_BV, ends_BK, shapings)
     vocabulary = logits_BV.shape[1]
-    chosen_B = np.zeros(len(jobs), np.int64)
+    chosen_B, kept_B = np.zeros(len(jobs), np.int64), np.ones(len(jobs))
     greedy = [row for row, job in enumerate(jobs) if job.temperature <= 0]
     if greedy:
         rows_BV = logits_BV if len(greedy) == len(jobs) else logits_BV[greedy]
         chosen_B[greedy] = rows_BV.argmax(-1).numpy()
+        for row in masked.rows.intersection(greedy):
+            banned_V = torch.from_numpy(~masked.allowed[row])
+            chosen_B[row] = int(logits_BV[row].masked_fill(banned_V, -inf).argmax())
     free = []
     for row, job in enumerate(jobs):
-        if job.temperature > 0 and (0 < job.top_k < vocabulary or job.top_p < 1):
+        if job.temperature > 0 and (0 < job.top_k < vocabulary or job.top_p < 1 or job.min_p > 0):
             chances_V = chances_BV[row, :vocabulary]
-            kept = _kept(chances_V, float(ends_BK[row, -1]), job.top_k, job.top_p)
+            kept = _kept(chances_V, float(ends_BK[row, -1]), job.top_k, job.top_p, job.min_p)
+            if job.kept_mass:
+                kept_B[row] = chances_V[kept].sum(dtype=np.float64) / ends_BK[row, -1]
             chosen_B[row] = _of_few(chances_V, kept, randoms[row].random())
         elif job.temperature > 0:
             free.append(row)
@@ -57,8 +81,54 @@ def choose(
         fractions = np.array([randoms[row].random() for row in free])
         chosen_B[free] = _by_blocks(chances_BV, ends_BK[free], np.array(free), fractions)
     # Softmax sums in float32, so the probabilities may not add up to one; dividing by their sum corrects that.
-    logprobs_B = np.log(chances_BV[np.arange(len(jobs)), chosen_B] / ends_BK[:, -1])
-    return chosen_B.tolist(), logprobs_B.astype(np.float32).tolist()
+    masked.restore(chances_BV, kept_B)
+    with np.errstate(divide="ignore"):
+        logprobs_B = np.log(chances_BV[np.arange(len(jobs)), chosen_B] / whole_B)
+    for row in masked.rows.intersection(np.flatnonzero(np.isneginf(logprobs_B)).tolist()):
+        # The only tokens that the constraint allows may have probabilities below the smallest float.
+        logits_V = logits_BV[row].double()
+        logprobs_B[row] = float(logits_V[chosen_B[row]] - logits_V.logsumexp(-1))
+    if greedy:
+        kept_B[greedy] = np.exp(logprobs_B[greedy])
+    return Drawn(chosen_B.tolist(), logprobs_B.astype(np.float32).tolist(), kept_B.tolist())
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """Rows with a constraint: while tokens are drawn, their probabilities are those of the allowed tokens alone."""
+
+    rows: frozenset[int]
+    allowed: Mapping[int, Array]
+    unmasked: Mapping[int, Array]
+
+    @classmethod
+    def of(
+        cls,
+        logits_BV: Tensor,
+        chances_BV: Array,
+        ends_BK: Array,
+        shapings: Sequence[Shaping | None],
+    ) -> _Masked:
+        masks = {
+            row: mask
+            for row, shaping in enumerate(shapings)
+            if shaping is not None and (mask := shaping.allowed()) is not None
+        }
+        if not masks:
+            return cls(frozenset(), {}, {})
+        rows = list(masks)
+        banned_BV = torch.from_numpy(~np.stack(list(masks.values())))
+        unmasked = dict(zip(rows, chances_BV[rows], strict=True))
+        chances_BV[rows], ends_BK[rows] = _chances(logits_BV[rows].masked_fill(banned_BV, -inf))
+        return cls(frozenset(rows), masks, unmasked)
+
+    def restore(self, chances_BV: Array, kept_B: Array) -> None:
+        """Put the unconstrained probabilities back, and count what the constraint kept of them."""
+        for row, chances_V in self.unmasked.items():
+            chances_BV[row] = chances_V
+            mask_V = self.allowed[row]
+            kept_V = chances_V[: len(mask_V)][mask_V]
+            kept_B[row] *= kept_V.sum(dtype=np.float64) / chances_V.sum(dtype=np.float64)
 
 
 def topk(logits_NV: Tensor, k: int, normalizers_N1: Tensor) -> tuple[Array, Array]:
@@ -106,13 +176,24 @@ def _search(ends_BK: Array, fractions_B: Array) -> tuple[Array, Array]:
     return found_B, (wanted_B - starts_B) / (ends_BK[rows_B, found_B] - starts_B)
 
 
-def _kept(chances_V: Array, whole: float, top_k: int, top_p: float) -> Array:
+def _kept(chances_V: Array, whole: float, top_k: int, top_p: float, min_p: float = 0.0) -> Array:
+    """The tokens that all filters keep; at least one."""
+    tokens = _most_likely(chances_V, whole, top_k, top_p)
+    if min_p > 0:
+        tokens = tokens[chances_V[tokens] >= np.float32(min_p) * chances_V.max()]
+    return tokens
+
+
+def _most_likely(chances_V: Array, whole: float, top_k: int, top_p: float) -> Array:
     """The k most likely tokens, and of these the smallest set with probability p; at least one token."""
     if 0 < top_k < len(chances_V):
         tokens = _likeliest(chances_V, top_k)
         if top_p >= 1:
             return tokens
         whole = float(chances_V[tokens].sum(dtype=np.float64))
+    elif top_p >= 1:
+        every: Array = np.arange(len(chances_V))
+        return every
     else:
         # All tokens below this probability together hold less than 1 - p, so none of them is in the smallest set.
         # Few tokens remain, and sorting them is much faster than sorting the vocabulary.

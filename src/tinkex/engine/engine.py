@@ -19,6 +19,7 @@ from tinkex.errors import InvalidInputError, NotFoundError
 from . import base_models, checkpoint
 from .base_models import PreparedModel
 from .checks import check_base, check_same_base
+from .grammars import Grammars
 from .helping import Helping
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
@@ -329,6 +330,7 @@ class TorchEngine:
                 language,
                 end_tokens=model.eos_token_ids,
                 detokenize=self._detokenize and partial(self._detokenize, model),
+                grammars=Grammars(model.directory, language.vocab_size, model.eos_token_ids),
             )
             small = sum(parameter.numel() for parameter in network.parameters()) < SMALL_MODEL
             threads = 1 if small else self._threads

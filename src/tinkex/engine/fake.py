@@ -508,6 +508,10 @@ class FakeEngine:
             raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
         table = self._samplers[job.sampler_id]
         base = table.base
+        if job.shaped or job.min_p or job.kept_mass:
+            raise InvalidInputError(
+                "the fake engine has no extensions of SamplingParams", field="sampling_params"
+            )
         check_job(
             job,
             vocab_size=base.vocab_size,

@@ -36,6 +36,7 @@ from .ending import be_killed_first, die_with
 from .progress import SAMPLING, UNTIMED, Progress
 from .values import (
     AdamStep,
+    Array,
     LoraSpec,
     LossLimits,
     PassResult,
@@ -107,6 +108,7 @@ class Token:
     index: int
     token: int
     logprob: float
+    topk: tuple[Array, Array] | None = None
 
 
 class Engine(Protocol):
@@ -272,7 +274,7 @@ class Loop:
         if call_id not in self._samples:
             return
         if event.token is not None and event.logprob is not None:
-            self._out.append(Token(call_id, event.index, event.token, event.logprob))
+            self._out.append(Token(call_id, event.index, event.token, event.logprob, event.topk))
             return
         self._samples.discard(call_id)
         error = None if event.error is None else _portable(event.error)

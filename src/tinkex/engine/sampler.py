@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isfinite
 from typing import Any, Final
 
@@ -18,15 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.errors import RequestErrorCategory, RequestFailedError
+from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
 
 from . import drawing
 from .checks import check_job
 from .decoder import decoder_for
+from .grammars import Grammars
 from .llama import Rows
 from .lora import Adapter
+from .processors import Shaping, shaping_of
 from .trainer import LanguageModel
-from .values import Array, SampledResult, SampleEvent, SampleJob
+from .values import Array, Constraint, SampledResult, SampleEvent, SampleJob
 
 __all__ = ["Sampler"]
 
@@ -49,6 +52,8 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[Array, Array]] = field(default_factory=list)
+    kept_mass: list[float] = field(default_factory=list)
+    shaping: Shaping | None = None
     stop_reason: Any = None
 
     def text(self) -> bytes:
@@ -71,6 +76,7 @@ class _Request:
     window: int  # number of last tokens to search for stop strings
     limit: int  # tokens to draw at most
     left: int  # sequences that are not finished
+    new_shaping: Callable[[], Shaping | None]
     sequences: list[_Sequence] = field(default_factory=list)  # started sequences
     back: list[_Sequence] = field(default_factory=list)  # started sequences that left the batch
     prompt: SampledResult | None = None
@@ -86,7 +92,8 @@ class _Request:
         if self.back:
             return self.back.pop()
         index = len(self.sequences)
-        self.sequences.append(_Sequence(self, index, _random(self.job, index)))
+        random, shaping = _random(self.job, index), self.new_shaping()
+        self.sequences.append(_Sequence(self, index, random, shaping=shaping))
         return self.sequences[-1]
 
 
@@ -102,6 +109,7 @@ class Sampler:
         *,
         end_tokens: Sequence[int],
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
         max_sequences: int = 64,
         prefill_tokens: int = 2048,
         cache_bytes: float = inf,
@@ -110,6 +118,7 @@ class Sampler:
         self._decoder = decoder_for(base)
         self._end_tokens = frozenset(end_tokens)
         self._detokenize = detokenize
+        self._grammars = grammars
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self.cache_bytes = cache_bytes
@@ -141,6 +150,8 @@ class Sampler:
             context_length=self._base.context_length,
             detokenize=self._detokenize,
         )
+        if job.constraint is not None:
+            self._check_constraint(job.constraint)
         if adapter is not None and not adapter.is_finite:
             raise _not_finite(job, adapter)
         limit = self._base.context_length - len(job.prompt_T)
@@ -149,9 +160,17 @@ class Sampler:
         stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
         # Every token has at least one byte, so a stop string spans at most as many tokens as it has bytes.
         window = max((len(text.encode()) for text in job.stop_texts), default=0) + 4
-        request = _Request(job_id, job, adapter, stops, window, limit, job.num_samples)
+        matcher = None if self._grammars is None else self._grammars.matcher
+        shaping = partial(shaping_of, job, self._base.vocab_size, stops, matcher)
+        request = _Request(job_id, job, adapter, stops, window, limit, job.num_samples, shaping)
         self._requests[job_id] = request
         self._line(request)[job_id] = request
+
+    def _check_constraint(self, constraint: Constraint) -> None:
+        field = f"sampling_params.{constraint.kind}"
+        if self._grammars is None:
+            raise InvalidInputError("constraints need a tokenizer", field=field)
+        self._grammars.check(constraint)
 
     def _line(self, request: _Request) -> OrderedDict[str, _Request]:
         return self._lines.setdefault(request.job.owner, OrderedDict())
@@ -402,10 +421,11 @@ class Sampler:
     def _draw(
         self, sequences: Sequence[_Sequence], logits_BV: Tensor, events: list[SampleEvent]
     ) -> None:
-        tokens, logprobs = drawing.choose(
+        tokens, logprobs, kept_mass = drawing.choose(
             logits_BV,
             [sequence.request.job for sequence in sequences],
             [sequence.random for sequence in sequences],
+            [sequence.shaping for sequence in sequences],
         )
         for row, sequence in enumerate(sequences):
             if sequence.request.limit <= 0:
@@ -415,6 +435,7 @@ class Sampler:
                 request.failure = _not_finite(request.job, request.adapter)
             else:
                 self._append(sequence, tokens[row], logprobs[row], logits_BV[row], events)
+                sequence.kept_mass.append(kept_mass[row])
         failed = []
         for sequence in sequences:
             if sequence.request.failure is not None:
@@ -437,6 +458,9 @@ class Sampler:
     ) -> None:
         request = sequence.request
         stopped = token in request.stops or self._stop_text(sequence, token)
+        if sequence.shaping is not None:
+            stopped = sequence.shaping.take(token) or stopped
+            request.failure = request.failure or sequence.shaping.failure
         if request.job.topk_sample_logprobs:
             normalizer = logits_V[token, None].double() - logprob
             alternatives = request.job.topk_sample_logprobs
@@ -444,9 +468,9 @@ class Sampler:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         if request.job.stream:
-            events.append(
-                SampleEvent(request.job_id, index=sequence.index, token=token, logprob=logprob)
-            )
+            topk = sequence.topk[-1] if sequence.topk else None
+            drawn = SampleEvent(request.job_id, None, None, sequence.index, token, logprob, topk)
+            events.append(drawn)
         if stopped:
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= request.limit:
@@ -578,4 +602,6 @@ def _result(request: _Request) -> SampledResult:
             )
             for sequence in sequences
         ]
+    if request.job.kept_mass:
+        result.kept_mass = [np.array(each.kept_mass, np.float32) for each in sequences]
     return result

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_RANK",
     "AdamStep",
     "Array",
+    "Constraint",
     "Example",
     "LoraSpec",
     "LossLimits",
@@ -109,6 +110,14 @@ class AdamStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of every sample must match; `text` is a JSON schema, a regular expression or a Lark grammar."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampleJob:
     """One sampling request: `num_samples` continuations of one prompt.
 
@@ -134,6 +143,24 @@ class SampleJob:
     target_prompt_tokens: Array | None = None
     stream: bool = False
     owner: str = ""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    kept_mass: bool = False
+
+    @property
+    def shaped(self) -> bool:
+        """Whether anything beyond temperature, top-k, top-p and min-p changes the distribution."""
+        return bool(
+            self.constraint is not None
+            or self.logit_bias
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+        )
 
     @property
     def first_scored(self) -> int:
@@ -152,6 +179,7 @@ class SampledResult:
     prompt_logprobs_T: Array | None = None
     topk_prompt: tuple[Array, Array] | None = None
     topk_sampled: list[tuple[Array, Array]] | None = None
+    kept_mass: list[Array] | None = None
     target_prompt_logprobs: Array | None = None
 
 
@@ -165,3 +193,4 @@ class SampleEvent:
     index: int = 0
     token: int | None = None
     logprob: float | None = None
+    topk: tuple[Array, Array] | None = None

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import orjson
 
 from tinkex.engine.values import (
     MAX_RANK,
     AdamStep,
     Array,
+    Constraint,
     Example,
     LoraSpec,
     SampleJob,
@@ -29,6 +31,7 @@ from tinkex.types import (
     OptimizerConfig,
     OptimParamsBase,
     SampleRequest,
+    SamplingParams,
     TensorData,
 )
 from tinkex.types.training import MAX_TTL
@@ -138,6 +141,10 @@ class SampleLimits:
     max_topk: int = 1024
     #: Alternatives and targets with a logprob in one result, over all positions and sequences; the default takes 32 MB.
     max_alternatives: int = 1 << 22
+    #: Bytes of a JSON schema, regular expression or grammar; the engine compiles it between two steps.
+    max_grammar_bytes: int = 64 << 10
+    #: Entries of `logit_bias`.
+    max_biases: int = 4096
 
     def check(self, request: SampleRequest, prompt_length: int, context_length: int) -> None:
         """Refuse a request over a limit before memory is allocated for it."""
@@ -151,6 +158,14 @@ class SampleLimits:
             "max_stop_bytes", sum(len(text.encode()) for text in texts), field, "bytes"
         )
         self._refuse_above("max_stop_tokens", len(stops) - len(texts), field, "token ids")
+        constraint = _constraint(request.sampling_params)
+        if constraint is not None:
+            size = len(constraint.text.encode())
+            self._refuse_above(
+                "max_grammar_bytes", size, f"sampling_params.{constraint.kind}", "bytes"
+            )
+        biases = len(request.sampling_params.logit_bias or ())
+        self._refuse_above("max_biases", biases, "sampling_params.logit_bias", "tokens")
         wanted = request.sampling_params.max_tokens
         drawn = context_length if wanted is None else min(wanted, context_length)
         targets = request.target_prompt_logprobs
@@ -206,7 +221,22 @@ def sample_job(
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,
         target_prompt_tokens=None if targets is None else _targets(targets, len(prompt)),
+        min_p=params.min_p or 0.0,
+        presence_penalty=params.presence_penalty or 0.0,
+        frequency_penalty=params.frequency_penalty or 0.0,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        constraint=_constraint(params),
+        kept_mass=bool(params.kept_mass),
     )
+
+
+def _constraint(params: SamplingParams) -> Constraint | None:
+    if params.json_schema is not None:
+        return Constraint("json_schema", orjson.dumps(params.json_schema).decode())
+    if params.regex is not None:
+        return Constraint("regex", params.regex)
+    return None if params.grammar is None else Constraint("grammar", params.grammar)
 
 
 def _targets(targets: TensorData, prompt_length: int) -> Array:

@@ -158,6 +158,7 @@ async def client_config(call: Call) -> types.ClientConfigResponse:
         sample_join_sampling_session=True,
         custom_loss_server_side=call.service.settings.engine == "torch",
         sample_use_retrieve_futures=call.service.settings.use_retrieve_futures,
+        sample_extensions=call.service.settings.engine == "torch",
     )
 
 

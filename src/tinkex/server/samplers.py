@@ -612,13 +612,14 @@ def _feed(promise: Promise) -> tuple[str, int]:
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:
     """The sampled result as a response of the protocol."""
-    topk = result.topk_sampled
+    topk, kept = result.topk_sampled, result.kept_mass
     sequences = [
         SampledSequence(
             stop_reason,
             tokens_np=tokens.astype(np.int32, copy=False),
             logprobs_np=logprobs.astype(np.float32, copy=False),
             topk_logprobs_np=None if topk is None else TopkLogprobs(*topk[index]),
+            kept_mass_np=None if kept is None else kept[index],
         )
         for index, (tokens, logprobs, stop_reason) in enumerate(
             zip(result.tokens, result.logprobs, result.stop_reasons, strict=True)

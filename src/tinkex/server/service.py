@@ -139,6 +139,8 @@ class Settings:
     max_stop_tokens: int = SampleLimits.max_stop_tokens
     max_topk: int = SampleLimits.max_topk
     max_alternatives: int = SampleLimits.max_alternatives
+    max_grammar_bytes: int = SampleLimits.max_grammar_bytes
+    max_biases: int = SampleLimits.max_biases
     #: Samplers without a name that a session keeps; beyond it, those not used for longest are deleted.
     max_unnamed_samplers: int = UNNAMED_LIMIT
     #: What a traced loss may cost; see `LossLimits`.

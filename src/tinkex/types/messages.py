@@ -240,6 +240,8 @@ class ClientConfigResponse(ResponseModel):
     sample_join_sampling_session: bool = False
     # Read by clients 0.19 to 0.24 only; the service sets it, this client always writes protobuf.
     proto_write_fwdbwd: bool = False
+    # Sent by the tinkex service only: it knows the extensions of `SamplingParams`.
+    sample_extensions: bool = False
 
 
 class ClientDynamicConfigResponse(ResponseModel):

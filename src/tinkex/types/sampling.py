@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinkex.errors import InvalidInputError
 
@@ -34,6 +34,20 @@ __all__ = [
 StopReason: TypeAlias = Literal["length", "stop"]
 TopkRows: TypeAlias = list[list[tuple[int, float]] | None]
 
+#: The constraints of `SamplingParams`, of which a request has at most one.
+CONSTRAINTS: Final = ("json_schema", "regex", "grammar")
+#: The fields of `SamplingParams` that only services of tinkex know.
+EXTENSIONS: Final = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    *CONSTRAINTS,
+    "kept_mass",
+)
+_Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -42,6 +56,13 @@ class SamplingParams(RequestModel):
 
     `stop=None` stops at the model's end token, `stop=[]` never stops early. `max_tokens=None` samples to
     the end of the context, `temperature=0` is greedy, and `top_k=-1` and `top_p=1` turn these filters off.
+
+    The fields from `min_p` on are extensions of the tinkex service; other services do not know them, and the client
+    refuses to send them there. `presence_penalty` and `frequency_penalty` are subtracted from the logits of tokens
+    that were drawn before, `repetition_penalty` divides the logits of all tokens of prompt and sample. Of
+    `json_schema`, `regex` and `grammar` (Lark syntax of llguidance) at most one is given: every sample matches it.
+    `kept_mass=True` reports how much probability the filters and the constraint kept at each token: a token was
+    drawn with probability `exp(logprob) / kept_mass`.
     """
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -50,6 +71,28 @@ class SamplingParams(RequestModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(ge=0, le=1)] = 1
+    # Extensions of the tinkex service. They are absent from requests unless set.
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    kept_mass: bool | None = None
+
+    @property
+    def extensions(self) -> list[str]:
+        """The fields in use that only services of tinkex know."""
+        return [name for name in EXTENSIONS if getattr(self, name) is not None]
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> SamplingParams:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot be combined; give one constraint")
+        return self
 
 
 class SampleRequest(RequestModel):
@@ -100,6 +143,7 @@ class SampledSequence:
     tokens_np: Array | None = None
     logprobs_np: Array | None = None
     topk_logprobs_np: TopkLogprobs | None = None
+    kept_mass_np: Array | None = None
 
     def __init__(
         self,
@@ -112,6 +156,8 @@ class SampledSequence:
         tokens: Any = None,
         logprobs: Any = None,
         topk_logprobs: Any = None,
+        kept_mass_np: Array | None = None,
+        kept_mass: Any = None,
     ) -> None:
         if stop_reason is not None and not isinstance(stop_reason, str):
             raise InvalidInputError(
@@ -126,6 +172,9 @@ class SampledSequence:
         if topk_logprobs_np is None and topk_logprobs is not None:
             topk_logprobs_np = TopkLogprobs.from_rows(topk_logprobs, field="topk_logprobs")
         self.topk_logprobs_np = topk_logprobs_np
+        if kept_mass_np is None:
+            kept_mass_np = flat_array(kept_mass, _FLOAT32, "kept_mass")
+        self.kept_mass_np = kept_mass_np
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -139,6 +188,11 @@ class SampledSequence:
     def topk_logprobs(self) -> TopkRows | None:
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
 
+    @cached_property
+    def kept_mass(self) -> list[float] | None:
+        """Per token, the probability that the filters and the constraint kept; None unless requested."""
+        return None if self.kept_mass_np is None else self.kept_mass_np.tolist()
+
     def __repr__(self) -> str:
         return (
             f"SampledSequence(stop_reason={self.stop_reason!r}, sequence_id={self.sequence_id!r}, "
@@ -148,12 +202,8 @@ class SampledSequence:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampledSequence):
             return NotImplemented
-        return (self.stop_reason, self.tokens, self.logprobs, self.topk_logprobs) == (
-            other.stop_reason,
-            other.tokens,
-            other.logprobs,
-            other.topk_logprobs,
-        )
+        names = ("stop_reason", "tokens", "logprobs", "topk_logprobs", "kept_mass")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     __hash__ = None  # type: ignore[assignment]
 
