@@ -25,6 +25,7 @@ from tinkex.errors import InvalidInputError
 from .test_sampling import PROMPT, job, run, sampler_of
 
 V = 264
+NO_IDS: Any = None  # these warpers look at scores only
 
 
 def logits_of(seed: int) -> torch.Tensor:
@@ -84,13 +85,15 @@ def test_presence_and_frequency_penalties_count_drawn_tokens():
 def test_filters_keep_what_the_warpers_of_transformers_keep(options):
     """Draw with evenly spaced numbers: the frequencies are the filtered probabilities."""
     logits_V, count = logits_of(4), 4000
-    scores = TemperatureLogitsWarper(options.get("temperature", 1.0))(None, logits_V[None].clone())
+    scores = TemperatureLogitsWarper(options.get("temperature", 1.0))(
+        NO_IDS, logits_V[None].clone()
+    )
     if "top_k" in options:
-        scores = TopKLogitsWarper(options["top_k"])(None, scores)
+        scores = TopKLogitsWarper(options["top_k"])(NO_IDS, scores)
     if "top_p" in options:
-        scores = TopPLogitsWarper(options["top_p"])(None, scores)
+        scores = TopPLogitsWarper(options["top_p"])(NO_IDS, scores)
     if "min_p" in options:
-        scores = MinPLogitsWarper(options["min_p"])(None, scores)
+        scores = MinPLogitsWarper(options["min_p"])(NO_IDS, scores)
     expected_V = scores.softmax(-1)[0]
     grid: list[Any] = [np.random.default_rng(seed) for seed in range(count)]
     jobs = [job(kept_mass=True, **options)] * count
