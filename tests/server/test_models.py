@@ -72,15 +72,13 @@ def test_creating_a_model_from_a_checkpoint_finishes_after_a_restart(tmp_path):
             save = {"model_id": model, "seq_id": 1, "path": "a"}
             path = (await told(client, "save_weights", save))["path"]
             session = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
-            call, reached = made.engine.worker.call, asyncio.Event()
+            reached = asyncio.Event()
 
-            async def stops(method: str, *args: Any, **options: Any) -> Any:
-                if method == "restore_model":
-                    reached.set()
-                    await asyncio.Event().wait()
-                return await call(method, *args, **options)
+            async def stops(*_: Any, **__: Any) -> None:
+                reached.set()
+                await asyncio.Event().wait()
 
-            made.engine.worker.call = stops
+            made.engine.trainer.restore_model = stops
             body = {"session_id": session["session_id"], "model_seq_id": 0, "path": path}
             answer = (await client.post("load_weights", json=body)).json()
             await reached.wait()

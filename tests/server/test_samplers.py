@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tinkex.engine.interface import EngineDiedError
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import RequestFailedError
 from tinkex.server.service import Service
-from tinkex.server.worker import EngineDiedError
 from tinkex.types import FinishSessionRequest, ModelInput, SampleRequest, SamplingParams
 
 from .test_storage import housed, new_model, on_disk, told, told_failure
@@ -65,14 +65,13 @@ def test_unnamed_samplers_are_closed_in_the_engine_like_others(tmp_path):
         async with housed(tmp_path) as (made, client):
             made.samplers._open_limit = 2
             closed = []
-            call_now = made.engine.worker.call_now
+            close_sampler = made.engine.sampler.close_sampler
 
-            async def heard(method: str, *args: Any, **options: Any) -> Any:
-                if method == "close_sampler":
-                    closed.append(args[0])
-                return await call_now(method, *args, **options)
+            async def heard(sampler_id: str) -> None:
+                closed.append(sampler_id)
+                await close_sampler(sampler_id)
 
-            made.engine.worker.call_now = heard
+            made.engine.sampler.close_sampler = heard
             model = await new_model(client)
             samplers = [await unnamed(client, model, number) for number in range(4)]
             assert closed == samplers[:2]
@@ -135,7 +134,7 @@ def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tm
 
 
 @contextlib.asynccontextmanager
-async def drawing(made: Service, client: httpx.AsyncClient, sampler: str):
+async def drawing(made: Any, client: httpx.AsyncClient, sampler: str):
     """A sample and a stream that wait for an engine that is down."""
     made.engine._alive.clear()
     stream = await made.samplers.stream(OWNER, request_of(sampler))
@@ -184,8 +183,8 @@ class Dying:
     """An engine that dies once: before the first token of a sample, or after the last one and before the result."""
 
     def __init__(self, made: Service, *, tokens: bool) -> None:
-        self._sample, self._tokens, self._died = made.engine.worker.sample, tokens, False
-        made.engine.worker.sample = self  # type: ignore[method-assign]
+        self._sample, self._tokens, self._died = made.engine.sampler.sample, tokens, False
+        made.engine.sampler.sample = self  # type: ignore[method-assign]
 
     async def __call__(self, job: SampleJob, on_token: Any = None) -> SampledResult:
         if self._died:
@@ -225,21 +224,20 @@ def test_a_sampler_is_reopened_after_an_engine_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
-            worker = made.engine.worker
-            call = worker.call
+            engine = made.engine
+            open_sampler = engine.open_sampler
 
-            async def dies(method: str, *args: Any, **options: Any) -> Any:
-                result = await call(method, *args, **options)
-                if method == "open_sampler":
-                    assert worker._writer is not None
-                    worker._writer.close()
-                    await worker.died.wait()
-                    await made.engine._alive.wait()
-                return result
+            async def dies(*args: Any, **options: Any) -> Any:
+                lease = await open_sampler(*args, **options)
+                engine._worker._writer.close()
+                await engine._worker.died.wait()
+                await engine._alive.wait()
+                engine.open_sampler = open_sampler
+                return lease
 
-            worker.call = dies
+            engine.open_sampler = dies
             sampler = await unnamed(client, model, 0)
-            assert made.engine.life == 1
+            assert [each.starts for each in engine.status()] == [2]
             assert "sequences" in await told(client, "asample", body_of(sampler))
 
     asyncio.run(scenario())

@@ -526,14 +526,14 @@ def test_no_change_is_kept_before_its_request_is_on_disk(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
             model = await new_model(client)
-            call = made.engine.worker.call
+            step = made.engine.trainer.optim_step
 
-            async def noted(method: str, *args: Any, **options: Any) -> Any:
-                answer = await call(method, *args, **options)
+            async def noted(*args: Any) -> Any:
+                answer = await step(*args)
                 ran.set()
                 return answer
 
-            made.engine.worker.call = noted
+            made.engine.trainer.optim_step = noted
             made.journal._sync = sync
             body = {"model_id": model, "seq_id": 1, "adam_params": {}}
             asked = asyncio.ensure_future(told(client, "optim_step", body))
@@ -663,19 +663,17 @@ def test_a_snapshot_written_after_its_session_ended_is_deleted(tmp_path):
         async with housed(tmp_path, snapshot_every=0.0) as (made, client):
             model = await new_model(client)
             session = model.partition(":")[0]
-            call = made.engine.worker.call
+            snapshot = made.engine.trainer.snapshot
 
-            async def ends_first(method: str, *args: Any, **options: Any) -> Any:
-                result = await call(method, *args, **options)
-                if method == "snapshot":  # is still being written when the session ends
-                    shutil.copytree(args[1], tmp_path / "late")
-                    await told(
-                        client, f"sessions/{session}/finish", {"reason": {"type": "success"}}
-                    )
-                    shutil.copytree(tmp_path / "late", args[1])
-                return result
+            async def ends_first(model_id: str, directory: Path) -> int:
+                size: int = await snapshot(model_id, directory)
+                # It is still being written when the session ends.
+                shutil.copytree(directory, tmp_path / "late")
+                await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
+                shutil.copytree(tmp_path / "late", directory)
+                return size
 
-            made.engine.worker.call = ends_first
+            made.engine.trainer.snapshot = ends_first
             await told(client, "optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
             await asyncio.gather(*made.models._tasks)
             assert (tmp_path / "late").is_dir()
@@ -702,7 +700,7 @@ def test_a_run_whose_session_ends_during_an_engine_restart_is_not_corrupted(tmp_
             body = {"model_id": model, "seq_id": 1, "adam_params": {}}
             answer = (await client.post("optim_step", json=body)).json()
             await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
-            made.engine.life += 1  # … and was restarted
+            made.engine._worker.life += 1  # … and was restarted
             made.engine._alive.set()
             promise = {"request_id": answer["request_id"]}
             failed = await told_failure(client, promise)
@@ -762,14 +760,13 @@ def test_an_interrupted_checkpoint_replacement_finishes_after_a_restart(tmp_path
             await told(client, "save_weights", body | {"seq_id": 1})
             reached = asyncio.Event()
 
-            async def stops(method: str, *_: Any, **__: Any) -> None:
-                assert method == "save_state"
+            async def stops(*_: Any, **__: Any) -> None:
                 older = made.checkpoints.place(model, "training", "latest")
                 older.rename(older.with_name(".older"))  # the new one is not in place yet
                 reached.set()
                 await asyncio.Event().wait()
 
-            made.engine.worker.call = stops
+            made.engine.trainer.save_state = stops
             answer = (await client.post("save_weights", json=body | {"seq_id": 2})).json()
             await reached.wait()
         async with housed(tmp_path) as (_, client):

@@ -17,8 +17,26 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from tinkex.engine.process import Ready, Setup, Token
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.calls import (
+    CloseSampler,
+    CreateModel,
+    EngineCall,
+    OpenSampler,
+    OptimStep,
+    RunPass,
+)
+from tinkex.engine.interface import EngineDiedError, Lease
+from tinkex.engine.process import Ready, Setup
+from tinkex.engine.values import (
+    AdamStep,
+    Example,
+    LoraSpec,
+    PassResult,
+    SampledResult,
+    SampleJob,
+    StreamedToken,
+    TrainingPass,
+)
 from tinkex.errors import (
     APIStatusError,
     InvalidInputError,
@@ -26,8 +44,9 @@ from tinkex.errors import (
     RequestErrorCategory,
     RequestFailedError,
 )
-from tinkex.server.engine import DEATHS_ALLOWED, Supervisor
-from tinkex.server.worker import EngineDiedError, Worker
+from tinkex.server.supervisor import Supervisor
+from tinkex.server.suspects import DEATHS_ALLOWED
+from tinkex.server.worker import Worker
 
 T = TypeVar("T")
 
@@ -99,13 +118,13 @@ ENDLESS = TrainingPass(examples(10_000, 256), "cross_entropy")
 
 async def make(worker: Worker) -> None:
     """Create a model and a sampler in the engine."""
-    await worker.call("create_model", "m", TINY, LoraSpec(4))
-    await worker.call_now("open_sampler", "s", TINY)
+    await worker.call(CreateModel("m", TINY, LoraSpec(4)))
+    await worker.call(OpenSampler("s", TINY))
 
 
 async def endless_pass(worker: Worker) -> asyncio.Task[Any]:
     """Start an endless call. Samples and passes alternate, so a token shows that it has started."""
-    passing = asyncio.create_task(worker.call("run_pass", "m", ENDLESS))
+    passing = asyncio.create_task(worker.call(RunPass("m", ENDLESS)))
     await asyncio.sleep(0)  # now it is sent
     begun = asyncio.Event()
     await worker.sample(job(max_tokens=2, stream=True), lambda _: begun.set())
@@ -128,11 +147,11 @@ def test_a_worker_trains_and_samples(cache_dir, in_process):
             assert (worker.pid is None) is in_process
             await make(worker)
             asked = TrainingPass(examples(3), "cross_entropy")
-            result = await worker.call("run_pass", "m", asked)
+            result = await worker.call(RunPass("m", asked))
             assert [logprobs.shape for logprobs in result.logprobs] == [(6,)] * 3
-            assert (await worker.call("optim_step", "m", AdamStep()))["grad_norm"] > 0
+            assert (await worker.call(OptimStep("m", AdamStep())))["grad_norm"] > 0
             assert worker.busy_seconds > 0
-            again = await worker.call("run_pass", "m", asked)
+            again = await worker.call(RunPass("m", asked))
             assert again.metrics["loss:sum"] < result.metrics["loss:sum"]
 
     run(work())
@@ -143,9 +162,9 @@ def test_each_call_gets_its_own_reply(cache_dir, in_process):
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
             sizes = range(1, 9)
-            results = await asyncio.gather(
+            results: list[PassResult | SampledResult] = await asyncio.gather(
                 *(
-                    worker.call("run_pass", "m", TrainingPass(examples(size), "cross_entropy"))
+                    worker.call(RunPass("m", TrainingPass(examples(size), "cross_entropy")))
                     for size in sizes
                 ),
                 *(worker.sample(job(num_samples=size)) for size in sizes),
@@ -159,14 +178,14 @@ def test_engine_errors_are_raised_in_the_caller(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             with pytest.raises(NotFoundError, match="There is no model 'nobody'"):
-                await worker.call("optim_step", "nobody", AdamStep())
+                await worker.call(OptimStep("nobody", AdamStep()))
             with pytest.raises(InvalidInputError) as caught:
-                await worker.call_now("open_sampler", "s", "another/model")
+                await worker.call(OpenSampler("s", "another/model"))
             assert caught.value.field == "base_model"
             with pytest.raises(NotFoundError):
                 await worker.sample(job())
-            with pytest.raises(RuntimeError, match="AttributeError"):
-                await worker.call("no_such_method")
+            with pytest.raises(RuntimeError, match="TypeError: no engine runs"):
+                await worker.call(EngineCall())
             assert not worker.died.is_set()
 
     run(work())
@@ -183,7 +202,7 @@ def test_large_values_cross_the_pipe(cache_dir, in_process):
             many = [
                 Example(np.arange(50) + i, {"target_tokens": np.arange(50)}) for i in range(200)
             ]
-            passed = await worker.call("run_pass", "m", TrainingPass(many, "cross_entropy"))
+            passed = await worker.call(RunPass("m", TrainingPass(many, "cross_entropy")))
             assert len(passed.logprobs) == 200
 
     run(work())
@@ -196,7 +215,7 @@ def test_tokens_are_streamed_as_they_are_sampled(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
-            told: list[Token] = []
+            told: list[StreamedToken] = []
             result = await worker.sample(job(2, 5, stream=True, seed=7), told.append)
             for index in (0, 1):
                 mine = [token for token in told if token.index == index]
@@ -213,10 +232,10 @@ def test_a_cancelled_sample_streams_no_more_tokens(cache_dir, in_process):
     async def work() -> None:
         async with working(cache_dir, in_process=in_process) as worker:
             await make(worker)
-            told: list[Token] = []
+            told: list[StreamedToken] = []
             begun = asyncio.Event()
 
-            def hear(token: Token) -> None:
+            def hear(token: StreamedToken) -> None:
                 told.append(token)
                 begun.set()
 
@@ -229,7 +248,7 @@ def test_a_cancelled_sample_streams_no_more_tokens(cache_dir, in_process):
                 await leaving
             heard = len(told)
             assert (await staying).stop_reasons == ["length"]
-            await worker.call_now("close_sampler", "s")
+            await worker.call(CloseSampler("s"))
             assert len(told) == heard < 2000
 
     run(work())
@@ -246,12 +265,12 @@ def test_a_stopped_worker_can_be_started_again(cache_dir, in_process):
             await worker.stop()
             assert pid is None or is_gone(pid)
             with pytest.raises(EngineDiedError):
-                await worker.call("optim_step", "m", AdamStep())
+                await worker.call(OptimStep("m", AdamStep()))
             with pytest.raises(EngineDiedError):
                 await worker.sample(job())
             await worker.start()
             with pytest.raises(NotFoundError):  # the new engine has no models loaded
-                await worker.call("optim_step", "m", AdamStep())
+                await worker.call(OptimStep("m", AdamStep()))
             await make(worker)
 
     run(work())
@@ -287,9 +306,9 @@ def test_a_killed_engine_fails_its_calls_and_can_be_started_again(cache_dir):
                     await call
             await worker.died.wait()
             with pytest.raises(EngineDiedError):
-                await worker.call("optim_step", "m", AdamStep())
+                await worker.call(OptimStep("m", AdamStep()))
             with pytest.raises(EngineDiedError):
-                await worker.call_now("close_sampler", "s")
+                await worker.call(CloseSampler("s"))
             await worker.stop()
             assert killed is not None
             assert is_gone(killed)
@@ -309,7 +328,7 @@ def test_a_sample_that_is_cancelled_as_the_engine_dies_is_cancelled(cache_dir):
 
             async def be_first_to_hear() -> None:
                 with pytest.raises(EngineDiedError):
-                    await worker.call("run_pass", "m", ENDLESS)
+                    await worker.call(RunPass("m", ENDLESS))
                 # The sample's failure is on its way; if it were handled as one, the sample would be retried.
                 sampling.cancel()
 
@@ -379,15 +398,15 @@ def test_a_call_is_retried_after_the_engine_died(cache_dir):
             lives = []
 
             async def train() -> Any:
-                lives.append(engine.life)
-                await make(engine.worker)
+                lives.append(engine._worker.life)
+                await make(engine._worker)
                 if len(lives) == 1:
-                    kill(engine.worker)
-                return await engine.worker.call("optim_step", "m", AdamStep())
+                    kill(engine._worker)
+                return await engine._worker.call(OptimStep("m", AdamStep()))
 
             assert await engine.persist(train) == {"grad_norm": 0.0, "learning_rate": 1e-4}
             assert lives == [0, 1]
-            assert engine.life == 1
+            assert engine._worker.life == 1
 
     run(work())
 
@@ -401,24 +420,24 @@ def test_all_calls_continue_after_an_engine_death(cache_dir):
             async def sample() -> Any:
                 nonlocal begun
                 begun += 1
-                first_life = not engine.life
+                first_life = not engine._worker.life
                 if begun == 20:
                     all_begun.set()
-                await engine.worker.call_now("open_sampler", "s", TINY)
+                await engine._worker.call(OpenSampler("s", TINY))
                 if first_life:
                     await endless_pass_of_its_own
-                return await engine.worker.sample(job())
+                return await engine._worker.sample(job())
 
-            await make(engine.worker)
-            endless_pass_of_its_own = await endless_pass(engine.worker)
+            await make(engine._worker)
+            endless_pass_of_its_own = await endless_pass(engine._worker)
             sampling = [asyncio.create_task(engine.persist(sample)) for _ in range(20)]
             await all_begun.wait()
-            kill(engine.worker)
+            kill(engine._worker)
             results = await asyncio.gather(*sampling)
             await asyncio.gather(endless_pass_of_its_own, return_exceptions=True)
             assert [result.stop_reasons for result in results] == [["length"]] * 20
             assert begun == 40
-            assert engine.life == 1
+            assert engine._worker.life == 1
 
     run(work())
 
@@ -429,16 +448,16 @@ def test_a_request_that_always_kills_the_engine_fails(cache_dir):
             killed = []
 
             async def deadly() -> None:
-                killed.append(engine.worker.pid)
-                kill(engine.worker)
-                await engine.worker.call("create_model", "m", TINY, LoraSpec(4))
+                killed.append(engine._worker.pid)
+                kill(engine._worker)
+                await engine._worker.call(CreateModel("m", TINY, LoraSpec(4)))
 
             with pytest.raises(RequestFailedError, match=f"died {DEATHS_ALLOWED} times") as caught:
                 await engine.persist(deadly)
             assert caught.value.category is RequestErrorCategory.Server
             assert len(set(killed)) == DEATHS_ALLOWED
-            await engine.persist(lambda: make(engine.worker))  # other calls have an engine again
-            assert engine.life == DEATHS_ALLOWED
+            await engine.persist(lambda: make(engine._worker))  # other calls have an engine again
+            assert engine._worker.life == DEATHS_ALLOWED
 
     run(work())
 
@@ -452,19 +471,19 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
                 nonlocal deadly_is_there
                 deadly_is_there = True
                 alongside.append(0)
-                kill(engine.worker)
+                kill(engine._worker)
                 try:
-                    await engine.worker.died.wait()
-                    await engine.worker.call("create_model", "m", TINY, LoraSpec(4))
+                    await engine._worker.died.wait()
+                    await engine._worker.call(CreateModel("m", TINY, LoraSpec(4)))
                 finally:
                     deadly_is_there = False
 
             async def harmless() -> Any:
                 if deadly_is_there:
                     alongside[-1] += 1
-                    await engine.worker.died.wait()
-                await engine.worker.call_now("open_sampler", "s", TINY)
-                return await engine.worker.sample(job())
+                    await engine._worker.died.wait()
+                await engine._worker.call(OpenSampler("s", TINY))
+                return await engine._worker.sample(job())
 
             killing = asyncio.create_task(engine.persist(deadly))
             await asyncio.sleep(0)
@@ -478,7 +497,7 @@ def test_only_the_request_that_kills_the_engine_fails(cache_dir):
             assert alongside[-1] == 0  # … until it ran alone
             together = [asyncio.create_task(engine.persist(harmless)) for _ in range(11)]
             await asyncio.gather(*together)
-            assert engine.life == len(alongside)
+            assert engine._worker.life == len(alongside)
 
     run(work())
 
@@ -489,7 +508,7 @@ def test_a_call_waiting_for_a_slot_can_be_cancelled(cache_dir):
             group = engine._suspects
             group.suspect()
             await group.enter()
-            assert group.alone_at_death(0)
+            assert group.alone_at_death("engine", 0)
             waiting = [asyncio.create_task(group.enter()) for _ in range(3)]
             await asyncio.sleep(0)
             group.leave()  # the first one gets the slot …
@@ -508,8 +527,8 @@ def test_errors_of_the_engine_are_not_retried(cache_dir):
             tries = []
 
             async def wrong() -> Any:
-                tries.append(engine.life)
-                return await engine.worker.call("optim_step", "nobody", AdamStep())
+                tries.append(engine._worker.life)
+                return await engine._worker.call(OptimStep("nobody", AdamStep()))
 
             with pytest.raises(NotFoundError):
                 await engine.persist(wrong)
@@ -521,32 +540,53 @@ def test_errors_of_the_engine_are_not_retried(cache_dir):
 def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            tries = []
+            leases: list[Lease] = []
 
             async def slow() -> Any:
-                tries.append(engine.life)
-                await make(engine.worker)
-                if len(tries) == 1:  # the engine dies and restarts before the next call
-                    kill(engine.worker)
-                    await engine.worker.died.wait()
-                    await engine.persist(lambda: engine.worker.call("unload_model", "other"))
-                return await engine.worker.call("optim_step", "m", AdamStep())
+                leases.append(await engine.create_model("m", TINY, LoraSpec(4)))
+                if len(leases) == 1:  # the engine dies and restarts before the next call
+                    kill(engine._worker)
+                    await engine._worker.died.wait()
+                    await engine.persist(lambda: engine.create_model("other", TINY, LoraSpec(4)))
+                return await engine.optim_step("m", AdamStep())
 
             assert (await engine.persist(slow))["grad_norm"] == 0.0
-            assert tries == [0, 1]
+            assert [lease.lost for lease in leases] == [True, False]
 
     run(work())
 
 
-def test_call_now_on_a_dead_engine_is_no_error(cache_dir):
+def test_a_lease_is_lost_when_the_engine_dies(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            await make(engine.worker)
-            await engine.call_now("close_sampler", "s")
-            kill(engine.worker)
-            await engine.call_now("unload_model", "m")
-            await engine.persist(lambda: make(engine.worker))
-            assert engine.life == 1
+            model = await engine.create_model("m", TINY, LoraSpec(4))
+            sampler = await engine.open_sampler("s", TINY, None, trained_as="m")
+            kill(engine._worker)
+            await engine._worker.died.wait()
+            await engine.persist(lambda: engine.create_model("other", TINY, LoraSpec(4)))
+            assert model.lost
+            assert sampler.lost
+            for use in (engine.optim_step("m", AdamStep()), engine.sample(job())):
+                with pytest.raises(EngineDiedError) as caught:
+                    await use
+                assert caught.value.cause_known
+            # The model is gone, so the weights come from the base model here.
+            again = await engine.open_sampler("s", TINY, None, trained_as="m")
+            assert not again.lost
+            assert (await engine.sample(job())).stop_reasons == ["length"]
+
+    run(work())
+
+
+def test_freeing_something_in_a_dead_engine_is_no_error(cache_dir):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            await make(engine._worker)
+            await engine.close_sampler("s")
+            kill(engine._worker)
+            await engine.unload_model("m")
+            await engine.persist(lambda: make(engine._worker))
+            assert engine._worker.life == 1
 
     run(work())
 
@@ -555,17 +595,17 @@ def test_stopping_cancels_retried_calls(cache_dir):
     async def work() -> None:
         engine = Supervisor(Worker(setup(cache_dir)))
         await engine.start()
-        await make(engine.worker)
-        assert engine.worker.pid is not None
-        pid = engine.worker.pid
-        passing = await endless_pass(engine.worker)
+        await make(engine._worker)
+        assert engine._worker.pid is not None
+        pid = engine._worker.pid
+        passing = await endless_pass(engine._worker)
         persisting = asyncio.create_task(engine.persist(lambda: asyncio.shield(passing)))
         await asyncio.sleep(0)
         await engine.stop()
         with pytest.raises(asyncio.CancelledError):
             await persisting
         assert is_gone(pid)
-        assert engine.life == 0  # a stopped engine has not died
+        assert engine._worker.life == 0  # a stopped engine has not died
 
     run(work())
 
@@ -573,12 +613,12 @@ def test_stopping_cancels_retried_calls(cache_dir):
 def test_a_service_serves_only_its_configured_base_models(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            assert [model.name for model in engine.models] == [TINY]
-            assert (await engine.model(TINY, "base_model")).name == TINY
-            async with engine._adding:  # another model is being loaded
-                assert (await engine.model(TINY, "base_model")).name == TINY
+            assert [model.name for model in engine.catalog.models] == [TINY]
+            assert (await engine.catalog.model(TINY, "base_model")).name == TINY
+            async with engine.catalog._loading:  # another model is being loaded
+                assert (await engine.catalog.model(TINY, "base_model")).name == TINY
             with pytest.raises(InvalidInputError, match="it has tinkex/tiny") as caught:
-                await engine.model("another/model", "base_model")
+                await engine.catalog.model("another/model", "base_model")
             assert caught.value.field == "base_model"
 
     run(work())
@@ -589,15 +629,17 @@ def test_a_base_model_loaded_on_demand_is_loaded_again_after_a_death(cache_dir):
         engine = Supervisor(Worker(Setup((), cache_dir, "fake")), on_demand=True)
         await engine.start()
         try:
-            assert engine.models == []
+            assert engine.catalog.models == []
             with pytest.raises(InvalidInputError):
-                await engine.model("./not there", "base_model")
-            asked = await asyncio.gather(*(engine.model(TINY, "base_model") for _ in range(3)))
+                await engine.catalog.model("./not there", "base_model")
+            asked = await asyncio.gather(
+                *(engine.catalog.model(TINY, "base_model") for _ in range(3))
+            )
             assert {model.name for model in asked} == {TINY}
-            kill(engine.worker)
-            await engine.worker.died.wait()
-            await engine.persist(lambda: make(engine.worker))
-            assert [model.name for model in engine.models] == [TINY]
+            kill(engine._worker)
+            await engine._worker.died.wait()
+            await engine.persist(lambda: make(engine._worker))
+            assert [model.name for model in engine.catalog.models] == [TINY]
         finally:
             await engine.stop()
 
@@ -623,13 +665,13 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
             async def wedge() -> None:
                 nonlocal tried
                 tried += 1
-                await engine.worker.call("create_model", "m", endless_name(), LoraSpec(4))
+                await engine._worker.call(CreateModel("m", endless_name(), LoraSpec(4)))
 
             async def sample() -> Any:
                 nonlocal sampled
                 sampled += 1
-                await engine.worker.call_now("open_sampler", "s", TINY)
-                return await engine.worker.sample(job())
+                await engine._worker.call(OpenSampler("s", TINY))
+                return await engine._worker.sample(job())
 
             wedging = asyncio.create_task(engine.persist(wedge))
             await asyncio.sleep(0)
@@ -639,7 +681,7 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
             assert caught.value.category is RequestErrorCategory.User  # not retried by clients
             results = await asyncio.gather(*others)
             assert [result.stop_reasons for result in results] == [["length"]] * 10
-            assert (tried, engine.life) == (1, 1)
+            assert (tried, engine._worker.life) == (1, 1)
             assert sampled == 20  # all run together again: none is a suspect
 
     run(work())
@@ -648,10 +690,10 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
 def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=1.0) as engine:
-            assert engine.worker.pid is not None
-            os.kill(engine.worker.pid, signal.SIGSTOP)
-            await engine.persist(lambda: make(engine.worker))
-            assert engine.life == 1
+            assert engine._worker.pid is not None
+            os.kill(engine._worker.pid, signal.SIGSTOP)
+            await engine.persist(lambda: make(engine._worker))
+            assert engine._worker.life == 1
 
     run(work())
 
@@ -661,17 +703,17 @@ def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
         async with supervised(cache_dir, deadline=2.0) as engine:
             assert engine.check_health() == "idle"
             wedged = asyncio.create_task(
-                engine.worker.call("create_model", "m", endless_name(), LoraSpec(4))
+                engine._worker.call(CreateModel("m", endless_name(), LoraSpec(4)))
             )
             await asyncio.sleep(0)
             assert engine.check_health() == "working"
-            while engine.worker.watch.silent <= 1.0:  # noqa: ASYNC110 - half of the deadline
+            while engine._worker.watch.silent <= 1.0:  # noqa: ASYNC110 - half of the deadline
                 await asyncio.sleep(0.05)
             with pytest.raises(APIStatusError, match="no progress for") as caught:
                 engine.check_health()
             assert caught.value.status_code == 503
             await asyncio.gather(wedged, return_exceptions=True)
-            await engine.persist(lambda: make(engine.worker))
+            await engine.persist(lambda: make(engine._worker))
             assert engine.check_health() == "idle"
 
     run(work())
@@ -680,6 +722,7 @@ def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
+from tinkex.engine.calls import CreateModel
 from tinkex.engine.process import Setup
 from tinkex.engine.values import LoraSpec
 from tinkex.server.worker import Worker
@@ -688,7 +731,7 @@ from tests.server.test_worker import endless_name
 async def main():
     worker = Worker(Setup(("tinkex/tiny",), Path(sys.argv[1]), "fake"))
     await worker.start()
-    asyncio.create_task(worker.call("create_model", "m", endless_name(), LoraSpec(4)))
+    asyncio.create_task(worker.call(CreateModel("m", endless_name(), LoraSpec(4))))
     while worker._progress.read()[1] != 1:  # until it is stuck in the call
         await asyncio.sleep(0.01)
     print("stuck", flush=True)

@@ -32,25 +32,25 @@ from tinkex.errors import TinkerError
 
 from . import base_models
 from .base_models import PreparedModel
+from .calls import (
+    AddBaseModel,
+    CallFrame,
+    CancelSample,
+    DirectCall,
+    Engine,
+    Reply,
+    RunPass,
+    Sample,
+    Snapshot,
+    Token,
+)
 from .ending import be_killed_first, die_with
 from .progress import SAMPLING, UNTIMED, Progress
-from .values import (
-    AdamStep,
-    Array,
-    LoraSpec,
-    LossLimits,
-    PassResult,
-    SampleEvent,
-    SampleJob,
-    TracedGraph,
-    TrainingPass,
-)
+from .values import LossLimits, PassResult, SampleEvent, SampleJob
 
-__all__ = ["Call", "Engine", "Ready", "Reply", "Setup", "Token", "encode_frame", "main", "serve"]
+__all__ = ["Loop", "Ready", "Setup", "encode_frame", "main", "serve"]
 
 _LENGTH: Final = struct.Struct("<Q")
-
-Lane = Literal["line", "now", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,80 +75,11 @@ class Ready:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of an engine method.
-
-    Calls in the lane `line` run one after another. A call in `now` is quick and does not wait for training: it runs
-    between two micro-batches of a pass. A call in `sample` is a job that joins the sampling batch.
-    """
-
-    call_id: int
-    method: str
-    args: tuple[Any, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    lane: Lane = "line"
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The result or error of a call, and the seconds that the engine worked on it."""
-
-    call_id: int
-    value: Any = None
-    error: Exception | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of a streamed sample."""
-
-    call_id: int
-    index: int
-    token: int
-    logprob: float
-    topk: tuple[Array, Array] | None = None
-
-
-class Engine(Protocol):
-    """The methods that a service can call."""
-
-    def load(self, model: PreparedModel) -> None: ...
-    def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None: ...
-    def restore_model(
-        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
-    ) -> None: ...
-    def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None: ...
-    def unload_model(self, model_id: str) -> None: ...
-    def run_pass(
-        self, model_id: str, request: TrainingPass
-    ) -> Generator[None, None, PassResult]: ...
-    def check_traced(self, graph: TracedGraph) -> None: ...
-    def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]: ...
-    def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int: ...
-    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]: ...
-    def open_sampler(
-        self,
-        sampler_id: str,
-        base_model: str,
-        *,
-        model_id: str | None = None,
-        directory: Path | None = None,
-    ) -> None: ...
-    def close_sampler(self, sampler_id: str) -> None: ...
-    def add_sample(self, job_id: str, job: SampleJob) -> None: ...
-    def cancel_sample(self, job_id: str) -> None: ...
-    @property
-    def sampling(self) -> bool: ...
-    def sample_step(self) -> list[SampleEvent]: ...
-
-
 class Inbox(Protocol):
     """Source of calls; `get` returns None at the end, and raises `queue.Empty` instead of blocking if `block` is false."""
 
-    def get(self, *, block: bool) -> Call | Reply | None: ...
-    def put(self, message: Call | Reply | None) -> None: ...
+    def get(self, *, block: bool) -> CallFrame | Reply | None: ...
+    def put(self, message: CallFrame | Reply | None) -> None: ...
     def empty(self) -> bool: ...
 
 
@@ -170,8 +101,8 @@ class Loop:
         self._engine, self._inbox, self._send, self._clock = engine, inbox, send, clock
         self._progress = progress or Progress.alone()
         self._prepare = prepare
-        self._line: deque[Call] = deque()
-        self._pass: tuple[Call, Generator[None, None, PassResult], float] | None = None
+        self._line: deque[CallFrame] = deque()
+        self._pass: tuple[int, Generator[None, None, PassResult], float] | None = None
         self._samples: set[int] = set()
         self._out: list[Reply | Token] = []
 
@@ -199,18 +130,20 @@ class Loop:
             self._accept(call)
             block = False
 
-    def _accept(self, call: Call | Reply) -> None:
-        if isinstance(call, Reply):  # from a thread that wrote a snapshot
-            self._out.append(call)
-        elif call.lane == "line":
-            self._line.append(call)
-        elif call.lane == "sample":
-            self._add_sample(call)
-        elif call.method == "cancel_sample":
-            self._samples.discard(call.args[0])
-            self._engine.cancel_sample(str(call.args[0]))
-        else:
-            self._run(call)
+    def _accept(self, message: CallFrame | Reply) -> None:
+        if isinstance(message, Reply):  # from a thread that wrote a snapshot
+            self._out.append(message)
+            return
+        match message.call:
+            case Sample(job):
+                self._add_sample(message.call_id, job)
+            case CancelSample(call_id):
+                self._samples.discard(call_id)
+                self._engine.cancel_sample(str(call_id))
+            case call if call.lane == "now":
+                self._run(message)
+            case _:
+                self._line.append(message)
 
     def _advance_line(self) -> float:
         """Run one micro-batch of the current pass, or the next call in line; return the seconds it took."""
@@ -218,29 +151,29 @@ class Loop:
             return 0.0
         started = self._clock()
         if self._pass is None:
-            call = self._line.popleft()
-            if call.method != "run_pass":
-                self._run(call)
+            frame = self._line.popleft()
+            if not isinstance(frame.call, RunPass):
+                self._run(frame)
                 return self._clock() - started
-            self._progress.begin(call.call_id)
+            self._progress.begin(frame.call_id)
             try:
-                self._pass = (call, self._engine.run_pass(*call.args), 0.0)
+                self._pass = (frame.call_id, frame.call.begin(self._engine), 0.0)
             except Exception as error:
-                self._out.append(Reply(call.call_id, error=_portable(error)))
+                self._out.append(Reply(frame.call_id, error=_portable(error)))
                 return self._clock() - started
-        call, pieces, worked = self._pass
+        call_id, pieces, worked = self._pass
         reply: Reply | None = None
-        self._progress.begin(call.call_id)
+        self._progress.begin(call_id)
         try:
             next(pieces)
         except StopIteration as finished:
-            reply = Reply(call.call_id, finished.value)
+            reply = Reply(call_id, finished.value)
         except Exception as error:
-            reply = Reply(call.call_id, error=_portable(error))
+            reply = Reply(call_id, error=_portable(error))
         self._progress.end()
         spent = self._clock() - started
         if reply is None:
-            self._pass = (call, pieces, worked + spent)
+            self._pass = (call_id, pieces, worked + spent)
         else:
             self._pass = None
             self._out.append(Reply(reply.call_id, reply.value, reply.error, worked + spent))
@@ -262,40 +195,47 @@ class Loop:
                 self._inbox.put(None)
                 return
 
-    def _add_sample(self, call: Call) -> None:
+    def _add_sample(self, call_id: int, job: SampleJob) -> None:
         try:
-            self._engine.add_sample(str(call.call_id), call.args[0])
-            self._samples.add(call.call_id)
+            self._engine.add_sample(str(call_id), job)
+            self._samples.add(call_id)
         except Exception as error:
-            self._out.append(Reply(call.call_id, error=_portable(error)))
+            self._out.append(Reply(call_id, error=_portable(error)))
 
     def _report(self, event: SampleEvent) -> None:
         call_id = int(event.job_id)
         if call_id not in self._samples:
             return
         if event.token is not None and event.logprob is not None:
-            self._out.append(Token(call_id, event.index, event.token, event.logprob, event.topk))
+            self._out.append(
+                Token(event.index, event.token, event.logprob, event.topk, call_id=call_id)
+            )
             return
         self._samples.discard(call_id)
         error = None if event.error is None else _portable(event.error)
         self._out.append(Reply(call_id, event.result, error))
 
-    def _run(self, call: Call) -> None:
-        started = self._clock()
-        loads = call.method == "add_base_model"  # may download the model, so it has no time limit
-        self._progress.begin(UNTIMED if loads else call.call_id)
+    def _run(self, frame: CallFrame) -> None:
+        call, started = frame.call, self._clock()
+        self._progress.begin(UNTIMED if isinstance(call, AddBaseModel) else frame.call_id)
         try:
-            run = self._add_model if loads else getattr(self._engine, call.method)
-            value = run(*call.args, **call.options)
+            match call:
+                case AddBaseModel(name):
+                    value: object = self._add_model(name)
+                case Snapshot():
+                    write = call.copy(self._engine)
+                    threading.Thread(target=self._write, args=(frame.call_id, write)).start()
+                    return
+                case DirectCall():
+                    value = call.run(self._engine)
+                case _:
+                    raise TypeError(f"no engine runs {call!r:.200}")
         except Exception as error:
-            self._out.append(Reply(call.call_id, error=_portable(error)))
+            self._out.append(Reply(frame.call_id, error=_portable(error)))
             return
         finally:
             self._progress.end()
-        if call.method == "snapshot":
-            threading.Thread(target=self._write, args=(call.call_id, value)).start()
-            return
-        self._out.append(Reply(call.call_id, value, seconds=self._clock() - started))
+        self._out.append(Reply(frame.call_id, value, seconds=self._clock() - started))
 
     def _write(self, call_id: int, write: Callable[[], int]) -> None:
         """Write a snapshot in a thread while the engine works; its weights are already copied."""
@@ -389,7 +329,7 @@ class _Pipe:
         self._connection = connection
         self._received = bytearray()
         self._closed = False
-        self._beside: deque[Call | Reply | None] = deque()
+        self._beside: deque[CallFrame | Reply | None] = deque()
         self._woken, self._wake = socket.socketpair()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -402,7 +342,7 @@ class _Pipe:
         self._woken.close()
         self._wake.close()
 
-    def put(self, message: Call | Reply | None) -> None:
+    def put(self, message: CallFrame | Reply | None) -> None:
         """Add a message from another thread."""
         self._beside.append(message)
         with contextlib.suppress(OSError):  # the loop has ended
@@ -411,7 +351,7 @@ class _Pipe:
     def empty(self) -> bool:
         return not (self._beside or self._whole_frame() or self._poll.poll(0))
 
-    def get(self, *, block: bool) -> Call | Reply | None:
+    def get(self, *, block: bool) -> CallFrame | Reply | None:
         """Return the next message; None when the other end has closed the pipe."""
         while True:
             if self._beside:
@@ -420,7 +360,7 @@ class _Pipe:
             if size := self._whole_frame():
                 frame = pickle.loads(self._received[_LENGTH.size : size])  # noqa: S301 - our parent's
                 del self._received[:size]
-                return cast("Call", frame)
+                return cast("CallFrame", frame)
             if self._closed:
                 return None
             ready = self._poll.poll(None if block else 0)

@@ -25,6 +25,7 @@ __all__ = [
     "SampleEvent",
     "SampleJob",
     "SampledResult",
+    "StreamedToken",
     "TracedGraph",
     "TrainingPass",
 ]
@@ -181,6 +182,16 @@ class SampledResult:
     topk_sampled: list[tuple[Array, Array]] | None = None
     kept_mass: list[Array] | None = None
     target_prompt_logprobs: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedToken:
+    """One token of a streamed sample: its sequence, its id, its logprob, and ids and logprobs of the likeliest."""
+
+    index: int
+    token: int
+    logprob: float
+    topk: tuple[Array, Array] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         if counted is None or time.monotonic() - counted[0] > COUNTS_KEPT:
             counted = time.monotonic(), await service.database(service.database.store.counts)
         sessions, runs, checkpoints = counted[1]
-        models = [(model.name, model.context_length) for model in service.engine.models]
+        models = [(model.name, model.context_length) for model in service.engine.catalog.models]
         return HTMLResponse(
             pages.front_page(
                 url=base_url(request),

@@ -73,7 +73,7 @@ async def receive(
     """Import an adapter; return its new run and checkpoints."""
     _check_is_near(request, behind_proxy=service.settings.behind_proxy)
     asked = _asked(request)
-    service.engine.check_model(asked.base_model, "base_model")
+    service.engine.catalog.check(asked.base_model, "base_model")
     # In a place that the service cleans up after a crash.
     scratch = service.checkpoints.place("imports", "training", f".{secrets.token_hex(8)}")
     try:
@@ -217,16 +217,14 @@ async def _rewritten(service: Service, asked: _Asked, files: Path, scratch: Path
     optimizer = (files / directories.OPTIMIZER).exists()
 
     async def work() -> None:
-        await engine.model(asked.base_model, "base_model")
-        await engine.worker.call(
-            "restore_model", model_id, asked.base_model, files, optimizer=optimizer
-        )
+        await engine.catalog.model(asked.base_model, "base_model")
+        await engine.trainer.restore_model(model_id, asked.base_model, files, optimizer=optimizer)
         try:
             for kind in asked.kinds:
                 training = kind == "training"
-                await engine.worker.call("save_state", model_id, scratch / kind, optimizer=training)
+                await engine.trainer.save_state(model_id, scratch / kind, optimizer=training)
         finally:
-            await engine.call_now("unload_model", model_id)
+            await engine.trainer.unload_model(model_id)
 
     await engine.persist(work)
 

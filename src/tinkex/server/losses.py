@@ -13,11 +13,11 @@ from typing import Any
 from tinkex._wire.operations import Operation
 from tinkex.engine.files import make_directory, write_whole
 from tinkex.engine.graphs import check_graph
+from tinkex.engine.interface import Engines
 from tinkex.engine.values import TracedGraph
 from tinkex.errors import InvalidInputError
 from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
 
-from .engine import Supervisor
 from .futures import Promise, Promises
 from .quotas import Quota
 from .sessions import Sessions
@@ -35,7 +35,7 @@ class Losses:
         database: Database,
         sessions: Sessions,
         promises: Promises,
-        engine: Supervisor,
+        engine: Engines,
         quota: Quota,
     ) -> None:
         self._directory = directory
@@ -75,7 +75,7 @@ class Losses:
             request: CreateCustomLossRequest = self._promises.request_of(promise)
             loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
             graph = _graph(request)
-            await self._engine.persist(lambda: self._engine.worker.call_now("check_traced", graph))
+            await self._engine.persist(lambda: self._engine.trainer.check_traced(graph))
             await self._db(self._write, loss_id, json.dumps(asdict(graph)))
         except Exception as error:
             self._count(promise.owner, promise.scope.removesuffix(":loss"), -1)

@@ -93,6 +93,7 @@ class _Now(Collector):
 
     def collect(self) -> Iterable[Metric]:
         service = self._service
+        engines = service.engine.status()
         yield _gauge(
             "tinkex_requests_waiting", "Training requests in the queue.", service.models.waiting
         )
@@ -107,7 +108,7 @@ class _Now(Collector):
         yield _gauge(
             "tinkex_engine_lives",
             "Number of times the engine was started.",
-            service.engine.life + 1,
+            sum(engine.starts for engine in engines),
         )
         tokens = CounterMetricFamily("tinkex_tokens", "Tokens processed.", labels=["kind"])
         for kind, count in service.usage.totals.items():
@@ -116,10 +117,10 @@ class _Now(Collector):
         busy = CounterMetricFamily(
             "tinkex_engine_busy_seconds", "Time the engine has spent on training."
         )
-        busy.add_metric([], service.engine.worker.busy_seconds)
+        busy.add_metric([], sum(engine.busy_seconds for engine in engines))
         yield busy
         memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
-        for name, size in _memory(service.engine.worker.pid):
+        for name, size in _memory(engine.pid for engine in engines):
             memory.add_metric([name], size)
         yield memory
 
@@ -128,9 +129,9 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _memory(engine: int | None) -> Iterator[tuple[str, int]]:
+def _memory(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
     yield "service", _resident("self") or _peak()
-    if engine is not None and (size := _resident(str(engine))):
+    if size := sum(_resident(str(engine)) for engine in engines if engine is not None):
         yield "engine", size
 
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from tinkex._wire.pass_parts import PassPart
 from tinkex.engine import directories
+from tinkex.engine.interface import Engines, Lease
 from tinkex.engine.values import LoraSpec
 from tinkex.errors import (
     DecodeError,
     InvalidInputError,
-    NotFoundError,
     RequestErrorCategory,
     RequestFailedError,
     TinkerError,
@@ -50,7 +50,6 @@ from tinkex.types import (
 )
 
 from .checkpoints import Checkpoints, tinker_path
-from .engine import Supervisor
 from .exports import export
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
@@ -96,7 +95,7 @@ class Model:
     saving: bool = False
     #: Held while the snapshot is replaced, and while the model is made again from it.
     kept: asyncio.Lock = field(default_factory=asyncio.Lock)
-    life: int = -1  # the life of the engine that knows this model
+    lease: Lease | None = None  # of the engine that has this model
     running: bool = False
     waiting_since: float = 0.0
     failure: str | None = None  # why it can do nothing any more
@@ -131,7 +130,7 @@ class ModelWork:
         checkpoints: Checkpoints,
         samplers: Samplers,
         promises: Promises,
-        engine: Supervisor,
+        engine: Engines,
         usage: UsageMeter,
         losses: Losses,
         snapshots: Snapshots,
@@ -141,7 +140,7 @@ class ModelWork:
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._promises = promises
-        self._engine = engine
+        self._engine, self._trainer = engine, engine.trainer
         self._usage = usage
         self._losses = losses
         self._snapshots = snapshots
@@ -178,7 +177,7 @@ class ModelWork:
         """The base model of a new model; a request that cannot work is refused here."""
         check_optimizer(request.optimizer_config)
         if isinstance(request, CreateModelRequest):
-            self._engine.check_model(request.base_model, "base_model")
+            self._engine.catalog.check(request.base_model, "base_model")
             lora_spec(request.lora_config, 0)
             return request.base_model
         checkpoint, _ = await self._trainable(owner, request.path)
@@ -189,7 +188,7 @@ class ModelWork:
                 f"the checkpoint is of {run.base_model}, not of {request.base_model!r:.200}",
                 field="base_model",
             )
-        self._engine.check_model(run.base_model, "path")
+        self._engine.catalog.check(run.base_model, "path")
         return run.base_model
 
     async def _trainable(self, owner: str, path: str) -> Any:
@@ -205,7 +204,7 @@ class ModelWork:
         """Have a snapshot written beside the work that goes on, then let it count."""
         place = self._snapshots.place(model.model_id, changes)
         try:
-            await self._call("snapshot", model.model_id, place)
+            await self._trainer.snapshot(model.model_id, place)
             model.check()
             # Else a request that the snapshot holds could seem not to be done yet, and be done twice.
             await self._promises.settled()
@@ -229,23 +228,22 @@ class ModelWork:
     async def _bring_back(self, model: Model) -> None:
         """Make the engine know a model that it has forgotten."""
         model.check()
-        life = self._engine.life
-        if model.life == life:
+        if model.lease is not None and not model.lease.lost:
             return
+        model.lease = None
         if model.snapshot is not None or model.history:
             # If there is no base model to be had, that says nothing of what was made of it.
-            await self._engine.model(model.base_model, "base_model")
+            await self._engine.catalog.model(model.base_model, "base_model")
         try:
             async with model.kept:
                 await self._make_again(model)
         except TinkerError as error:
-            # An engine that knows nothing of a model it was just told of is another one.
-            if isinstance(error, NotFoundError) and self._engine.life != life:
-                raise
             model.check()  # it was unloaded meanwhile, and what made it is gone as it should be
             await self.call_corrupted(model, error)
             model.check()
-        model.life = life
+        except BaseException:
+            model.lease = None  # the model may be restored in part
+            raise
 
     async def call_corrupted(self, model: Model, why: TinkerError) -> None:
         """Give a model up for good, and say so wherever it is asked for."""
@@ -260,7 +258,9 @@ class ModelWork:
             raise DecodeError(f"the journal lacks change {min(lost)} of this model")
         if model.snapshot is not None:
             directory = model.snapshot.directory
-            await self._call("restore_snapshot", model.model_id, model.base_model, directory)
+            model.lease = await self._trainer.restore_snapshot(
+                model.model_id, model.base_model, directory
+            )
         for promise in model.history:
             await self._once(model, promise)
 
@@ -286,8 +286,8 @@ class ModelWork:
         self, model: Model, request: CreateModelRequest, promise: Promise
     ) -> CreateModelResponse | LoadWeightsResponse:
         model.lora = lora_spec(request.lora_config, promise.extra["seed"])
-        await self._engine.model(model.base_model, "base_model")
-        await self._call("create_model", model.model_id, model.base_model, model.lora)
+        await self._engine.catalog.model(model.base_model, "base_model")
+        model.lease = await self._trainer.create_model(model.model_id, model.base_model, model.lora)
         await self._add_run(model, request.user_metadata)
         return answer_to(request, model.model_id)
 
@@ -318,9 +318,9 @@ class ModelWork:
             run = await self._db(self._store.run, source)
             assert run is not None
             model.lora = lora_of(run.lora)
-        await self._engine.model(model.base_model, "path")
-        await self._call(
-            "restore_model", model.model_id, model.base_model, kept, optimizer=request.optimizer
+        await self._engine.catalog.model(model.base_model, "path")
+        model.lease = await self._trainer.restore_model(
+            model.model_id, model.base_model, kept, optimizer=request.optimizer
         )
         await self._add_run(model, request.user_metadata)
         return answer_to(request, model.model_id)
@@ -341,7 +341,7 @@ class ModelWork:
             asked = replace(asked, config=config, traced=traced)
         if "part" in promise.extra:
             asked = replace(asked, part=PassPart.parse(promise.extra["part"]))
-        result = await self._call("run_pass", model.model_id, asked)
+        result = await self._trainer.run_pass(model.model_id, asked)
         tokens = sum(example.length for example in asked.examples)
         self._count(model, promise, "training", tokens)
         return ForwardBackwardOutput(
@@ -356,7 +356,7 @@ class ModelWork:
         self, model: Model, request: OptimStepRequest, _: Promise
     ) -> OptimStepResponse:
         step = adam_step(request.optim_params)
-        return OptimStepResponse(metrics=await self._call("optim_step", model.model_id, step))
+        return OptimStepResponse(metrics=await self._trainer.optim_step(model.model_id, step))
 
     async def _save_weights(
         self, model: Model, request: SaveWeightsRequest, promise: Promise
@@ -373,7 +373,7 @@ class ModelWork:
         )
         scratch = place.with_name(f".{promise.request_id}")
         try:
-            size = await self._call("save_state", model.model_id, scratch, optimizer=True)
+            size = await self._trainer.save_state(model.model_id, scratch, optimizer=True)
             row = await self._checkpoints.add(
                 model.model_id,
                 "training",
@@ -399,7 +399,7 @@ class ModelWork:
         place = await self._checkpoints.check_free(
             model.owner, model.model_id, "sampler", request.path, request_id=promise.request_id
         )
-        size = await self._call("save_state", model.model_id, place, optimizer=False)
+        size = await self._trainer.save_state(model.model_id, place, optimizer=False)
         row = await self._checkpoints.add(
             model.model_id,
             "sampler",
@@ -431,11 +431,12 @@ class ModelWork:
         if known is None:
             self._samplers.check_room(model.owner)
         place = self._samplers.place(sampler_id)
-        await self._call("save_state", model.model_id, place, optimizer=False)
-        life = self._engine.life
-        await self._call("open_sampler", sampler_id, model.base_model, model_id=model.model_id)
+        await self._trainer.save_state(model.model_id, place, optimizer=False)
+        lease = await self._engine.sampler.open_sampler(
+            sampler_id, model.base_model, place, trained_as=model.model_id
+        )
         await self._samplers.add_unnamed(
-            model.owner, model.session_id, sampler_id, model.base_model, request.ttl_seconds, life
+            model.owner, model.session_id, sampler_id, model.base_model, request.ttl_seconds, lease
         )
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
 
@@ -452,7 +453,7 @@ class ModelWork:
         )
         scratch = place.with_name(f".{promise.request_id}")
         try:
-            await self._call("save_state", model.model_id, scratch, optimizer=False)
+            await self._trainer.save_state(model.model_id, scratch, optimizer=False)
             recipients = request.age_encryption_recipients or ()
             size = await asyncio.to_thread(export, scratch, place, recipients)
         finally:
@@ -472,11 +473,8 @@ class ModelWork:
     async def _unload_model(
         self, model: Model, _: UnloadModelRequest, __: Promise
     ) -> UnloadModelResponse:
-        await self._call("unload_model", model.model_id)
+        await self._trainer.unload_model(model.model_id)
         return UnloadModelResponse(model_id=model.model_id)
-
-    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        return await self._engine.worker.call(method, *args, **options)
 
     def _count(self, model: Model, promise: Promise, kind: UsageKind, amount: int) -> None:
         """Count what was used, unless it was before: what is done again is not asked for again."""

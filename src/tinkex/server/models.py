@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tinkex._wire.operations import Operation
 from tinkex._wire.pass_parts import PassPart
+from tinkex.engine.interface import Engines
 from tinkex.errors import (
     DecodeError,
     InvalidInputError,
@@ -23,7 +24,6 @@ from tinkex.errors import (
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
 from .damage import Lost
-from .engine import Supervisor
 from .futures import Promise, Promises
 from .inputs import lora_of
 from .model_work import (
@@ -61,7 +61,7 @@ class Models:
         database: Database,
         sessions: Sessions,
         promises: Promises,
-        engine: Supervisor,
+        engine: Engines,
         work: ModelWork,
         quota: Quota,
         *,
@@ -356,7 +356,7 @@ class Models:
         """Let go of the models of a session that has ended."""
         for model in list(self._models.values()):
             if model.session_id == session_id:
-                await self._engine.call_now("unload_model", model.model_id)
+                await self._engine.trainer.unload_model(model.model_id)
                 await self._forget(model, "was unloaded when its session ended")
 
     def _drop(self, model: Model) -> None:

@@ -134,7 +134,7 @@ async def healthz(call: Call) -> types.HealthResponse:
 
 @_handles
 async def get_server_capabilities(call: Call) -> types.GetServerCapabilitiesResponse:
-    loaded = {model.name: model.context_length for model in call.service.engine.models}
+    loaded = {model.name: model.context_length for model in call.service.engine.catalog.models}
     offered = built_in() if call.service.settings.on_demand else ()
     return types.GetServerCapabilitiesResponse(
         supported_models=[
@@ -289,7 +289,7 @@ async def create_model(call: Call) -> types.UntypedAPIFuture:
 @_handles
 async def get_info(call: Call) -> types.GetInfoResponse:
     run = await _run(call, call.request.model_id)
-    base = await call.service.engine.model(run.base_model, "model_id")
+    base = await call.service.engine.catalog.model(run.base_model, "model_id")
     return types.GetInfoResponse(
         type=call.request.type,
         model_id=run.run_id,
@@ -449,7 +449,7 @@ async def join_sampling_session(call: Call) -> types.JoinSamplingSessionResponse
 @_handles
 async def get_sampler(call: Call) -> types.GetSamplerResponse:
     row = await call.service.samplers.get(call.params["sampler_id"], call.owner)
-    base = await call.service.engine.model(row.base_model, "sampler_id")
+    base = await call.service.engine.catalog.model(row.base_model, "sampler_id")
     return types.GetSamplerResponse(
         sampler_id=row.sampler_id,
         base_model=row.base_model,

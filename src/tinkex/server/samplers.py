@@ -21,8 +21,8 @@ import numpy as np
 
 from tinkex._wire.operations import Operation
 from tinkex.engine import directories
-from tinkex.engine.process import Token
-from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.engine.interface import EngineDiedError, Engines, Lease, OnToken
+from tinkex.engine.values import SampledResult, SampleJob, StreamedToken
 from tinkex.errors import (
     InternalServerError,
     InvalidInputError,
@@ -43,14 +43,12 @@ from tinkex.types import (
 )
 
 from .checkpoints import Checkpoints, tinker_path
-from .engine import Supervisor
 from .futures import Feed, Promise, Promises
 from .inputs import SampleLimits, sample_job
 from .quotas import Quota
 from .sessions import Sessions
 from .store import Database, SamplerRow
 from .usage import UsageMeter
-from .worker import EngineDiedError
 
 __all__ = ["UNNAMED_LIMIT", "Samplers"]
 
@@ -72,10 +70,14 @@ _FeedKey = tuple[str, int]  # sampler id and client number
 class _Sampler:
     row: SamplerRow
     directory: Path | None
-    open_in: int = -1  # the life of the engine in which it was opened
+    lease: Lease | None = None  # of the engine that has it open
     closed: bool = False  # for good: its session has ended, or it has expired
     drawing: set[asyncio.Task[Any]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_open(self) -> bool:
+        return self.lease is not None and not self.lease.lost
 
 
 @dataclass(eq=False)
@@ -98,7 +100,7 @@ class Samplers:
         sessions: Sessions,
         checkpoints: Checkpoints,
         promises: Promises,
-        engine: Supervisor,
+        engine: Engines,
         usage: UsageMeter,
         quota: Quota,
         *,
@@ -198,13 +200,13 @@ class Samplers:
                     f"the base model of the checkpoint is {run.base_model}, not {base_model!r:.200}",
                     field="base_model",
                 )
-            await self._engine.model(run.base_model, "model_path")
+            await self._engine.catalog.model(run.base_model, "model_path")
             await self._db(directories.link, source, self.place(sampler_id))
             path = tinker_path(checkpoint)
             return SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
         if base_model is None:
             raise InvalidInputError("give base_model or model_path", field="base_model")
-        await self._engine.model(base_model, "base_model")
+        await self._engine.catalog.model(base_model, "base_model")
         return SamplerRow(sampler_id, session_id, owner, base_model, None, self._now())
 
     def place(self, sampler_id: str) -> Path:
@@ -218,9 +220,9 @@ class Samplers:
         sampler_id: str,
         base_model: str,
         ttl_seconds: int | None,
-        life: int,
+        lease: Lease,
     ) -> None:
-        """Add a sampler whose weights are in place and which the engine has open in its life number `life`."""
+        """Add a sampler whose weights are in place and which an engine has open."""
         now = self._now()
         row = SamplerRow(
             sampler_id,
@@ -232,7 +234,7 @@ class Samplers:
             unnamed=True,
             expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
         )
-        (await self._add(row)).open_in = life
+        (await self._add(row)).lease = lease
         await self._close_unused()
         await self._thin_out_unnamed(session_id)
 
@@ -318,7 +320,7 @@ class Samplers:
             for task in list(sampler.drawing):
                 task.cancel()
             # Even if it is not marked as open: a call that opens it may be in flight.
-            await self._engine.call_now("close_sampler", sampler_id)
+            await self._engine.sampler.close_sampler(sampler_id)
         await asyncio.to_thread(shutil.rmtree, self.place(sampler_id), ignore_errors=True)
 
     # -- without a session ---------------------------------------------------------------------
@@ -396,7 +398,7 @@ class Samplers:
             request,
             sampler.row.sampler_id,
             limits=self._limits,
-            context_length=self._engine.context_length(sampler.row.base_model),
+            context_length=self._engine.catalog.context_length(sampler.row.base_model),
         )
 
     async def resume(self, promise: Promise) -> None:
@@ -419,7 +421,7 @@ class Samplers:
         return self._stream(sampler, job)
 
     async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:
-        queue: asyncio.Queue[Token | None] = asyncio.Queue()
+        queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
         sampling = asyncio.ensure_future(
             self._drawn(sampler, replace(job, stream=True), on_token=queue.put_nowait)
         )
@@ -483,13 +485,13 @@ class Samplers:
         self,
         sampler: _Sampler,
         job: SampleJob,
-        on_token: Callable[[Token], None] | None = None,
+        on_token: OnToken | None = None,
     ) -> SampledResult:
         """Run a job on the engine, after opening the sampler there."""
         job = replace(job, owner=sampler.row.owner)
         streamed = 0
 
-        def send(token: Token) -> None:
+        def send(token: StreamedToken) -> None:
             nonlocal streamed
             streamed += 1
             assert on_token is not None
@@ -498,7 +500,7 @@ class Samplers:
         async def draw() -> SampledResult:
             await self._open(sampler)
             try:
-                return await self._engine.worker.sample(job, send if on_token else None)
+                return await self._engine.sampler.sample(job, send if on_token else None)
             except EngineDiedError:
                 if not streamed:
                     raise
@@ -543,30 +545,25 @@ class Samplers:
         row = sampler.row
         if row.sampler_id in self._samplers:
             self._samplers.move_to_end(row.sampler_id)
-        if sampler.open_in == self._engine.life:
+        if sampler.is_open:
             return
         async with sampler.opening:
-            if sampler.open_in == self._engine.life:
+            if sampler.is_open:
                 return
             if sampler.directory is None and row.has_weights:
                 raise InternalServerError(f"The weights of sampler {row.sampler_id!r} are missing.")
-            life = (
-                self._engine.life
-            )  # read before the call: a restarted engine does not have it open
-            await self._engine.worker.call_now(
-                "open_sampler", row.sampler_id, row.base_model, directory=sampler.directory
+            sampler.lease = await self._engine.sampler.open_sampler(
+                row.sampler_id, row.base_model, sampler.directory
             )
-            sampler.open_in = life
         await self._close_unused()
 
     async def _close_unused(self) -> None:
         """Close the least recently used samplers in the engine; they can be opened again."""
-        life = self._engine.life
-        opened = [sampler for sampler in self._samplers.values() if sampler.open_in == life]
+        opened = [sampler for sampler in self._samplers.values() if sampler.is_open]
         for sampler in opened[: max(0, len(opened) - self._open_limit)]:
             if not sampler.drawing and sampler.directory is not None:
-                sampler.open_in = -1
-                await self._engine.call_now("close_sampler", sampler.row.sampler_id)
+                sampler.lease = None
+                await self._engine.sampler.close_sampler(sampler.row.sampler_id)
 
     # -- waiting for any -----------------------------------------------------------------------
 

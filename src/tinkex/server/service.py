@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from tinkex._wire.operations import Runner
 from tinkex.config import read_env
 from tinkex.engine.files import make_directory
-from tinkex.engine.process import Ready, Setup
+from tinkex.engine.process import Setup
 from tinkex.engine.values import LossLimits
 from tinkex.errors import ConfigError
 from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
@@ -29,7 +29,7 @@ from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .clock import ServiceClock
 from .damage import Lost
-from .engine import Supervisor
+from .engines import make_engines
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
@@ -47,7 +47,6 @@ from .signing import Signer
 from .snapshots import Snapshots
 from .store import Database, Store
 from .usage import UsageMeter
-from .worker import Worker
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -219,19 +218,17 @@ class Service:
             quotas=quotas,
             clock=clock.steady,
         )
-        self.engine = Supervisor(
-            Worker(
-                Setup(
-                    settings.base_models,
-                    settings.cache_dir,
-                    settings.engine,
-                    settings.device,
-                    settings.dtype,
-                    settings.loss_limits,
-                ),
-                in_process=settings.engine_in_process,
-                deadline=settings.engine_deadline,
+        self.engine = make_engines(
+            Setup(
+                settings.base_models,
+                settings.cache_dir,
+                settings.engine,
+                settings.device,
+                settings.dtype,
+                settings.loss_limits,
             ),
+            in_process=settings.engine_in_process,
+            deadline=settings.engine_deadline,
             on_demand=settings.on_demand,
         )
         self.usage = UsageMeter(self.database, settings.now)
@@ -303,14 +300,13 @@ class Service:
             abandoned_after=settings.abandoned_after,
         )
         self.signer: Signer | None = None
-        self.ready: Ready | None = None
         self.started_at = 0.0
         self.stopping = asyncio.Event()
         self._housekeeping: list[asyncio.Task[None]] = []
 
     # -- life --------------------------------------------------------------------------------
 
-    async def start(self) -> Ready:
+    async def start(self) -> None:
         """Open everything, wait for the engine, go on with what was accepted before."""
         data = self.settings.data_dir
         make_directory(data, 0o700)
@@ -325,7 +321,7 @@ class Service:
             self.snapshots.clear_scratch()
             self.samplers.clear_scratch()
             records = await asyncio.to_thread(lambda: list(self.journal.open()))
-            self.ready = await self.engine.start()
+            await self.engine.start()
             await self.sessions.restore()
             await self.samplers.restore()
             await self.losses.restore()
@@ -339,7 +335,6 @@ class Service:
         # The journal has a turn of its own: under load its rewriting takes longer than the others can wait.
         for chore in (self.keep_house, self._compact):
             self._housekeeping.append(asyncio.create_task(self._repeat(chore)))
-        return self.ready
 
     async def _take_database(self) -> None:
         """Refuse a database that another service is using: each would end the sessions of the other."""

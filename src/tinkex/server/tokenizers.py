@@ -63,7 +63,7 @@ async def file(service: Service, request: Request) -> Response:
 
 async def _base_model(service: Service, request: Request) -> PreparedModel:
     try:
-        return await service.engine.model(request.path_params["base_model"], "base_model")
+        return await service.engine.catalog.model(request.path_params["base_model"], "base_model")
     except InvalidInputError as error:
         raise NotFoundError(str(error)) from error
 

@@ -20,35 +20,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
-from tinkex.engine.process import Call, Lane, Ready, Reply, Setup, Token, encode_frame, serve
+from tinkex.engine.calls import CallFrame, CancelSample, EngineCall, Reply, Sample, Token
+from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
+from tinkex.engine.process import Ready, Setup, encode_frame, serve
 from tinkex.engine.progress import Progress
 from tinkex.engine.values import SampledResult, SampleJob
 
 from .watch import Watch
 
-__all__ = ["EngineDiedError", "EngineStuckError", "Worker"]
+__all__ = ["Worker"]
 
+R = TypeVar("R")
 logger = logging.getLogger("tinkex.server")
 
 _LENGTH: Final = struct.Struct("<Q")
-
-
-#: Calls without a deadline: they may take any time, or another thread than the engine's main one answers them.
-_UNTIMED: Final = frozenset({"add_base_model", "snapshot"})
-
-
-class EngineDiedError(Exception):
-    """The engine's process ended during a call; `cause_known` says that another call was the cause."""
-
-    def __init__(self, message: str, *, cause_known: bool = False) -> None:
-        super().__init__(message)
-        self.cause_known = cause_known
-
-
-class EngineStuckError(EngineDiedError):
-    """The engine was killed because it made no progress on this call."""
 
 
 class Worker:
@@ -61,10 +48,14 @@ class Worker:
         self,
         setup: Setup,
         *,
+        name: str = "engine",
         in_process: bool = False,
         deadline: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.name = name
+        #: The number of deaths so far: an engine that is started again has an empty memory.
+        self.life = 0
         self._setup = setup
         self._in_process = in_process
         self._clock = clock
@@ -77,8 +68,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._on_token: dict[int, Callable[[Token], None]] = {}
+        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._on_token: dict[int, OnToken] = {}
         self._last_id = 0
         self.ready: Ready | None = None
         #: Seconds the engine has worked on queued calls.
@@ -112,9 +103,7 @@ class Worker:
         ready = await _frame(reader)
         if ready is None:
             await self.stop()
-            raise EngineDiedError(
-                "The engine ended while it was starting; its error output is above."
-            )
+            raise self._death("The engine ended while it was starting; its error output is above.")
         if ready.error is not None:
             await self.stop()
             raise ready.error
@@ -180,56 +169,44 @@ class Worker:
 
     # -- calls -------------------------------------------------------------------------------
 
-    async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call the engine; the call runs after those already in its queue."""
-        return await self._sent(method, args, options, "line")
+    async def call(self, call: EngineCall[R]) -> R:
+        """Send a call to the engine and wait for its reply."""
+        return cast("R", await self._send(CallFrame(self._next_id(), call)))
 
-    async def call_now(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a quick method of the engine; it runs between two steps of its work."""
-        return await self._sent(method, args, options, "now")
-
-    async def sample(
-        self, job: SampleJob, on_token: Callable[[Token], None] | None = None
-    ) -> SampledResult:
+    async def sample(self, job: SampleJob, on_token: OnToken | None = None) -> SampledResult:
         """Add a job to the batch and wait for all of its sequences; cancelling this call cancels the job."""
         call_id = self._next_id()
         if on_token is not None:
             self._on_token[call_id] = on_token
-        drawing = Call(call_id, "sample", (job,), lane="sample")
         try:
-            return cast("SampledResult", await self._send(drawing))
+            return cast("SampledResult", await self._send(CallFrame(call_id, Sample(job))))
         except asyncio.CancelledError:
             with contextlib.suppress(EngineDiedError):  # its death has cancelled everything
-                self._write(Call(self._next_id(), "cancel_sample", (call_id,), lane="now"))
+                self._write(CallFrame(self._next_id(), CancelSample(call_id)))
             raise
         finally:
             self._on_token.pop(call_id, None)
-
-    async def _sent(
-        self, method: str, args: tuple[Any, ...], options: dict[str, Any], lane: Lane
-    ) -> Any:
-        return await self._send(Call(self._next_id(), method, args, options, lane))
 
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
 
-    async def _send(self, call: Call) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = future
-        if call.method not in _UNTIMED:
-            self._timed.add(call.call_id)
+    async def _send(self, frame: CallFrame) -> object:
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._calls[frame.call_id] = future
+        if frame.call.timed:
+            self._timed.add(frame.call_id)
         try:
-            self._write(call)
+            self._write(frame)
             return await future
         finally:
-            self._calls.pop(call.call_id, None)
-            self._timed.discard(call.call_id)
+            self._calls.pop(frame.call_id, None)
+            self._timed.discard(frame.call_id)
 
-    def _write(self, call: Call) -> None:
+    def _write(self, frame: CallFrame) -> None:
         if self._writer is None or self._reading is None or self._reading.done():
-            raise EngineDiedError("The engine is not running.")
-        self._writer.write(encode_frame(call))
+            raise self._death("The engine is not running.")
+        self._writer.write(encode_frame(frame))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -260,9 +237,15 @@ class Worker:
             if future.done():
                 continue
             if call_id == cause:
-                future.set_exception(EngineStuckError(why))
+                stuck = EngineStuckError(
+                    why, engine=self.name, life=self.life, deadline=self.watch.deadline
+                )
+                future.set_exception(stuck)
             else:
-                future.set_exception(EngineDiedError(why, cause_known=cause is not None))
+                future.set_exception(self._death(why, cause_known=cause is not None))
+
+    def _death(self, why: str, *, cause_known: bool = False) -> EngineDiedError:
+        return EngineDiedError(why, engine=self.name, life=self.life, cause_known=cause_known)
 
 
 async def _frame(reader: asyncio.StreamReader) -> Any:

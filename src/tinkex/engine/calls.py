@@ -1,0 +1,265 @@
+"""The calls that cross the pipe to an engine's process: one class per call, with its arguments and its result type.
+
+A service writes a `CallFrame`; the engine's loop runs its call and writes a `Reply`, and `Token`s before the reply of a
+streamed sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+from .base_models import PreparedModel
+from .values import (
+    AdamStep,
+    LoraSpec,
+    PassResult,
+    SampledResult,
+    SampleEvent,
+    SampleJob,
+    StreamedToken,
+    TracedGraph,
+    TrainingPass,
+)
+
+__all__ = [
+    "AddBaseModel",
+    "CallFrame",
+    "CancelSample",
+    "CheckTraced",
+    "CloseSampler",
+    "CreateModel",
+    "DirectCall",
+    "Engine",
+    "EngineCall",
+    "OpenSampler",
+    "OptimStep",
+    "Reply",
+    "RestoreModel",
+    "RestoreSnapshot",
+    "RunPass",
+    "Sample",
+    "SaveState",
+    "Snapshot",
+    "Token",
+    "UnloadModel",
+]
+
+R = TypeVar("R")
+
+
+class Engine(Protocol):
+    """An engine in this process, called from one thread: torch, or the fake."""
+
+    def load(self, model: PreparedModel) -> None: ...
+    def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> None: ...
+    def restore_model(
+        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
+    ) -> None: ...
+    def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None: ...
+    def unload_model(self, model_id: str) -> None: ...
+    def run_pass(
+        self, model_id: str, request: TrainingPass
+    ) -> Generator[None, None, PassResult]: ...
+    def check_traced(self, graph: TracedGraph) -> None: ...
+    def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]: ...
+    def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int: ...
+    def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]: ...
+    def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        *,
+        model_id: str | None = None,
+        directory: Path | None = None,
+    ) -> None: ...
+    def close_sampler(self, sampler_id: str) -> None: ...
+    def add_sample(self, job_id: str, job: SampleJob) -> None: ...
+    def cancel_sample(self, job_id: str) -> None: ...
+    @property
+    def sampling(self) -> bool: ...
+    def sample_step(self) -> list[SampleEvent]: ...
+
+
+class EngineCall(Generic[R]):
+    """A call with a result of type R.
+
+    Calls in the lane `line` run one after another. A call in `now` is quick and does not wait for training: it runs
+    between two micro-batches of a pass. Samples join the sampling batch. Only a `timed` call counts towards the
+    engine's deadline.
+    """
+
+    __slots__ = ()
+    lane: ClassVar[Literal["line", "now"]] = "line"
+    timed: ClassVar[bool] = True
+
+
+class DirectCall(EngineCall[R]):
+    """A call that is one method of the engine."""
+
+    __slots__ = ()
+
+    def run(self, engine: Engine) -> R:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class AddBaseModel(EngineCall[PreparedModel]):
+    """Prepare a base model, which may download it, and load it."""
+
+    timed = False
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel(DirectCall[None]):
+    model_id: str
+    base_model: str
+    spec: LoraSpec
+
+    def run(self, engine: Engine) -> None:
+        engine.create_model(self.model_id, self.base_model, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreModel(DirectCall[None]):
+    model_id: str
+    base_model: str
+    directory: Path
+    optimizer: bool
+
+    def run(self, engine: Engine) -> None:
+        engine.restore_model(
+            self.model_id, self.base_model, self.directory, optimizer=self.optimizer
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSnapshot(DirectCall[None]):
+    model_id: str
+    base_model: str
+    directory: Path
+
+    def run(self, engine: Engine) -> None:
+        engine.restore_snapshot(self.model_id, self.base_model, self.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel(DirectCall[None]):
+    lane = "now"
+    model_id: str
+
+    def run(self, engine: Engine) -> None:
+        engine.unload_model(self.model_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPass(EngineCall[PassResult]):
+    """Runs one micro-batch at a time; the engine samples between them."""
+
+    model_id: str
+    request: TrainingPass
+
+    def begin(self, engine: Engine) -> Generator[None, None, PassResult]:
+        return engine.run_pass(self.model_id, self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTraced(DirectCall[None]):
+    lane = "now"
+    graph: TracedGraph
+
+    def run(self, engine: Engine) -> None:
+        engine.check_traced(self.graph)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep(DirectCall[dict[str, float]]):
+    model_id: str
+    options: AdamStep
+
+    def run(self, engine: Engine) -> dict[str, float]:
+        return engine.optim_step(self.model_id, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState(DirectCall[int]):
+    model_id: str
+    directory: Path
+    optimizer: bool
+
+    def run(self, engine: Engine) -> int:
+        return engine.save_state(self.model_id, self.directory, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(EngineCall[int]):
+    """Copies the model in its turn; a thread writes the copy while the engine works, and then replies."""
+
+    timed = False
+    model_id: str
+    directory: Path
+
+    def copy(self, engine: Engine) -> Callable[[], int]:
+        return engine.snapshot(self.model_id, self.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSampler(DirectCall[None]):
+    lane = "now"
+    sampler_id: str
+    base_model: str
+    model_id: str | None = None
+    directory: Path | None = None
+
+    def run(self, engine: Engine) -> None:
+        engine.open_sampler(
+            self.sampler_id, self.base_model, model_id=self.model_id, directory=self.directory
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSampler(DirectCall[None]):
+    lane = "now"
+    sampler_id: str
+
+    def run(self, engine: Engine) -> None:
+        engine.close_sampler(self.sampler_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(EngineCall[SampledResult]):
+    job: SampleJob
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSample(EngineCall[None]):
+    """Has no reply."""
+
+    lane = "now"
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallFrame:
+    call_id: int
+    call: EngineCall[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The result or error of a call, and the seconds that the engine worked on it."""
+
+    call_id: int
+    value: Any = None
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Token(StreamedToken):
+    """A token of the streamed sample `call_id`."""
+
+    call_id: int = field(kw_only=True)

@@ -1,0 +1,182 @@
+"""What a service asks of its engines: an interface of typed async methods.
+
+The service knows nothing else of engines: not how many there are, nor in which process or on which machine they run.
+`docs/architecture.md` names the implementations.
+
+An engine keeps everything in memory and may die at any time. Whoever has loaded something into an engine holds a
+`Lease` of it. When the engine dies, the lease is lost and the holder loads it again. Every call inside `Engines.persist`
+is retried by itself after a death.
+
+A `Path` is a directory of the service's own disk. An engine on another machine has to send the files' content: only
+`restore_model`, `restore_snapshot`, `save_state`, `snapshot` and `open_sampler` read or write files. A directory that
+a sampler was opened from never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from .catalog import Catalog
+from .values import (
+    AdamStep,
+    LoraSpec,
+    PassResult,
+    SampledResult,
+    SampleJob,
+    StreamedToken,
+    TracedGraph,
+    TrainingPass,
+)
+
+__all__ = [
+    "EngineDiedError",
+    "EngineState",
+    "EngineStatus",
+    "EngineStuckError",
+    "Engines",
+    "Lease",
+    "OnToken",
+    "SamplingEngine",
+    "TrainingEngine",
+]
+
+T = TypeVar("T")
+EngineState = Literal["idle", "working"]
+OnToken = Callable[[StreamedToken], None]
+
+
+class EngineDiedError(Exception):
+    """An engine ended during a call, or has lost what the call names.
+
+    `engine` and `life` say which death it was. `cause_known` says that this call is not the cause.
+    """
+
+    def __init__(
+        self, message: str, *, engine: str = "", life: int = 0, cause_known: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.engine, self.life, self.cause_known = engine, life, cause_known
+
+
+class EngineStuckError(EngineDiedError):
+    """The engine was killed because it made no progress on this call for `deadline` seconds."""
+
+    def __init__(self, message: str, *, engine: str = "", life: int = 0, deadline: float) -> None:
+        super().__init__(message, engine=engine, life=life)
+        self.deadline = deadline
+
+
+class Lease(Protocol):
+    """Something that was loaded into an engine."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether its engine has died since; then it has to be loaded again."""
+
+
+class TrainingEngine(Protocol):
+    """Trains adapters. The calls of one model run in the order in which they were made.
+
+    A call for a model whose lease is lost raises `EngineDiedError`; for a model that was never loaded, `NotFoundError`.
+    """
+
+    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> Lease:
+        """Create a new adapter; one of this name is replaced."""
+
+    async def restore_model(
+        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
+    ) -> Lease:
+        """Create a model from a checkpoint, with the saved optimizer or a new one."""
+
+    async def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> Lease:
+        """Create a model from a snapshot, with optimizer and accumulated gradients."""
+
+    async def unload_model(self, model_id: str) -> None:
+        """Free a model at once, even while a pass runs. No error if no engine has it."""
+
+    async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
+        """Run a forward or forward-backward pass; gradients are added only if the whole pass succeeds."""
+
+    async def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
+        """Apply the accumulated gradients; return the metrics of the step."""
+
+    async def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
+        """Write a checkpoint and return its size in bytes."""
+
+    async def snapshot(self, model_id: str, directory: Path) -> int:
+        """Write the model as it is now, with optimizer and gradients, while later calls already run."""
+
+    async def check_traced(self, graph: TracedGraph) -> None:
+        """Raise if a traced loss contains an operation that is not allowed."""
+
+
+class SamplingEngine(Protocol):
+    """Samples from frozen weights. Samples have no order; they share the engine's batch."""
+
+    async def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        directory: Path | None,
+        *,
+        trained_as: str | None = None,
+    ) -> Lease:
+        """Open a sampler on the weights in `directory`, or on the base model.
+
+        `trained_as` names a model with the same weights at this moment: an engine that has it need not read the files.
+        """
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        """Free a sampler at once. No error if no engine has it open."""
+
+    async def sample(self, job: SampleJob, on_token: OnToken | None = None) -> SampledResult:
+        """Wait for all sequences of a job; cancelling this call cancels the job.
+
+        If `job.stream` is set, `on_token` gets each token when it is drawn.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine, for metrics: seconds it worked on training, and its process if that is on this machine."""
+
+    name: str
+    starts: int
+    busy_seconds: float
+    pid: int | None = None
+
+
+class Engines(Protocol):
+    """All engines of a service: the only way to reach them."""
+
+    #: The service is stopping: no call is retried any more.
+    stopping: bool
+
+    @property
+    def trainer(self) -> TrainingEngine: ...
+
+    @property
+    def sampler(self) -> SamplingEngine: ...
+
+    @property
+    def catalog(self) -> Catalog:
+        """The base models."""
+
+    async def start(self) -> None:
+        """Start the engines and wait until the configured base models are in memory."""
+
+    async def stop(self) -> None: ...
+
+    async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work`, which calls engines; retry it if an engine dies, until it is found to be the cause.
+
+        `work` must load again what its leases say is lost.
+        """
+
+    def check_health(self) -> EngineState:
+        """The state of the engines; raises a 503 if they cannot serve."""
+
+    def status(self) -> Sequence[EngineStatus]: ...

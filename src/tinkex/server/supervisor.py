@@ -1,0 +1,234 @@
+"""Supervises one engine process: starts it, watches it, and restarts it when it dies.
+
+This is the interface of `tinkex.engine.interface`, implemented by one process of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tinkex.engine import calls
+from tinkex.engine.base_models import PreparedModel
+from tinkex.engine.catalog import Catalog
+from tinkex.engine.interface import EngineDiedError, EngineState, EngineStatus, OnToken
+from tinkex.engine.values import (
+    AdamStep,
+    LoraSpec,
+    PassResult,
+    SampledResult,
+    SampleJob,
+    TracedGraph,
+    TrainingPass,
+)
+from tinkex.errors import APIStatusError, HTTPResponse
+
+from .suspects import SuspectGroup
+from .worker import Worker
+
+__all__ = ["Supervisor"]
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex.server")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """Something that was loaded in one life of the engine."""
+
+    worker: Worker
+    life: int
+
+    @property
+    def lost(self) -> bool:
+        return self.worker.life != self.life
+
+
+class Supervisor:
+    """One engine that survives the death of its process; it trains and samples."""
+
+    def __init__(self, worker: Worker, *, on_demand: bool = False) -> None:
+        self._worker = worker
+        self.stopping = False
+        self.catalog = Catalog(self._add_base_model, on_demand=on_demand)
+        self._alive = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._suspects = SuspectGroup()
+        self._models: dict[str, _Lease] = {}
+        self._samplers: dict[str, _Lease] = {}
+
+    @property
+    def trainer(self) -> Supervisor:
+        return self
+
+    @property
+    def sampler(self) -> Supervisor:
+        return self
+
+    # -- start and stop ----------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.catalog.add((await self._worker.start()).models)
+        self._alive.set()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        self.stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._worker.stop()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._worker.died.wait()
+            self._alive.clear()
+            self._worker.life += 1
+            logger.error("The engine's process has died; starting it again.")
+            await self._worker.stop()
+            pause = 1.0
+            while True:
+                try:
+                    await self._worker.start()
+                    break
+                except Exception:
+                    logger.exception("The engine does not start; trying again in %.0f s.", pause)
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, 60.0)
+            self._alive.set()
+
+    def check_health(self) -> EngineState:
+        """The state of the engine; raises if it is dead or has been silent for half of its deadline."""
+        if not self._alive.is_set():
+            raise _unwell("The engine is not running; it is being started.")
+        silent, deadline = self._worker.watch.silent, self._worker.watch.deadline
+        if silent > deadline / 2:
+            raise _unwell(
+                f"The engine has made no progress for {silent:.0f} seconds; "
+                f"it is killed after {deadline:.0f} (the setting engine_deadline)."
+            )
+        return "working" if self._worker.busy else "idle"
+
+    def status(self) -> list[EngineStatus]:
+        worker = self._worker
+        return [EngineStatus(worker.name, worker.life + 1, worker.busy_seconds, worker.pid)]
+
+    # -- retries -----------------------------------------------------------------------------
+
+    async def persist(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work`, which calls the engine; retry it if the engine dies, until it is found to be the cause."""
+        return await self._suspects.run(lambda: self._attempt(work))
+
+    async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+        if self._worker.died.is_set():  # `_watch` may not have run yet
+            self._alive.clear()
+        await self._alive.wait()
+        try:
+            return await work()
+        except EngineDiedError:
+            if self.stopping:
+                raise asyncio.CancelledError from None
+            raise
+
+    async def _add_base_model(self, name: str) -> PreparedModel:
+        # A separate suspect group: a caller waiting for this load may itself hold a slot in the main one.
+        load = calls.AddBaseModel(name)
+        model = await SuspectGroup().run(lambda: self._attempt(lambda: self._worker.call(load)))
+        self._worker.also_serve(name)
+        return model
+
+    # -- training ----------------------------------------------------------------------------
+
+    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> _Lease:
+        return await self._load_model(model_id, calls.CreateModel(model_id, base_model, spec))
+
+    async def restore_model(
+        self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
+    ) -> _Lease:
+        call = calls.RestoreModel(model_id, base_model, directory, optimizer)
+        return await self._load_model(model_id, call)
+
+    async def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> _Lease:
+        call = calls.RestoreSnapshot(model_id, base_model, directory)
+        return await self._load_model(model_id, call)
+
+    async def _load_model(self, model_id: str, call: calls.EngineCall[None]) -> _Lease:
+        lease = self._lease()
+        await self._worker.call(call)
+        self._models[model_id] = lease
+        return lease
+
+    async def unload_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+        with suppress(EngineDiedError):  # its death has freed everything
+            await self._worker.call(calls.UnloadModel(model_id))
+
+    async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.RunPass(model_id, request))
+
+    async def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.OptimStep(model_id, options))
+
+    async def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.SaveState(model_id, directory, optimizer))
+
+    async def snapshot(self, model_id: str, directory: Path) -> int:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.Snapshot(model_id, directory))
+
+    async def check_traced(self, graph: TracedGraph) -> None:
+        await self._worker.call(calls.CheckTraced(graph))
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    async def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        directory: Path | None,
+        *,
+        trained_as: str | None = None,
+    ) -> _Lease:
+        trained = self._models.get(trained_as or "")
+        model_id = None if trained is None or trained.lost else trained_as
+        lease = self._lease()
+        await self._worker.call(calls.OpenSampler(sampler_id, base_model, model_id, directory))
+        self._samplers[sampler_id] = lease
+        return lease
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        self._samplers.pop(sampler_id, None)
+        with suppress(EngineDiedError):
+            await self._worker.call(calls.CloseSampler(sampler_id))
+
+    async def sample(self, job: SampleJob, on_token: OnToken | None = None) -> SampledResult:
+        self._check_held(self._samplers.get(job.sampler_id))
+        return await self._worker.sample(job, on_token)
+
+    # -- leases ------------------------------------------------------------------------------
+
+    def _lease(self) -> _Lease:
+        """A lease of what the next call loads: an engine that is started again later does not have it."""
+        return _Lease(self._worker, self._worker.life)
+
+    def _check_held(self, lease: _Lease | None) -> None:
+        if lease is not None and lease.lost:
+            worker = self._worker
+            raise EngineDiedError(
+                "The engine was restarted and has lost this.",
+                engine=worker.name,
+                life=worker.life,
+                cause_known=True,
+            )
+
+
+def _unwell(message: str) -> APIStatusError:
+    return APIStatusError(message, HTTPResponse(503))
