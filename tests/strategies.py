@@ -248,6 +248,8 @@ def values_of(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchSt
         case origin if origin is list or origin is Sequence:
             smallest, largest = _sizes(constraints)
             return st.lists(values_of(arguments[0]), min_size=smallest, max_size=largest)
+        case origin if origin is tuple:
+            return st.tuples(*map(values_of, arguments))
         case origin if origin is dict:
             keys = names if arguments[0] is str else values_of(arguments[0])
             return st.dictionaries(keys, values_of(arguments[1]), max_size=2)

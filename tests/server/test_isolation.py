@@ -163,6 +163,9 @@ def attempts(its: Anns, mine: str) -> dict[str, Attempt]:
         "get_checkpoint_archive_url": Attempt(places=at_checkpoint),
         "get_external_weights_urls": Attempt(places=at_external),
         "telemetry": Attempt(HARMLESS, report(session) | {"platform": "bobs"}),
+        "log_run": Attempt(
+            places=at_run, body={"entries": [{"step": 1, "metrics": {"loss": 0.0}}]}
+        ),
         "get_audit_log": Attempt(EMPTY, query={"event_type": "all"}),
         "get_billing_usage": Attempt(EMPTY, query=SPAN),
         "get_current_checkpoint_storage_usage": Attempt(EMPTY, query={"project_id": SECRET}),
@@ -270,10 +273,22 @@ def test_data_of_another_key_cannot_be_reached_under_other_paths(two, its, befor
     telemetry = bob.http.get("/local/telemetry", params={"session_id": its.session})
     assert telemetry.status_code == 200
     assert SECRET not in telemetry.text
-    for page in ("/", "/docs", "/openapi.json", "/metrics"):
+    for page in (
+        "/",
+        "/about",
+        "/docs",
+        "/openapi.json",
+        "/metrics",
+        "/local/runs",
+        "/local/choices",
+        "/local/service",
+    ):
         shown = bob.http.get(page)
         assert shown.status_code == 200
         assert not any(words in shown.text for words in (SECRET, *its.ids, '"ann"')), page
+    for path in ("", "/metrics", "/checkpoints", "/sample_steps", "/samples", "/samples/0"):
+        hidden = bob.http.get(f"/local/runs/{its.run}{path}")
+        assert hidden.status_code == 404, path
     for path in (
         f"/archives/{its.run}/training/{SECRET}",
         f"/files/{its.run}/external/{SECRET}/adapter_model.safetensors",

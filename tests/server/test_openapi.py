@@ -17,6 +17,7 @@ from tinkex._wire.failures import response_from_error
 from tinkex._wire.json_codec import decode, encode
 from tinkex._wire.operations import OPERATIONS, Body
 from tinkex.errors import DecodeError, InvalidInputError, RateLimitError
+from tinkex.server.dashboard.api import CALLS as LOCAL_CALLS
 from tinkex.server.openapi import document
 
 DOCUMENT = document("1.2.3")
@@ -115,6 +116,7 @@ def test_every_operation_is_documented_exactly_once():
         if method in METHODS
     ]
     own = ["list_telemetry", "list_tokenizer_files", "get_tokenizer_file"]
+    own += [call.name for call in LOCAL_CALLS]
     assert sorted(calls) == sorted([*OPERATIONS, *own])
 
 

@@ -75,8 +75,11 @@ D GET /api/v1/audit
 D GET /api/v1/billing/usage/events
 D GET /api/v1/billing/usage/checkpoints/current
 """
-# Not in the official protocol: streamed tokens, from services that offer them.
-OURS = {"D POST /api/v1/stream_sample"}
+# Not in the official protocol: streamed tokens, and what a training loop reports, for services that offer them.
+OURS = {
+    "D POST /api/v1/stream_sample",
+    "D POST /api/v1/training_runs/{training_run_id}/log",
+}
 
 
 def line(row: Operation[Any]) -> str:

@@ -74,6 +74,8 @@ _STORED: Final = BodyLimits(json=256 << 10)
 #: Clients send at most a hundred events at a time.
 _EVENTS: Final = BodyLimits(items=5_000)
 _SAMPLE: Final = BodyLimits(json=4 << 20, items=10_000)
+#: One sample may be a long text, and its alternatives are many small lists.
+_LOGGED: Final = BodyLimits(json=32 << 20, items=1_000_000)
 # Official clients send up to 1,024 examples and 5 MB a request, more only if a single example is larger.
 _PASS: Final = BodyLimits(json=16 << 20, protobuf=32 << 20, items=100_000)
 
@@ -103,6 +105,7 @@ class Theme(Enum):
     FUTURES = ("Futures", "Waiting for the results of queued requests.")
     RUNS = ("Runs and checkpoints", "Training runs and their saved checkpoints.")
     REPORTS = ("Reports", "Telemetry, the audit log, and usage.")
+    DASHBOARD = ("Dashboard", "What the page of the service reads. It may change between releases.")
 
     def __init__(self, title: str, about: str) -> None:
         self.title = title
@@ -683,6 +686,19 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "billing/usage/checkpoints/current",
             types.CurrentCheckpointStorageUsageResponse,
             types.GetCurrentCheckpointStorageUsageRequest,
+        ),
+    ),
+    *_themed(
+        Theme.DASHBOARD,
+        _post(
+            "log_run",
+            "Receive metrics and samples of a run from its training loop",
+            types.LogRequest,
+            types.LogResponse,
+            "training_runs/{training_run_id}/log",
+            pool=Pool.TELEMETRY,
+            retries=False,
+            limits=_LOGGED,
         ),
     ),
 )

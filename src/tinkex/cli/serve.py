@@ -83,7 +83,7 @@ __all__ = ["command"]
     multiple=True,
     metavar="NAME=VALUE",
     help="Limit per key, such as models=20 or checkpoint_bytes=50GiB. May be repeated. Names: requests, pending, results, journal_bytes, sessions, models, samplers, losses, checkpoint_bytes, "
-    "telemetry_bytes.",
+    "telemetry_bytes, metric_bytes.",
 )
 @click.option(
     "--behind-proxy",

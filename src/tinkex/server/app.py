@@ -35,6 +35,8 @@ from tinkex.types import CheckpointType
 from . import imports, openapi, pages, reports, tokenizers
 from .bodies import Received
 from .byte_budget import Hold
+from .dashboard import static
+from .dashboard.api import CALLS, Dashboard, LocalCall
 from .disk import as_client_error
 from .guard import refusal
 from .leases import Leases
@@ -110,11 +112,16 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "list_telemetry")
         return Response(json_codec.encode(found), media_type="application/json")
 
+    dashboard = Dashboard(service)
+
     # Routes are tried in this order.
     by_priority = sorted(OPERATIONS.values(), key=lambda row: row.priority, reverse=True)
     routes = [_route(service, row, metrics, tracing) for row in by_priority]
     routes += [
         Route("/", front_page),
+        Route("/about", front_page),
+        Route("/static/{name:path}", _open_to_all(static.serve)),
+        *(_local_route(service, dashboard, call) for call in CALLS),
         Route("/docs", docs_page),
         Route("/openapi.json", openapi_document),
         Route("/metrics", metrics_page),
@@ -174,6 +181,30 @@ def _with_key(service: Service, serve: Any) -> Any:
         return response
 
     return endpoint
+
+
+def _open_to_all(serve: Any) -> Any:
+    """An endpoint that needs no key."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            response: Response = await serve(request)
+        except Exception as error:
+            return _error_response(error, "page")
+        return response
+
+    return endpoint
+
+
+def _local_route(service: Service, dashboard: Dashboard, call: LocalCall) -> Route:
+    async def endpoint(request: Request) -> Response:
+        try:
+            owner = owner_of(service, request.headers)
+            return await call(dashboard, owner, request)
+        except Exception as error:
+            return _error_response(error, call.name)
+
+    return Route(call.path, endpoint, methods=[call.method], name=call.name)
 
 
 def _lease(service: Service, leases: Leases) -> Any:

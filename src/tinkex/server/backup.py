@@ -22,6 +22,8 @@ __all__ = ["back_up"]
 _DATABASE: Final = "tinkex.db"
 #: Attempts to copy a file or directory that changes during the copy.
 _TRIES: Final = 50
+#: Files that are about to replace others; they may be gone before they are copied.
+_UNFINISHED: Final = shutil.ignore_patterns("*.new")
 
 
 def back_up(data_dir: Path, target: Path) -> None:
@@ -43,6 +45,9 @@ def back_up(data_dir: Path, target: Path) -> None:
         for kept in sorted(data_dir.glob(place)):
             if not kept.name.startswith("."):
                 _copy_steady(kept, target / kept.relative_to(data_dir), _inode)
+    # Files that only grow: a record that is cut off is dropped when they are opened.
+    if (data_dir / "metrics").is_dir():
+        shutil.copytree(data_dir / "metrics", target / "metrics", ignore=_UNFINISHED)
     for path in sorted(target.rglob("*"), reverse=True):
         flush(path)
     flush(target)

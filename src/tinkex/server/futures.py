@@ -166,6 +166,8 @@ class Promises:
         self.on_accept: list[Callable[[Promise], None]] = []
         self.on_finish: list[Callable[[Promise], None]] = []
         self.on_fetched: list[Callable[[Promise], None]] = []
+        #: Called with a promise and its result when it succeeds, while the promise still has its request.
+        self.on_value: list[Callable[[Promise, Any], None]] = []
         #: Called with an owner and a size when the owner's kept results leave no room for a request of that size.
         self.make_room: Callable[[str, int], None] = lambda _, __: None
 
@@ -276,6 +278,9 @@ class Promises:
         except Exception as error:  # the request did finish: no client may wait for ever
             self.fail(promise, error, change)
         else:
+            if not promise.done:
+                for notify in self.on_value:
+                    notify(promise, value)
             self._keep(promise, payload, binary=binary, change=change)
 
     def fail(self, promise: Promise, error: BaseException, change: int | None = None) -> None:

@@ -5,10 +5,7 @@ Counts that the service keeps anyway are read on each scrape; only durations are
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from .futures import Promise
+from .memory_use import memory_of
 
 if TYPE_CHECKING:
     from .service import Service
@@ -120,29 +118,10 @@ class _Now(Collector):
         busy.add_metric([], sum(engine.busy_seconds for engine in engines))
         yield busy
         memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
-        for name, size in _memory(engine.pid for engine in engines):
+        for name, size in memory_of(engine.pid for engine in engines):
             memory.add_metric([name], size)
         yield memory
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
-
-
-def _memory(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
-    yield "service", _resident("self") or _peak()
-    if size := sum(_resident(str(engine)) for engine in engines if engine is not None):
-        yield "engine", size
-
-
-def _resident(process: str) -> int:
-    try:
-        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
-    except OSError:  # no /proc on this system, or the process has just ended
-        return 0
-    return int(pages) * resource.getpagesize()
-
-
-def _peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -235,6 +235,10 @@ class Models:
     def __iter__(self) -> Any:
         return iter(list(self._models.values()))
 
+    def live(self, model_id: str) -> Model | None:
+        """A model that is loaded or being made."""
+        return self._models.get(model_id)
+
     @property
     def count(self) -> int:
         return len(self._models)

@@ -22,6 +22,8 @@ from tinkex.types._tokenizer_files import TokenizerFilesResponse
 from tinkex.types.tensors import tensor_to_object
 
 from . import reports, tokenizers
+from .dashboard.api import CALLS, LocalCall
+from .dashboard.playground import PlaygroundRequest
 
 __all__ = ["document"]
 
@@ -79,6 +81,8 @@ _PATH_PARAMETERS: Final[Mapping[str, tuple[str, Schema]]] = {
         {"type": "string", "enum": ["weights", "sampler_weights", "external_weights"]},
     ),
     "checkpoint_name": ("The name it was saved under.", {"type": "string"}),
+    "run_id": ("The id of a training run.", {"type": "string"}),
+    "number": ("The number of a sample, from a list of samples.", {"type": "integer"}),
 }
 
 
@@ -91,6 +95,7 @@ def _paths() -> dict[str, dict[str, Any]]:
         reports.PATH: {"get": _list_telemetry()},
         _plain(tokenizers.PATH): {"get": _list_tokenizer_files()},
         _plain(tokenizers.FILES_PATH): {"get": _get_tokenizer_file()},
+        **{_plain(call.path): {call.method.lower(): _local_call(call)} for call in CALLS},
     }
 
 
@@ -98,7 +103,7 @@ def _paths() -> dict[str, dict[str, Any]]:
 
 
 def _plain(route: str) -> str:
-    return route.replace(":path", "")
+    return route.replace(":path", "").replace(":int", "")
 
 
 def _errors_of(*statuses: int) -> dict[str, Any]:
@@ -107,6 +112,28 @@ def _errors_of(*statuses: int) -> dict[str, Any]:
         for error in _ERRORS
         if error.status in statuses
     }
+
+
+def _local_call(call: LocalCall) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": call.name,
+        "tags": [Theme.DASHBOARD.title],
+        "summary": call.summary,
+    }
+    parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)\}", _plain(call.path))]
+    if call.query is not None:
+        parameters += _query_parameters(call.query)
+    if parameters:
+        described["parameters"] = parameters
+    if call.body is not None:
+        content = _content(_JSON, _schema_of(call.body))
+        described["requestBody"] = {"required": True, "content": content}
+    answer: Schema = {"type": "object"} if call.media == _JSON else {"type": "string"}
+    described["responses"] = {
+        "200": _answer(call.answer, _content(call.media, answer)),
+        **_errors_of(401, 404, 422, 429),
+    }
+    return described
 
 
 def _list_tokenizer_files() -> dict[str, Any]:
@@ -501,6 +528,7 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     types.DimuonParams,
     reports.ListTelemetryResponse,
     TokenizerFilesResponse,
+    PlaygroundRequest,
 )
 
 

@@ -23,6 +23,7 @@ _OURS: Final = frozenset(
         "journal",
         "lock",
         "losses",
+        "metrics",
         "samplers",
         "secret",
         "service.json",

@@ -77,6 +77,9 @@ class Limits:
         500 << 30, "of checkpoints", "delete some, or save with ttl_seconds"
     )
     telemetry_bytes: int = _limit(256 << 20, "of reported events", "the oldest are deleted")
+    metric_bytes: int = _limit(
+        20 << 30, "of metrics and samples of runs", "newer ones are not kept; training goes on"
+    )
 
     @classmethod
     def of_options(cls, options: Iterable[str]) -> Limits:
@@ -171,6 +174,7 @@ class Quotas:
     losses: Quota
     checkpoint_bytes: Quota
     telemetry_bytes: Quota
+    metric_bytes: Quota
 
     @classmethod
     def of(cls, limits: Limits) -> Quotas:

@@ -38,6 +38,7 @@ from tinkex.types._tokenizer_files import tokenizer_digest
 
 from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
+from .dashboard import logged
 from .futures import Promise
 from .inputs import lora_of
 from .nearness import is_near
@@ -810,6 +811,16 @@ async def telemetry(call: Call) -> types.TelemetryResponse:
     if rows:
         await call.service.reports.add(call.owner, rows)
     return types.TelemetryResponse(status="accepted")
+
+
+@_handles
+async def log_run(call: Call) -> types.LogResponse:
+    run_id = call.params["training_run_id"]
+    database = call.service.database
+    run = await database(database.store.run, run_id)
+    if run is None or run.owner != call.owner:
+        raise NotFoundError(f"There is no training run {run_id!r:.200}.")
+    return await logged.receive(call.service, call.owner, run_id, call.request)
 
 
 @_handles

@@ -420,6 +420,15 @@ class Samplers:
         job = self._job(sampler, request)
         return self._stream(sampler, job)
 
+    async def draw(
+        self, owner: str, request: SampleRequest, on_token: OnToken
+    ) -> asyncio.Task[SampledResult]:
+        """Start sampling, with a call for every token; an invalid request is refused before that."""
+        sampler = await self._sampler_of(owner, request)
+        self._promises.check_room(owner)
+        job = replace(self._job(sampler, request), stream=True)
+        return asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
+
     async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:
         queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
         sampling = asyncio.ensure_future(

@@ -106,10 +106,20 @@ class Sequencer(Generic[T]):
         """Whether requests before `next_seq` still have to run again."""
         return bool(self._again)
 
+    @property
+    def missing(self) -> int | None:
+        """The number that the queue waits for although later ones are there; None if none is missing."""
+        waits = self._pending and not self._again and self.next_seq not in self._pending
+        return self.next_seq if waits else None
+
+    def waiting(self) -> list[T]:
+        """All requests, in the order of their numbers."""
+        left = [*self._again, *(self._pending[seq_id] for seq_id in sorted(self._pending))]
+        return left + [request for _, request in self._unnumbered]
+
     def drain(self) -> list[T]:
         """Remove and return all requests."""
-        left = [*self._again, *(self._pending[seq_id] for seq_id in sorted(self._pending))]
-        left += [request for _, request in self._unnumbered]
+        left = self.waiting()
         self._again.clear()
         self._pending.clear()
         self._unnumbered.clear()

@@ -29,11 +29,15 @@ from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .clock import ServiceClock
 from .damage import Lost
+from .dashboard.history import History, Reading
+from .dashboard.recorder import Recorder
+from .dashboard.store import MetricStore
 from .engines import make_engines
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
 from .losses import Losses
+from .memory_use import memory_of
 from .model_work import ModelWork
 from .models import Models
 from .private import close_to_others
@@ -265,6 +269,11 @@ class Service:
             self.engine,
             quotas.losses,
         )
+        self.run_metrics = MetricStore(data / "metrics", quotas.metric_bytes)
+        self.recorder = Recorder(self.run_metrics, self.promises.clock)
+        self.history = History(self.promises.clock)
+        self.promises.on_value += [self.recorder.finished, self.history.valued]
+        self.promises.on_finish.append(self.history.finished)
         self.snapshots = Snapshots(data / "snapshots")
         work = ModelWork(
             self.database,
@@ -327,6 +336,7 @@ class Service:
             await self.losses.restore()
             await self.checkpoints.restore()
             await self.reports.restore()
+            await self.run_metrics.restore()
             await self._restore(records)
         except BaseException:
             await self.stop()
@@ -335,6 +345,27 @@ class Service:
         # The journal has a turn of its own: under load its rewriting takes longer than the others can wait.
         for chore in (self.keep_house, self._compact):
             self._housekeeping.append(asyncio.create_task(self._repeat(chore)))
+        self._housekeeping.append(asyncio.create_task(self.history.watch(self._reading)))
+
+    def _reading(self) -> Reading:
+        """The state of the service now, for the history of the last hour."""
+        totals, engines = self.usage.totals, self.engine.status()
+        memory = dict(memory_of(engine.pid for engine in engines))
+        return Reading(
+            time=self.promises.clock(),
+            trained_total=totals["training"],
+            prefilled_total=totals["sampling_prefill"],
+            sampled_total=totals["sampling_sample"],
+            samples_total=self.history.samples,
+            steps_total=self.history.steps,
+            cached_total=self.history.cached,
+            failed_total=self.history.failed,
+            waiting=self.models.waiting,
+            sampling=self.samplers.under_way,
+            service_bytes=memory.get("service", 0),
+            engine_bytes=memory.get("engine", 0),
+            busy_total=sum(engine.busy_seconds for engine in engines),
+        )
 
     async def _take_database(self) -> None:
         """Refuse a database that another service is using: each would end the sessions of the other."""
@@ -362,6 +393,7 @@ class Service:
                 await self.usage.write()
             except Exception as error:  # no room, no database: the rest has to end all the same
                 logger.warning("What was used last is not counted: %s", error)
+        await self.run_metrics.stop()
         self.bodies.close()
         self.database.close()
         self.journal.close()

@@ -12,7 +12,7 @@ import errno
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -422,6 +422,12 @@ class Store:
             active = _sessions.c.status["type"].as_string() == "active"
             return _all(connection, SessionRow, _sessions, active, _sessions.c.created_at)
 
+    def sessions_by_id(self, session_ids: Collection[str]) -> dict[str, SessionRow]:
+        with self._transaction() as connection:
+            named = _sessions.c.session_id.in_(session_ids)
+            rows = _all(connection, SessionRow, _sessions, named, _sessions.c.created_at)
+            return {row.session_id: row for row in rows}
+
     def update_session(self, session_id: str, **changes: Any) -> bool:
         return self._update(_sessions, _sessions.c.session_id == session_id, changes)
 
@@ -476,6 +482,12 @@ class Store:
             page = _page(connection, RunRow, _runs, owner, order, limit, offset, where)
             return page, _count(connection, _runs, owner, where)
 
+    def runs_by_id(self, owner: str, run_ids: Collection[str]) -> list[RunRow]:
+        """Those of these runs that belong to the owner."""
+        with self._transaction() as connection:
+            named = sa.and_(_runs.c.run_id.in_(run_ids), _runs.c.owner == owner)
+            return _all(connection, RunRow, _runs, named, _runs.c.created_at)
+
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         with self._transaction() as connection:
             return _all(
@@ -514,6 +526,14 @@ class Store:
         with self._transaction() as connection:
             of_run = _checkpoints.c.run_id == run_id
             return _all(connection, CheckpointRow, _checkpoints, of_run, _checkpoints.c.created_at)
+
+    def checkpoint_totals(self, run_ids: Collection[str]) -> dict[str, tuple[int, int]]:
+        """The number and bytes of the checkpoints of each run that has some."""
+        run_id, size = _checkpoints.c.run_id, sa.func.sum(_checkpoints.c.size_bytes)
+        statement = sa.select(run_id, sa.func.count(), size).where(run_id.in_(run_ids))
+        with self._transaction() as connection:
+            rows = connection.execute(statement.group_by(run_id))
+            return {name: (count, int(total)) for name, count, total in rows}
 
     def newest_checkpoints(
         self, run_ids: Sequence[str], viewer: str

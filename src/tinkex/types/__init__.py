@@ -16,6 +16,7 @@ from .inputs import (
     ProvenanceSpans,
     SampledProvenanceSpan,
 )
+from .logged import LogEntry, LoggedSample, LogRequest, LogResponse
 from .messages import (
     ApiKeyInfoResponse,
     AuthTokenResponse,
@@ -296,6 +297,10 @@ __all__ = [
     "ListTrainingRunsRequest",
     "LoadWeightsRequest",
     "LoadWeightsResponse",
+    "LogEntry",
+    "LogRequest",
+    "LogResponse",
+    "LoggedSample",
     "LoraConfig",
     "LossFnInputs",
     "LossFnOutput",

@@ -1,0 +1,452 @@
+"""The read API of the dashboard, under `/local/`: one function per call, and the table that routes and documents them.
+
+Keys and owners are those of every other call: a key sees its own runs only, and a run of another key does not exist
+for it. What changes something is not here: the page uses the operations of the protocol for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinkex._version import __version__
+from tinkex._wire import json_codec
+from tinkex.engine.base_models import built_in
+from tinkex.errors import InvalidInputError, NotFoundError, PayloadTooLargeError
+from tinkex.types._base import RequestModel
+
+from ..checkpoints import tinker_path
+from .live import Live
+from .playground import PlaygroundRequest, play
+from .run_view import RunViews, series
+from .samples import Order, SampleLog
+from .texts import texts_of
+from .thinning import Axis
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+__all__ = ["CALLS", "Dashboard", "LocalCall"]
+
+#: Bytes of the body of a playground request.
+_MAX_BODY: Final = 4 << 20
+#: Steps at which the list of checkpoints for the playground ends.
+_MAX_CHOICES: Final = 1_000
+
+
+class Page(RequestModel):
+    limit: Annotated[int, Field(ge=1, le=1000)] = 200
+    offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
+
+
+class Plot(RequestModel):
+    """A part of some metrics: `names` are joined by newlines, `width` is how many points a plot has room for."""
+
+    names: str | None = None
+    axis: Axis = "step"
+    start: float | None = None
+    end: float | None = None
+    width: Annotated[int, Field(ge=2, le=4000)] = 500
+
+
+class SamplesOf(RequestModel):
+    """Samples of one step; by default of the last that has some."""
+
+    step: int | None = None
+    order: Order = "logged"
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
+
+
+class Dashboard:
+    """What the calls share."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.views = RunViews(service)
+        self.live = Live()
+        service.promises.on_accept.append(self.live.request_changed)
+        service.promises.on_finish.append(self.live.request_changed)
+        service.run_metrics.on_written.append(self.live.metrics_written)
+
+    def samples(self, owner: str, run_id: str) -> SampleLog:
+        return SampleLog(self.service.run_metrics.directory(owner, run_id))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request to the dashboard."""
+
+    dashboard: Dashboard
+    owner: str
+    http: Request
+    query: Any
+
+    @property
+    def service(self) -> Service:
+        return self.dashboard.service
+
+    @property
+    def run_id(self) -> str:
+        return str(self.http.path_params["run_id"])
+
+
+Handler = Callable[[Asked], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call of the dashboard; `answer` says what comes back."""
+
+    name: str
+    method: str
+    path: str
+    summary: str
+    answer: str
+    handler: Handler
+    query: type[RequestModel] | None = None
+    body: type[RequestModel] | None = None
+    media: str = "application/json"
+
+    async def __call__(self, dashboard: Dashboard, owner: str, request: Request) -> Response:
+        query = None
+        if self.query is not None:
+            query = json_codec.from_object(dict(request.query_params), self.query)
+        elif self.body is not None:
+            query = json_codec.from_object(json_codec.parse(await _body(request)), self.body)
+        answer = await self.handler(Asked(dashboard, owner, request, query))
+        if isinstance(answer, Response):
+            return answer
+        return _json(answer)
+
+
+def _json(value: Any) -> Response:
+    payload = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(payload, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY:
+            raise PayloadTooLargeError(f"The body is larger than {_MAX_BODY} bytes.")
+    return bytes(body)
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+
+async def list_runs(asked: Asked) -> dict[str, Any]:
+    return await asked.dashboard.views.page(asked.owner, asked.query.limit, asked.query.offset)
+
+
+async def get_run(asked: Asked) -> dict[str, Any]:
+    return await asked.dashboard.views.whole(asked.owner, asked.run_id)
+
+
+async def get_run_metrics(asked: Asked) -> dict[str, Any]:
+    await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    await asked.service.run_metrics.flush()
+    return await asyncio.to_thread(_plots, asked)
+
+
+def _plots(asked: Asked) -> dict[str, Any]:
+    plot: Plot = asked.query
+    metrics = asked.service.run_metrics.run(asked.owner, asked.run_id)
+    names = metrics.names if plot.names is None else plot.names.split("\n")
+    found = {}
+    for name in names[:50]:
+        buckets = metrics.read(name, plot.axis, plot.start, plot.end, plot.width)
+        if buckets is not None:
+            found[name] = _curve(buckets, plot.axis) | {"points": metrics.count(name)}
+    return {"axis": plot.axis, "metrics": found, "names": metrics.names}
+
+
+def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
+    """The lists of one curve; `odd` has the places of values that are not finite."""
+    drawn = series(buckets, axis)
+    x = drawn["x"]
+    exact = bool(np.all(buckets["finite"] <= 1))
+    odd = [
+        [float(x[place]), word, int(buckets[name][place])]
+        for name, word in (("nan", "NaN"), ("above", "∞"), ("below", "−∞"))
+        for place in np.flatnonzero(buckets[name])[:200].tolist()
+    ]
+    single = {name: drawn[name].astype(np.float32) for name in ("y", "low", "high")}
+    if exact:
+        del single["low"], single["high"]
+    return {"x": np.ascontiguousarray(x), **single, "odd": odd}
+
+
+async def list_run_checkpoints(asked: Asked) -> dict[str, Any]:
+    return {"checkpoints": await asked.dashboard.views.checkpoints(asked.owner, asked.run_id)}
+
+
+# -- samples -------------------------------------------------------------------------------------------
+
+
+async def list_sample_steps(asked: Asked) -> dict[str, Any]:
+    await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    log = asked.dashboard.samples(asked.owner, asked.run_id)
+    return {"steps": await asyncio.to_thread(log.steps)}
+
+
+async def list_samples(asked: Asked) -> dict[str, Any]:
+    run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    log = asked.dashboard.samples(asked.owner, asked.run_id)
+    wanted: SamplesOf = asked.query
+    step = wanted.step
+    if step is None:
+        steps = await asyncio.to_thread(log.steps)
+        if not steps:
+            return {"step": None, "samples": [], "total": 0}
+        step = steps[-1]["step"]
+    samples, total = await asyncio.to_thread(
+        log.at, step, wanted.order, wanted.offset, wanted.limit
+    )
+    await _add_texts(asked.service, run.base_model, samples)
+    return {"step": step, "samples": samples, "total": total}
+
+
+async def _add_texts(service: Service, base_model: str, samples: list[dict[str, Any]]) -> None:
+    """Look up the texts of tokens, and the whole text where the client gave only tokens."""
+    if not any(sample.get("tokens") or sample.get("prompt_tokens") for sample in samples):
+        return
+    try:
+        base = await service.engine.catalog.model(base_model, "base_model")
+    except (InvalidInputError, NotFoundError):  # the service no longer offers this base model
+        return
+    texts = await asyncio.to_thread(texts_of, base.directory)
+    for sample in samples:
+        tokens = sample.get("tokens")
+        if tokens:
+            sample["token_texts"] = texts.each(tokens)
+            sample.setdefault("text", texts.decode(tokens))
+        if sample.get("prompt_tokens"):
+            sample.setdefault("prompt", texts.decode(sample["prompt_tokens"], special=True))
+        if sample.get("alternatives"):
+            sample["alternatives"] = [
+                [[texts.each([token])[0], logprob] for token, logprob in row]
+                for row in sample["alternatives"]
+            ]
+
+
+async def get_sample(asked: Asked) -> Response:
+    """The whole of one sample, as a file: shown by the browser it could be ten megabytes of one line."""
+    await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    number = asked.http.path_params["number"]
+    log = asked.dashboard.samples(asked.owner, asked.run_id)
+    whole = await asyncio.to_thread(log.whole, number)
+    headers = {
+        "content-disposition": f'attachment; filename="sample-{number}.json"',
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-store",
+    }
+    return Response(whole, media_type="application/json", headers=headers)
+
+
+# -- service -------------------------------------------------------------------------------------------
+
+
+def _now(service: Service) -> dict[str, Any]:
+    return {"version": __version__, "time": service.promises.clock(), "started": service.started_at}
+
+
+async def get_events(asked: Asked) -> Response:
+    views = asked.dashboard.views
+    events = asked.dashboard.live.listen(
+        asked.owner,
+        lambda run_ids: views.some(asked.owner, run_ids),
+        lambda: _now(asked.service),
+        asked.service.stopping,
+    )
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def get_service(asked: Asked) -> dict[str, Any]:
+    service, owner = asked.service, asked.owner
+    waiting: dict[str, int] = {}
+    for model in service.models:
+        mine = "this key" if model.owner == owner else "other keys"
+        waiting[mine] = waiting.get(mine, 0) + len(model.line)
+    database = service.database
+    sessions, runs, checkpoints = await database(database.store.counts)
+    disk = await asyncio.to_thread(shutil.disk_usage, service.settings.data_dir)
+    return {
+        **_now(service),
+        "owner": owner,
+        "engine": {
+            "kind": service.settings.engine,
+            "device": service.settings.device,
+            "dtype": service.settings.dtype,
+            "state": service.engine.check_health(),
+            "cores": os.cpu_count(),
+            "engines": [
+                {"name": each.name, "starts": each.starts, "busy_seconds": each.busy_seconds}
+                for each in service.engine.status()
+            ],
+        },
+        "models": [
+            {"name": model.name, "context_length": model.context_length, "arch": model.arch}
+            for model in service.engine.catalog.models
+        ],
+        "counts": {
+            "sessions": sessions,
+            "runs": runs,
+            "checkpoints": checkpoints,
+            "live_models": service.models.count,
+        },
+        "queue": waiting,
+        "sampling": service.samplers.under_way,
+        "disk": {
+            "free": disk.free,
+            "total": disk.total,
+            "journal": service.journal.size,
+            "checkpoints": service.quotas.checkpoint_bytes.used(owner),
+            "metrics": service.quotas.metric_bytes.used(owner),
+        },
+        "usage": dict(service.usage.totals),
+        "history": service.history.rates(),
+        "failures": [asdict(each) for each in service.history.failures_of(owner)[:100]],
+    }
+
+
+# -- playground ----------------------------------------------------------------------------------------
+
+
+async def list_choices(asked: Asked) -> dict[str, Any]:
+    """What the playground can sample from."""
+    service = asked.service
+    database = service.database
+    loaded = [model.name for model in service.engine.catalog.models]
+    offered = built_in() if service.settings.on_demand else ()
+    rows, total = await database(
+        database.store.checkpoints, asked.owner, limit=_MAX_CHOICES, offset=0, external=False
+    )
+    return {
+        "models": list(dict.fromkeys((*loaded, *offered))),
+        "checkpoints": [
+            {"path": tinker_path(row), "run": row.run_id, "name": row.name, "kind": row.kind}
+            for row in rows
+        ],
+        "total": total,
+    }
+
+
+async def play_prompt(asked: Asked) -> Response:
+    events = await play(asked.service, asked.owner, asked.query)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+_EVENTS: Final = "text/event-stream"
+
+CALLS: Final[tuple[LocalCall, ...]] = (
+    LocalCall(
+        "list_runs",
+        "GET",
+        "/local/runs",
+        "List the runs with their state, progress and a sparkline of the loss",
+        "`runs`, most recently used first, and their `total`.",
+        list_runs,
+        Page,
+    ),
+    LocalCall(
+        "get_run",
+        "GET",
+        "/local/runs/{run_id}",
+        "Read a run: its state, configuration, queue and the names of its metrics",
+        "The run.",
+        get_run,
+    ),
+    LocalCall(
+        "get_run_metrics",
+        "GET",
+        "/local/runs/{run_id}/metrics",
+        "Read metrics of a run, reduced to the width of a plot",
+        "`metrics` by name: `x`, the mean `y`, and `low` and `high` where a point stands for several steps; `odd` has "
+        "the places of values that are not finite.",
+        get_run_metrics,
+        Plot,
+    ),
+    LocalCall(
+        "list_run_checkpoints",
+        "GET",
+        "/local/runs/{run_id}/checkpoints",
+        "List the checkpoints of a run",
+        "`checkpoints`, newest first.",
+        list_run_checkpoints,
+    ),
+    LocalCall(
+        "list_sample_steps",
+        "GET",
+        "/local/runs/{run_id}/sample_steps",
+        "List the steps of a run that have samples",
+        "`steps`, each with its number of samples and their mean reward.",
+        list_sample_steps,
+    ),
+    LocalCall(
+        "list_samples",
+        "GET",
+        "/local/runs/{run_id}/samples",
+        "Read samples of a step; long ones are cut",
+        "`samples`, and the `total` of the step. A sample with `cut` has more than is shown.",
+        list_samples,
+        SamplesOf,
+    ),
+    LocalCall(
+        "get_sample",
+        "GET",
+        "/local/runs/{run_id}/samples/{number:int}",
+        "Download one sample as a whole",
+        "The sample as its client sent it.",
+        get_sample,
+    ),
+    LocalCall(
+        "get_events",
+        "GET",
+        "/local/events",
+        "Listen to changes of the runs",
+        "Server-sent events: `hello` first, `runs` with the runs that changed, and `beat` now and then.",
+        get_events,
+        media=_EVENTS,
+    ),
+    LocalCall(
+        "get_service",
+        "GET",
+        "/local/service",
+        "Read the state of the service and its last hour",
+        "Engine, queue, disk, rates by time, and the failed requests of this key.",
+        get_service,
+    ),
+    LocalCall(
+        "list_choices",
+        "GET",
+        "/local/choices",
+        "List the base models and checkpoints that can be sampled",
+        "`models`, and the newest `checkpoints` of the key.",
+        list_choices,
+    ),
+    LocalCall(
+        "play_prompt",
+        "POST",
+        "/local/playground",
+        "Answer a prompt token by token",
+        "Server-sent events: `token` with text and logprob, then `done` with the alternatives of every token, or `error`.",
+        play_prompt,
+        body=PlaygroundRequest,
+        media=_EVENTS,
+    ),
+)

@@ -1,0 +1,145 @@
+"""The playground: a prompt to a base model or a checkpoint, answered token by token as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from tinkex._wire.failures import failure_body
+from tinkex.engine.values import SampledResult, StreamedToken
+from tinkex.errors import InvalidInputError
+from tinkex.types import ModelInput, SampleRequest, SamplingParams
+from tinkex.types._base import RequestModel
+
+from .texts import Stretch, Texts, texts_of
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+__all__ = ["Message", "PlaygroundRequest", "play"]
+
+Text = Annotated[str, Field(max_length=1 << 20)]
+
+
+class Message(RequestModel):
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
+class PlaygroundRequest(RequestModel):
+    """A prompt: a plain text, or the messages of a chat. `model` is a base model or a path `tinker://…`."""
+
+    model: str
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(max_length=200)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=32_768)] = 256
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    stop: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    alternatives: Annotated[int, Field(ge=0, le=20)] = 5
+
+
+async def play(service: Service, owner: str, asked: PlaygroundRequest) -> AsyncIterator[bytes]:
+    """The events of one answer; a bad request is refused before the first."""
+    texts = await _texts(service, owner, asked.model)
+    request = _sample_request(asked, _prompt(texts, asked))
+    queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
+    drawing = await service.samplers.draw(owner, request, queue.put_nowait)
+    drawing.add_done_callback(lambda _: queue.put_nowait(None))
+    return _events(texts, drawing, queue)
+
+
+async def _texts(service: Service, owner: str, model: str) -> Texts:
+    name = model
+    if model.startswith("tinker://"):
+        row, _ = await service.checkpoints.readable(owner, model)
+        run = await service.database(service.database.store.run, row.run_id)
+        assert run is not None
+        name = run.base_model
+    base = await service.engine.catalog.model(name, "model")
+    return await asyncio.to_thread(texts_of, base.directory)
+
+
+def _prompt(texts: Texts, asked: PlaygroundRequest) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidInputError("give either prompt or messages", field="prompt")
+    if asked.prompt is not None:
+        tokens = texts.encode(asked.prompt)
+    else:
+        tokens = texts.chat([message.model_dump() for message in asked.messages or ()])
+    if not tokens:
+        raise InvalidInputError("must not be empty", field="prompt")
+    return tokens
+
+
+def _sample_request(asked: PlaygroundRequest, tokens: list[int]) -> SampleRequest:
+    checkpoint = asked.model.startswith("tinker://")
+    return SampleRequest(
+        prompt=ModelInput.from_ints(tokens),
+        sampling_params=SamplingParams(
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            stop=list(asked.stop) or None,
+        ),
+        model_path=asked.model if checkpoint else None,
+        base_model=None if checkpoint else asked.model,
+        topk_sample_logprobs=asked.alternatives,
+    )
+
+
+async def _events(
+    texts: Texts, drawing: asyncio.Task[SampledResult], queue: asyncio.Queue[StreamedToken | None]
+) -> AsyncIterator[bytes]:
+    stretch = Stretch(texts)
+    try:
+        while (token := await queue.get()) is not None:
+            text = stretch.add(token.token)
+            yield _event("token", {"text": text, "logprob": _finite(token.logprob)})
+        result = await drawing
+        if rest := stretch.rest():
+            yield _event("token", {"text": rest, "logprob": None})
+        yield _event(
+            "done",
+            {
+                "stop_reason": result.stop_reasons[0],
+                "tokens": len(result.tokens[0]),
+                # Some decoders change earlier characters when a later byte is invalid: this is what counts.
+                "text": texts.decode(result.tokens[0].tolist()),
+                "texts": texts.each(result.tokens[0].tolist()),
+                "alternatives": _alternatives(texts, result),
+            },
+        )
+    except Exception as error:  # the status is sent: the rest of the stream has to say it
+        yield _event("error", failure_body(error))
+    finally:
+        drawing.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await drawing
+
+
+def _alternatives(texts: Texts, result: SampledResult) -> list[list[tuple[str, float]]]:
+    """For every token the most likely ones in its place, with their logprobs."""
+    if not result.topk_sampled:
+        return []
+    tokens, logprobs = result.topk_sampled[0]
+    return [
+        list(zip(texts.each(ids), [_finite(number) or -999.0 for number in numbers], strict=True))
+        for ids, numbers in zip(tokens.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def _finite(number: float) -> float | None:
+    return round(number, 4) if math.isfinite(number) else None
+
+
+def _event(name: str, content: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"

@@ -1,0 +1,236 @@
+"""A run as the dashboard shows it: its facts from the database, its state from the queue, its progress from the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tinkex.errors import NotFoundError
+
+from ..checkpoints import checkpoint_of
+from ..futures import Promise
+from ..inputs import lora_of
+from ..model_work import Model
+from ..store import RunRow, SessionRow
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+__all__ = ["RunViews"]
+
+#: A run that did something this many seconds ago is still shown as training: steps have pauses between them.
+RECENT: Final = 10.0
+_SPARK_WIDTH: Final = 60
+#: Requests of a queue that are listed; the rest is a number.
+_SHOWN_REQUESTS: Final = 20
+
+
+class RunViews:
+    """The runs of a service, for their owners."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._sparks: dict[str, tuple[int, list[float | None]]] = {}
+
+    async def owned(self, owner: str, run_id: str) -> RunRow:
+        database = self._service.database
+        row = await database(database.store.run, run_id)
+        if row is None or row.owner != owner:
+            raise NotFoundError(f"There is no training run {run_id!r:.200}.")
+        return row
+
+    async def page(self, owner: str, limit: int, offset: int) -> dict[str, Any]:
+        """Runs of an owner, most recently used first."""
+        database = self._service.database
+        await self._service.models.write_times()
+        rows, total = await database(database.store.runs, owner, limit=limit, offset=offset)
+        return {"runs": await self._lines(owner, rows), "total": total}
+
+    async def some(self, owner: str, run_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Those of these runs that exist and belong to the owner."""
+        database = self._service.database
+        rows = await database(database.store.runs_by_id, owner, run_ids)
+        return await self._lines(owner, rows)
+
+    async def _lines(self, owner: str, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+        database, run_ids = self._service.database, [row.run_id for row in rows]
+        sessions = await database(database.store.sessions_by_id, {row.session_id for row in rows})
+        sizes = await database(database.store.checkpoint_totals, run_ids)
+        states = [self.state(row) for row in rows]  # here, because the queues change on this thread
+        return await asyncio.to_thread(
+            lambda: [
+                self._line(owner, row, sessions, sizes) | {"state": state}
+                for row, state in zip(rows, states, strict=True)
+            ]
+        )
+
+    def _line(
+        self,
+        owner: str,
+        row: RunRow,
+        sessions: Mapping[str, SessionRow],
+        sizes: Mapping[str, tuple[int, int]],
+    ) -> dict[str, Any]:
+        metrics = self._service.run_metrics.run(owner, row.run_id)
+        progress = self._service.recorder.progress(owner, row.run_id)
+        session = sessions.get(row.session_id)
+        count, size = sizes.get(row.run_id, (0, 0))
+        last = metrics.last("loss")
+        return {
+            "id": row.run_id,
+            "name": _name(row, session),
+            "base_model": row.base_model,
+            "rank": lora_of(row.lora).rank,
+            "owner": row.owner,
+            "tags": [str(tag) for tag in (session.tags if session else ())],
+            "created_at": _seconds(row.created_at),
+            "active_at": _seconds(row.last_request_at),
+            "steps": progress.steps,
+            "tokens": progress.tokens,
+            "loss": None if last is None else _number(float(last["value"])),
+            "spark": self._spark(owner, row.run_id),
+            "checkpoints": count,
+            "bytes": size + metrics.bytes,
+        }
+
+    def _spark(self, owner: str, run_id: str) -> list[float | None]:
+        metrics = self._service.run_metrics.run(owner, run_id)
+        count = metrics.count("loss")
+        known = self._sparks.get(run_id)
+        if known is not None and known[0] == count:
+            return known[1]
+        found = metrics.read("loss", "step", None, None, _SPARK_WIDTH)
+        drawn = [] if found is None else series(found, "step")["y"].tolist()
+        spark = [None if math.isnan(value) else value for value in drawn]
+        self._sparks[run_id] = count, spark
+        return spark
+
+    # -- one run -------------------------------------------------------------------------------
+
+    async def whole(self, owner: str, run_id: str) -> dict[str, Any]:
+        row = await self.owned(owner, run_id)
+        lines = await self._lines(owner, [row])
+        database = self._service.database
+        session = await database(database.store.session, row.session_id)
+        metrics = self._service.run_metrics.run(owner, run_id)
+        return {
+            **lines[0],
+            "config": self._config(row, session),
+            "metrics": metrics.names,
+            "queue": self._queue(run_id),
+        }
+
+    async def checkpoints(self, owner: str, run_id: str) -> list[dict[str, Any]]:
+        await self.owned(owner, run_id)
+        database = self._service.database
+        rows = await database(database.store.checkpoints_of_run, run_id)
+        return [
+            {
+                "id": shown.checkpoint_id,
+                "kind": row.kind,
+                "name": row.name,
+                "path": shown.tinker_path,
+                "bytes": row.size_bytes,
+                "public": row.public,
+                "created_at": _seconds(row.created_at),
+                "expires_at": None if row.expires_at is None else _seconds(row.expires_at),
+            }
+            for row in reversed(rows)
+            for shown in (checkpoint_of(row),)
+        ]
+
+    def _config(self, row: RunRow, session: SessionRow | None) -> dict[str, Any]:
+        """The settings of a run as they are now, by name."""
+        progress = self._service.recorder.progress(row.owner, row.run_id)
+        lora = {f"lora.{name}": value for name, value in row.lora.items() if value is not None}
+        user = {f"run.{name}": value for name, value in (row.user_metadata or {}).items()}
+        known: dict[str, Any] = {"base_model": row.base_model, **lora, **progress.config, **user}
+        if session is not None:
+            known |= {f"session.{name}": v for name, v in (session.user_metadata or {}).items()}
+            known["project"] = session.project_id
+            known["sdk_version"] = session.sdk_version
+        return {name: _plain(value) for name, value in known.items() if value is not None}
+
+    def _model(self, run_id: str) -> Model | None:
+        return self._service.models.live(run_id)
+
+    def state(self, row: RunRow) -> dict[str, Any]:
+        """What a run is doing: training, waiting, idle, ended or failed, and a few words about it."""
+        model = self._model(row.run_id)
+        if row.corrupted or (model is not None and model.failure is not None):
+            return {"kind": "failed", "about": "" if model is None else model.failure or ""}
+        if model is None:
+            return {"kind": "ended", "about": "Its session has ended; its checkpoints are kept."}
+        if model.running:
+            return {"kind": "training", "about": ""}
+        if len(model.line):
+            return {"kind": "waiting", "about": self._awaited(model)}
+        done = self._service.recorder.progress(row.owner, row.run_id).stepped_at
+        if done is not None and self._service.promises.clock() - done < RECENT:
+            return {"kind": "training", "about": ""}
+        return {"kind": "idle", "about": "Its client has sent nothing to do."}
+
+    def _awaited(self, model: Model) -> str:
+        if model.line.missing is not None:
+            return f"for request {model.line.missing} of its client, which has not arrived"
+        others = sum(1 for each in self._service.models if each.running and each is not model)
+        return f"for the engine, which works on {others} other run{'s' if others != 1 else ''}"
+
+    def _queue(self, run_id: str) -> dict[str, Any]:
+        model = self._model(run_id)
+        if model is None:
+            return {"requests": [], "total": 0}
+        waiting = model.line.waiting()
+        shown: list[Promise] = waiting[:_SHOWN_REQUESTS]
+        return {
+            "total": len(waiting),
+            "requests": [
+                {
+                    "operation": promise.operation.name,
+                    "number": promise.seq_id,
+                    "accepted_at": promise.accepted_at,
+                    "bytes": promise.place.length,
+                }
+                for promise in shown
+            ],
+        }
+
+
+def series(buckets: Any, axis: str) -> dict[str, Any]:
+    """Buckets as the lists of a plot: x, the mean, the lowest and the highest value."""
+    finite = buckets["finite"]
+    some = finite > 0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(some, buckets["total"] / finite, np.nan)
+        # A sum of huge values may overflow although their mean does not.
+        mean = np.where(np.isfinite(mean) | ~some, mean, (buckets["low"] + buckets["high"]) / 2)
+    return {
+        "x": buckets[f"{axis}_to"],
+        "y": mean,
+        "low": np.where(some, buckets["low"], np.nan),
+        "high": np.where(some, buckets["high"], np.nan),
+    }
+
+
+def _name(row: RunRow, session: SessionRow | None) -> str:
+    named = (row.user_metadata or {}).get("name")
+    if isinstance(named, str) and named:
+        return named[:200]
+    return ((session.display_name if session else None) or row.run_id)[:200]
+
+
+def _seconds(moment: datetime) -> float:
+    return moment.timestamp()
+
+
+def _number(value: float) -> float | str:
+    return value if np.isfinite(value) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else str(value)

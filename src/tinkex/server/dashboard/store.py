@@ -1,0 +1,259 @@
+"""The metrics of all runs: kept in memory for a moment, written in batches by one thread, read by others.
+
+Layout: `<data>/metrics/of-<owner>/<run>/` with `names.json`, `state.json`, and a column of files for every name. Nothing
+here waits for the disk: a step of training never does so because of the dashboard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import orjson
+
+from tinkex.engine.files import make_directory
+from tinkex.errors import InvalidInputError, TinkerError
+
+from ..quotas import Quota
+from .columns import Column
+from .thinning import POINT, Axis, Records
+
+__all__ = ["MAX_NAMES", "MetricPoint", "MetricStore", "RunMetrics", "check_name"]
+
+logger = logging.getLogger("tinkex.server")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Metrics of one run.
+MAX_NAMES: Final = 200
+#: Points of a run that wait to be written; beyond it a disk that is full or slow loses the newest.
+_MAX_WAITING: Final = 100_000
+_NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
+
+
+class MetricPoint(NamedTuple):
+    name: str
+    step: float
+    tokens: float
+    time: float
+    value: float
+
+
+def check_name(name: str, field_name: str = "metrics") -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidInputError(
+            f"the name {name!r:.80} must be 1 to 200 characters without control characters",
+            field=field_name,
+        )
+
+
+class RunMetrics:
+    """The columns of one run, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._columns: dict[str, Column] = {}
+        names = _read_json(directory / "names.json", [])
+        for number, name in enumerate(names if isinstance(names, list) else []):
+            self._columns[str(name)] = Column(directory / str(number))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    @property
+    def bytes(self) -> int:
+        return sum(column.bytes for column in list(self._columns.values()))
+
+    def count(self, name: str) -> int:
+        column = self._columns.get(name)
+        return 0 if column is None else column.count
+
+    def last(self, name: str) -> Records | None:
+        column = self._columns.get(name)
+        return None if column is None else column.last()
+
+    def read(
+        self, name: str, axis: Axis, start: float | None, end: float | None, width: int
+    ) -> Records | None:
+        column = self._columns.get(name)
+        return None if column is None else column.read(axis, start, end, width)
+
+    def append(self, points: Sequence[MetricPoint]) -> None:
+        by_name: dict[str, list[tuple[float, ...]]] = {}
+        for point in points:
+            by_name.setdefault(point.name, []).append(point[1:])
+        new = [name for name in by_name if name not in self._columns]
+        if new:
+            names = [*self._columns, *new][:MAX_NAMES]
+            make_directory(self.directory, 0o700)
+            write_json(self.directory / "names.json", names)
+            for number, name in enumerate(names):
+                if name not in self._columns:
+                    self._columns[name] = Column(self.directory / str(number))
+        for name, rows in by_name.items():
+            if name in self._columns:
+                self._columns[name].append(np.array(rows, POINT))
+
+
+@dataclass
+class _Waiting:
+    """What was reported of a run and is not written yet."""
+
+    owner: str
+    points: list[MetricPoint] = field(default_factory=list)
+    state: Mapping[str, Any] | None = None
+
+
+class MetricStore:
+    """The metrics of one service."""
+
+    def __init__(self, directory: Path, quota: Quota) -> None:
+        self._directory = directory
+        self._quota = quota
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-metrics")
+        self._runs: dict[tuple[str, str], RunMetrics] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._warned: set[str] = set()
+        #: Called on the event loop with an owner and a run when new points of it can be read.
+        self.on_written: list[Callable[[str, str], None]] = []
+
+    async def restore(self) -> None:
+        """Count what each owner has stored."""
+        for owner, size in (await asyncio.to_thread(_stored, self._directory)).items():
+            self._quota.add(owner, size)
+
+    async def stop(self) -> None:
+        await self.flush()
+        self._thread.shutdown()
+
+    def directory(self, owner: str, run_id: str) -> Path:
+        return self._directory / f"of-{owner}" / run_id.replace("/", "_")
+
+    def run(self, owner: str, run_id: str) -> RunMetrics:
+        """The metrics of a run; opening those of a long run reads a few file sizes."""
+        key = owner, run_id
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs.setdefault(key, RunMetrics(self.directory(owner, run_id)))
+        return found
+
+    def state(self, owner: str, run_id: str) -> dict[str, Any]:
+        """The last state that was set for a run."""
+        waiting = self._waiting.get(run_id)
+        if waiting is not None and waiting.state is not None:
+            return dict(waiting.state)
+        found = _read_json(self.directory(owner, run_id) / "state.json", {})
+        return found if isinstance(found, dict) else {}
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def check_room(self, owner: str, size: int) -> None:
+        self._quota.check(owner, size)
+
+    def add(
+        self,
+        owner: str,
+        run_id: str,
+        points: Iterable[MetricPoint],
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take points, and perhaps a new state, to be written soon; returns at once."""
+        waiting = self._waiting.setdefault(run_id, _Waiting(owner))
+        waiting.points.extend(points)
+        del waiting.points[_MAX_WAITING:]
+        if state is not None:
+            waiting.state = state
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write_all())
+
+    def stored(self, owner: str, run_id: str, size: int) -> None:
+        """Count what was written beside the points of a run, and tell that it can be read."""
+        self._quota.add(owner, size)
+        for notify in self.on_written:
+            notify(owner, run_id)
+
+    async def flush(self) -> None:
+        """Wait until everything so far can be read."""
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait([self._writing])
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a write of a run's files on the thread that writes them all."""
+        call = partial(work, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, {}
+            for run_id, waiting in batch.items():
+                if not self._has_room(waiting.owner, len(waiting.points) * POINT.itemsize):
+                    continue
+                try:
+                    size = await self.in_thread(self._write, run_id, waiting)
+                except OSError as error:
+                    self._warn(waiting.owner, str(error))
+                    continue
+                self.stored(waiting.owner, run_id, size)
+
+    def _has_room(self, owner: str, size: int) -> bool:
+        try:
+            self._quota.check(owner, size)
+        except TinkerError as error:
+            self._warn(owner, str(error))
+            return False
+        self._warned.discard(owner)
+        return True
+
+    def _warn(self, owner: str, why: str) -> None:
+        if owner not in self._warned:  # once: training goes on, and would repeat it with every step
+            self._warned.add(owner)
+            logger.warning("Metrics of %s are not kept: %s", owner, why)
+
+    def _write(self, run_id: str, waiting: _Waiting) -> int:
+        """Write what waits; return by how many bytes the columns have grown."""
+        run = self.run(waiting.owner, run_id)
+        before = run.bytes
+        make_directory(run.directory, 0o700)
+        run.append(waiting.points)
+        if waiting.state is not None:
+            write_json(run.directory / "state.json", waiting.state)
+        return run.bytes - before
+
+
+def _stored(directory: Path) -> dict[str, int]:
+    """The bytes of points and samples by owner; the small files beside them do not count."""
+    sizes: dict[str, int] = {}
+    for owned in directory.glob("of-*"):
+        files = [path for path in owned.rglob("*") if path.is_file() and path.suffix != ".json"]
+        sizes[owned.name.removeprefix("of-")] = sum(path.stat().st_size for path in files)
+    return sizes
+
+
+def _read_json(path: Path, default: Any) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, ValueError):  # not there, or half written when the power went
+        return default
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small file as a whole."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes(orjson.dumps(value))
+        new.replace(path)
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)

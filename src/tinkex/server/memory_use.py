@@ -1,0 +1,30 @@
+"""The memory that the processes of a service use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["memory_of"]
+
+
+def memory_of(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
+    """Resident bytes of this process, and of those of the engines on this machine."""
+    yield "service", _resident("self") or _peak()
+    if size := sum(_resident(str(engine)) for engine in engines if engine is not None):
+        yield "engine", size
+
+
+def _resident(process: str) -> int:
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+    except OSError:  # no /proc on this system, or the process has just ended
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def _peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

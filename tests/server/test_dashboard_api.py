@@ -1,0 +1,459 @@
+"""The read API of the dashboard: what was trained, logged and sampled, for the key that did it."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+
+import pytest
+
+from tinkex.server.auth import Keys
+from tinkex.server.dashboard import static
+from tinkex.server.dashboard.samples import SHOWN_CHARACTERS, SHOWN_TOKENS
+from tinkex.testing import service
+
+from .api import TINY, Api, datum
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def running():
+    with service("fake") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def api(running):
+    with Api(running.url) as user:
+        yield user
+
+
+def local(api, path, **query):
+    answer = api.http.get(f"/local/{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def log(api, run, *entries):
+    return api.post(f"training_runs/{run}/log", {"entries": list(entries)})
+
+
+def curve(api, run, name, **query):
+    return local(api, f"runs/{run}/metrics", **query)["metrics"][name]
+
+
+@pytest.fixture
+def model(api):
+    return api.model()
+
+
+# -- what the service knows itself ---------------------------------------------------------------------
+
+
+def test_every_step_is_a_point_of_each_metric(api, model):
+    losses = [model.step() for _ in range(5)]
+    found = local(api, f"runs/{model.model_id}/metrics")
+    assert {"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= set(found["names"])
+    loss = found["metrics"]["loss"]
+    assert loss["x"] == [1, 2, 3, 4, 5]
+    assert loss["y"] == pytest.approx([each / 3 for each in losses])  # three tokens of weight one
+    assert found["metrics"]["learning_rate"]["y"] == pytest.approx([0.01] * 5)
+    assert curve(api, model.model_id, "loss", axis="tokens")["x"] == [3, 6, 9, 12, 15]
+    row = local(api, f"runs/{model.model_id}")
+    assert (row["steps"], row["tokens"]) == (5, 15)
+    assert row["loss"] == pytest.approx(losses[-1] / 3)
+    assert row["spark"] == pytest.approx([each / 3 for each in losses])
+
+
+def test_passes_before_a_step_are_one_point_weighted_as_the_loss_is(api, model):
+    first = api.retrieve(model.forward_backward([datum(weights=[1, 0, 0])]))
+    second = api.retrieve(model.forward_backward([datum(weights=[0, 1, 1])]))
+    api.retrieve(model.optim_step())
+    total = sum(each["metrics"]["loss:sum"] for each in (first, second))
+    assert curve(api, model.model_id, "loss")["y"] == pytest.approx([total / 3])
+
+
+def test_a_forward_pass_is_no_training(api, model):
+    model.logprobs()
+    row = local(api, f"runs/{model.model_id}")
+    assert (row["steps"], row["tokens"], row["metrics"]) == (0, 0, [])
+
+
+def test_the_list_has_state_size_and_tags_of_every_run(api):
+    session = api.session(tags=["nightly", SCRIPT], user_metadata={"team": "blue"})
+    model = api.model(session, user_metadata={"name": SCRIPT})
+    model.step()
+    model.save("kept")
+    listed = local(api, "runs")
+    row = next(run for run in listed["runs"] if run["id"] == model.model_id)
+    assert row["name"] == SCRIPT
+    assert row["tags"] == ["nightly", SCRIPT]
+    assert (row["base_model"], row["rank"], row["owner"]) == (TINY, 8, "local")
+    assert row["state"]["kind"] == "training"
+    assert row["checkpoints"] == 1
+    assert row["bytes"] > 1000
+    assert listed["total"] >= 1
+    config = local(api, f"runs/{model.model_id}")["config"]
+    assert config["optimizer.learning_rate"] == 0.01
+    assert config["lora.rank"] == 8
+    assert config["loss"] == "cross_entropy"
+    assert config["session.team"] == "blue"
+
+
+def test_a_run_that_waits_says_for_what(api, model):
+    model.step()
+    model.next_seq += 1  # a request that never comes
+    model.send("optim_step", adam_params={})
+    row = local(api, f"runs/{model.model_id}")
+    assert row["state"]["kind"] == "waiting"
+    assert "request 3 of its client" in row["state"]["about"]
+    assert [each["number"] for each in row["queue"]["requests"]] == [4]
+
+
+def test_checkpoints_are_listed_newest_first(api, model):
+    paths = [model.save("first"), model.save("second", ttl_seconds=3600)]
+    found = local(api, f"runs/{model.model_id}/checkpoints")["checkpoints"]
+    assert [each["path"] for each in found] == paths[::-1]
+    assert found[0]["expires_at"] > found[0]["created_at"]
+    assert found[1]["expires_at"] is None
+
+
+# -- what a client logs --------------------------------------------------------------------------------
+
+
+def test_logged_metrics_are_curves_beside_those_of_the_service(api, model):
+    model.step()
+    answer = log(
+        api,
+        model.model_id,
+        {"step": 1, "metrics": {"reward": 0.25, "kl": 1e-3}},
+        {"step": 2, "metrics": {"reward": 0.5}},
+    )
+    assert answer.json() == {"metrics": 3, "samples": 0}
+    found = local(api, f"runs/{model.model_id}/metrics", names="reward\nkl")["metrics"]
+    assert found["reward"]["x"] == [1, 2]
+    assert found["reward"]["y"] == [0.25, 0.5]
+    assert list(found) == ["reward", "kl"]
+
+
+def test_values_that_are_not_finite_are_marked_and_the_curve_goes_on(api, model):
+    values = [1.0, "nan", "inf", "-inf", 2.0]
+    entries = [{"step": step, "metrics": {"loss": value}} for step, value in enumerate(values)]
+    assert log(api, model.model_id, *entries).status_code == 200
+    found = curve(api, model.model_id, "loss")
+    assert found["y"] == [1.0, None, None, None, 2.0]
+    assert found["odd"] == [[1, "NaN", 1], [2, "∞", 1], [3, "−∞", 1]]
+    assert math.isclose(local(api, f"runs/{model.model_id}")["loss"], 2.0)
+
+
+def test_long_curves_are_reduced_and_zoomed(api, model):
+    values = [math.sin(step / 50) for step in range(5_000)]
+    for start in range(0, 5_000, 1_000):
+        rows = [
+            {"step": step, "metrics": {"wave": values[step]}}
+            for step in range(start, start + 1_000)
+        ]
+        assert log(api, model.model_id, *rows).status_code == 200
+    whole = curve(api, model.model_id, "wave", width=100)
+    assert len(whole["x"]) <= 100
+    assert max(whole["high"]) == pytest.approx(max(values))
+    part = curve(api, model.model_id, "wave", start=100, end=119, width=100)
+    assert part["x"] == list(range(100, 120))
+    assert "low" not in part
+
+
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": 1 << 60}, "step"),
+        ({"metrics": {}}, "step"),
+        ({"step": 1, "metrics": {"a": "many"}}, "metrics"),
+        ({"step": 1, "metrics": {"a\u0000b": 1}}, "metrics"),
+        ({"step": 1, "metrics": {f"m{n}": 1 for n in range(201)}}, "metrics"),
+        ({"step": 1, "samples": [{"prompt": "x"}]}, "text"),
+        ({"step": 1, "samples": [{"tokens": [1, 2], "logprobs": [0.1]}]}, "logprobs"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_with_its_field(api, model, entry, field):
+    answer = log(api, model.model_id, entry)
+    assert answer.status_code in {400, 422}
+    assert field in answer.json()["detail"] + str(answer.json().get("field"))
+    assert local(api, f"runs/{model.model_id}")["metrics"] == []
+
+
+def test_a_run_that_does_not_exist_is_not_found(api):
+    assert log(api, "nobody:train:0", {"step": 1}).status_code == 404
+    for path in ("", "/metrics", "/checkpoints", "/samples", "/sample_steps", "/samples/0"):
+        answer = api.http.get(f"/local/runs/nobody:train:0{path}")
+        assert answer.status_code == 404
+        assert "nobody:train:0" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("query", ["width=1", "width=9999", "axis=price", "start=x"])
+def test_bad_plots_are_refused(api, model, query):
+    answer = api.http.get(f"/local/runs/{model.model_id}/metrics?{query}")
+    assert answer.status_code in {400, 422}
+    assert query.partition("=")[0] in answer.text
+
+
+# -- samples -------------------------------------------------------------------------------------------
+
+
+def test_samples_are_found_by_step_and_sorted_by_reward(api, model):
+    samples = [
+        {"prompt": "2+2?", "text": str(number), "reward": reward, "group": "sum"}
+        for number, reward in ((3, 0.0), (4, 1.0), (5, None))
+    ]
+    log(api, model.model_id, {"step": 1, "samples": samples}, {"step": 7, "samples": samples[:1]})
+    steps = local(api, f"runs/{model.model_id}/sample_steps")["steps"]
+    assert steps == [
+        {"step": 1, "samples": 3, "reward": 0.5},
+        {"step": 7, "samples": 1, "reward": 0.0},
+    ]
+    path = f"runs/{model.model_id}/samples"
+    assert local(api, path)["step"] == 7
+
+    def texts(**query):
+        return [sample["text"] for sample in local(api, path, step=1, **query)["samples"]]
+
+    assert texts() == ["3", "4", "5"]
+    assert texts(order="best") == ["4", "3", "5"]
+    assert texts(order="worst") == ["3", "4", "5"]
+    assert texts(limit=1, offset=1) == ["4"]
+
+
+def test_tokens_get_their_texts_from_the_tokenizer(api, model):
+    sample = {
+        "tokens": [40, 41, 42],
+        "logprobs": [-0.5, "-inf", None],
+        "alternatives": [[[40, -0.5], [43, -1.5]], [], []],
+    }
+    log(api, model.model_id, {"step": 1, "samples": [sample]})
+    found = local(api, f"runs/{model.model_id}/samples")["samples"][0]
+    assert len(found["token_texts"]) == 3
+    assert "".join(found["token_texts"]) == found["text"]
+    assert found["alternatives"][0][0] == [found["token_texts"][0], -0.5]
+
+
+def test_a_sample_of_ten_megabytes_is_cut_and_can_be_had_whole(api, model):
+    text = "ab" * (5 << 20)
+    assert log(api, model.model_id, {"step": 1, "samples": [{"text": text}]}).status_code == 200
+    found = local(api, f"runs/{model.model_id}/samples")["samples"][0]
+    assert found["cut"] is True
+    assert found["text"] == text[:SHOWN_CHARACTERS]
+    assert found["bytes"] > len(text)
+    whole = api.http.get(f"/local/runs/{model.model_id}/samples/{found['number']}")
+    assert whole.json()["text"] == text
+    assert whole.headers["content-disposition"].startswith("attachment")
+    assert api.http.get(f"/local/runs/{model.model_id}/samples/9").status_code == 404
+
+
+def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):
+    tokens = list(range(SHOWN_TOKENS + 1))
+    log(api, model.model_id, {"step": 1, "samples": [{"text": "a"}, {"tokens": tokens}]})
+    short, long = local(api, f"runs/{model.model_id}/samples")["samples"]
+    assert short["cut"] is False
+    assert long["cut"] is True
+    assert len(long["tokens"]) == len(long["token_texts"]) == SHOWN_TOKENS
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Reads the events of a service in a thread."""
+
+    def __init__(self, api):
+        self._api = api
+        self.events = []
+        self.heard = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self.heard.wait(10)
+        return self
+
+    def __exit__(self, *_):
+        self._closed.set()
+        self._thread.join(20)
+
+    def _read(self):
+        with self._api.http.stream("GET", "/local/events") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            name = ""
+            for line in stream.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    self.events.append((name, json.loads(line.removeprefix("data: "))))
+                    self.heard.set()
+                if self._closed.is_set():
+                    return
+
+    def until(self, fits):
+        for _ in range(200):
+            self.heard.clear()
+            for name, content in list(self.events):
+                if fits(name, content):
+                    return content
+            assert self.heard.wait(20), self.events
+        raise AssertionError(self.events)
+
+
+def test_a_step_is_told_to_open_pages(running, api):
+    model = api.model()
+    with Api(running.url) as page, Listener(page) as listener:
+        assert listener.events[0][0] == "hello"
+        model.step()
+
+        def shows_the_step(name, content):
+            return name == "runs" and any(
+                run["id"] == model.model_id and run["steps"] == 1 and "metrics" in run["changed"]
+                for run in content["runs"]
+            )
+
+        listener.until(shows_the_step)
+
+
+# -- playground ----------------------------------------------------------------------------------------
+
+
+def play(api, **fields):
+    answer = api.http.post("/local/playground", json={"model": TINY, "seed": 3, **fields})
+    assert answer.status_code == 200, answer.text
+    blocks = [block.split("\n") for block in answer.text.strip().split("\n\n")]
+    return [(block[0][7:], json.loads(block[1][6:])) for block in blocks]
+
+
+def test_the_playground_streams_the_text_that_the_api_samples(api, model):
+    from tokenizers import Tokenizer
+
+    from tinkex.server.service import default_cache_dir
+
+    directory = next(default_cache_dir().glob("tinkex--tiny-*"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    story = tokenizer.encode("the cat sat. ").ids * 4
+    for _ in range(10):
+        api.retrieve(model.forward_backward([datum(story[:-1], story[1:])]))
+        api.retrieve(model.optim_step(0.5))
+    path = model.save("story", "save_weights_for_sampler")
+    prompt = "the"
+    drawn = api.sampler(model_path=path).sample(
+        tokenizer.encode(prompt).ids, max_tokens=12, temperature=0.5, seed=3
+    )
+    expected = tokenizer.decode(drawn["sequences"][0]["tokens"])
+    assert expected.isascii()
+    events = play(api, model=path, prompt=prompt, max_tokens=12, temperature=0.5)
+    name, done = events[-1]
+    assert name == "done"
+    assert "".join(content["text"] for name, content in events if name == "token") == expected
+    assert (done["tokens"], done["text"]) == (12, expected)
+    assert len(done["alternatives"]) == len(done["texts"]) == 12
+    assert all(len(row) == 5 for row in done["alternatives"])
+
+
+def test_the_playground_answers_a_chat_and_plays_checkpoints(api, model):
+    model.step()
+    path = model.save("play", "save_weights_for_sampler")
+    choices = local(api, "choices")
+    assert TINY in choices["models"]
+    assert path in [each["path"] for each in choices["checkpoints"]]
+    events = play(api, model=path, messages=[{"role": "user", "content": SCRIPT}], max_tokens=3)
+    assert events[-1][0] == "done"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"prompt": "a", "model": "no/model"}, "model"),
+        ({"prompt": "a", "model": "tinker://nobody:train:0/weights/a"}, "checkpoint"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_its_field(api, fields, field):
+    answer = api.http.post("/local/playground", json={"model": TINY, **fields})
+    assert answer.status_code in {400, 404, 422}
+    assert field in answer.text
+
+
+# -- the service ---------------------------------------------------------------------------------------
+
+
+def test_the_service_page_has_engine_queue_disk_and_failures(api, model):
+    model.step()
+    failed = model.do("load_weights", path="tinker://nobody:train:0/weights/a")
+    assert "error" in failed
+    found = local(api, "service")
+    assert found["engine"]["kind"] == "fake"
+    assert found["models"][0]["name"] == TINY
+    assert found["disk"]["free"] > 0
+    assert found["usage"]["training"] >= 3
+    newest = found["failures"][0]
+    assert newest["scope"] == model.model_id
+    assert newest["message"]
+    assert "time" in found["history"]
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_page_are_compressed_and_revalidated(api):
+    for name, asset in static.assets().items():
+        answer = api.http.get(f"/static/{name}")
+        assert answer.status_code == 200
+        assert answer.headers["content-encoding"] == "gzip"
+        assert answer.content == asset.content
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        again = api.http.get(f"/static/{name}", headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../api.py", "%2e%2e/api.py", "", "static/../x"])
+def test_other_files_are_not_served(api, name):
+    assert api.http.get(f"/static/{name}").status_code == 404
+
+
+def test_all_files_together_are_small():
+    """A page on a slow line: 150 kB with everything it ever loads."""
+    assert sum(len(asset.compressed) for asset in static.assets().values()) <= 150_000
+
+
+def test_with_keys_nothing_is_read_without_one(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
+    with service("fake", keys=Keys.from_file(file)) as started:
+        with Api(started.url) as nobody:
+            for path in ("runs", "service", "events", "choices", "runs/x"):
+                assert nobody.http.get(f"/local/{path}").status_code == 401
+            assert nobody.http.post("/local/playground", json={}).status_code == 401
+            assert nobody.http.get("/", headers={"accept": "text/html"}).status_code == 200
+        with Api(started.url, "tml-ann-key-1") as ann, Api(started.url, "tml-bob-key-1") as bob:
+            model = ann.model()
+            model.step()
+            assert [run["id"] for run in local(ann, "runs")["runs"]] == [model.model_id]
+            assert local(bob, "runs")["runs"] == []
+            assert log(bob, model.model_id, {"step": 1}).status_code == 404
+            assert local(bob, "service")["owner"] == "bob"
+
+
+def test_metrics_go_on_after_a_restart(tmp_path):
+    with service("fake", data_dir=tmp_path) as started, Api(started.url) as api:
+        model = api.model()
+        first = model.step()
+        passed = api.retrieve(model.forward_backward())
+    with service("fake", data_dir=tmp_path) as started, Api(started.url) as api:
+        model.api = api
+        api.retrieve(model.optim_step())
+        found = curve(api, model.model_id, "loss")
+        assert found["x"] == [1, 2]
+        second = passed["metrics"]["loss:sum"]
+        assert found["y"] == pytest.approx([first / 3, second / 3])

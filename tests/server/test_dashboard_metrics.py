@@ -1,0 +1,207 @@
+"""Metrics on disk: every point is kept, plots are bounded, no extreme is lost, and a crash costs at most a record."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinkex.errors import InvalidInputError, RateLimitError
+from tinkex.server.dashboard.columns import FANOUT, Column
+from tinkex.server.dashboard.store import MetricPoint, MetricStore, RunMetrics, check_name
+from tinkex.server.dashboard.thinning import AXES, POINT, points_as_buckets, thinned
+from tinkex.server.quotas import Limits, Quotas
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
+
+
+def points(values, steps=None):
+    found = np.zeros(len(values), POINT)
+    found["step"] = np.arange(len(values)) if steps is None else steps
+    found["tokens"] = found["step"] * 10
+    found["time"] = found["step"] + 1e9
+    found["value"] = values
+    return found
+
+
+def column(tmp_path, values, batch=1000):
+    made = Column(tmp_path / "0")
+    everything = points(values)
+    for start in range(0, len(values), batch):
+        made.append(everything[start : start + batch])
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(FLOATS, min_size=1, max_size=300),
+    st.integers(2, 40),
+    st.sampled_from(AXES),
+    st.booleans(),
+)
+def test_thinning_keeps_extremes_counts_and_order(values, width, axis, shuffled):
+    given_points = points(values)
+    if shuffled:
+        np.random.default_rng(len(values)).shuffle(given_points)
+    found = thinned(points_as_buckets(given_points), axis, width)
+    assert 1 <= len(found) <= max(width, 1)
+    assert np.all(np.diff(found[f"{axis}_from"]) >= 0)
+    numbers = np.array(values)
+    finite = numbers[np.isfinite(numbers)]
+    assert found["finite"].sum() == len(finite)
+    assert found["nan"].sum() == np.isnan(numbers).sum()
+    assert found["above"].sum() == (numbers == math.inf).sum()
+    assert found["below"].sum() == (numbers == -math.inf).sum()
+    if len(finite):
+        assert found["low"].min() == finite.min()
+        assert found["high"].max() == finite.max()
+
+
+@pytest.mark.parametrize("count", [1, FANOUT - 1, FANOUT, FANOUT + 1, FANOUT**2 + 70, 20_000])
+def test_a_column_of_any_length_has_all_points_in_its_plot(tmp_path, count):
+    values = np.sin(np.arange(count))
+    made = column(tmp_path, values, batch=777)
+    found = made.read("step", None, None, 100)
+    assert made.count == count
+    assert len(found) <= 100
+    assert found["finite"].sum() == count
+    assert found["low"].min() == values.min()
+    assert found["high"].max() == values.max()
+    assert found["step_to"].max() == count - 1
+    assert np.isclose(found["total"].sum(), values.sum())
+
+
+def test_a_single_spike_among_a_hundred_thousand_steps_is_in_the_plot(tmp_path):
+    values = np.ones(100_000)
+    values[54_321] = 99.0
+    found = column(tmp_path, values, 50_000).read("step", None, None, 300)
+    spiked = found[found["high"] == 99.0]
+    assert len(spiked) == 1
+    assert spiked["step_from"][0] <= 54_321 <= spiked["step_to"][0]
+
+
+def test_a_short_range_of_a_long_column_is_exact(tmp_path):
+    values = np.arange(50_000, dtype=float)
+    found = column(tmp_path, values, 50_000).read("tokens", 123_450, 123_990, 200)
+    assert found["low"].tolist() == found["high"].tolist() == values[12_345:12_400].tolist()
+
+
+def test_values_that_are_not_finite_are_counted_and_do_not_hide_others(tmp_path):
+    values = [1.0, math.nan, math.inf, -math.inf, 2.0] * 100
+    found = column(tmp_path, values).read("step", None, None, 10)
+    assert found["nan"].sum() == found["above"].sum() == found["below"].sum() == 100
+    assert (found["low"].min(), found["high"].max()) == (1.0, 2.0)
+
+
+def test_reading_looks_at_few_records_however_long_the_column_is(tmp_path, monkeypatch):
+    made = column(tmp_path, np.zeros(300_000), 100_000)
+    read = []
+    at = Column._at
+
+    def counted(self, level, places, counts):
+        read.append(len(places))
+        return at(self, level, places, counts)
+
+    monkeypatch.setattr(Column, "_at", counted)
+    made.read("step", None, None, 100)
+    made.read("step", 1_000, 250_000, 100)
+    assert sum(read) < 40_000
+
+
+# -- crashes -------------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_record_is_dropped_and_the_rest_goes_on(tmp_path):
+    column(tmp_path, np.arange(200.0))
+    with (tmp_path / "0.0").open("ab") as file:
+        file.write(b"half a record")
+    again = Column(tmp_path / "0")
+    assert again.count == 200
+    again.append(points([7.0], [200]))
+    assert Column(tmp_path / "0").last()["value"] == 7.0
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
+def test_buckets_that_do_not_fit_their_points_are_made_again(tmp_path, damage):
+    values = np.arange(FANOUT**2 + 100.0)
+    whole = column(tmp_path, values).read("step", None, None, 50)
+    level = tmp_path / "0.1"
+    if damage == "missing":
+        level.unlink()
+        (tmp_path / "0.2").unlink()
+    elif damage == "short":
+        level.write_bytes(level.read_bytes()[:1000])
+    else:
+        level.write_bytes(level.read_bytes() * 2)
+    found = Column(tmp_path / "0").read("step", None, None, 50)
+    assert found.tobytes() == whole.tobytes()
+
+
+def test_a_write_that_failed_halfway_is_overwritten_by_the_next(tmp_path):
+    made = column(tmp_path, [1.0, 2.0])
+    with (tmp_path / "0.0").open("ab") as file:
+        file.write(b"\xff" * 50)  # as a full disk leaves it, while the service goes on
+    made.append(points([3.0, 4.0], [2, 3]))
+    assert made.read("step", None, None, 10)["low"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_file_of_names_that_is_damaged_costs_the_metrics_but_not_the_run(tmp_path):
+    run = RunMetrics(tmp_path)
+    run.append([MetricPoint("loss", 1, 1, 1, 0.5)])
+    assert RunMetrics(tmp_path).names == ["loss"]
+    (tmp_path / "names.json").write_bytes(b"[")
+    assert RunMetrics(tmp_path).names == []
+
+
+# -- the store -----------------------------------------------------------------------------------------
+
+
+def store(tmp_path, **limits):
+    return MetricStore(tmp_path, Quotas.of(Limits(**limits)).metric_bytes)
+
+
+def test_points_can_be_read_after_a_restart_and_are_counted(tmp_path):
+    async def go():
+        first = store(tmp_path)
+        told = []
+        first.on_written.append(lambda owner, run: told.append((owner, run)))
+        first.add("ann", "a:train:0", [MetricPoint("loss", 1, 10, 5, 0.5)], {"steps": 1})
+        assert first.state("ann", "a:train:0") == {"steps": 1}
+        await first.stop()
+        assert told == [("ann", "a:train:0")]
+        again = store(tmp_path)
+        await again.restore()
+        assert again.run("ann", "a:train:0").last("loss")["value"] == 0.5
+        assert again.state("ann", "a:train:0") == {"steps": 1}
+        assert again.run("bob", "a:train:0").names == []
+        with pytest.raises(RateLimitError):
+            again.check_room("ann", 20 << 30)
+        again.check_room("bob", 20 << 30)
+        await again.stop()
+
+    asyncio.run(go())
+
+
+def test_a_key_at_its_limit_keeps_what_it_has_and_is_warned_once(tmp_path, caplog):
+    async def go():
+        made = store(tmp_path, metric_bytes=100)
+        for step in range(10):
+            made.add("ann", "run", [MetricPoint("loss", step, 0, 0, 1.0)])
+            await made.flush()
+        assert made.run("ann", "run").count("loss") == 3
+        await made.stop()
+
+    asyncio.run(go())
+    assert [record.message for record in caplog.records if "metric_bytes" in record.message] == [
+        caplog.records[0].message
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x00", "x" * 201])
+def test_names_that_cannot_be_shown_are_refused(name):
+    with pytest.raises(InvalidInputError, match="metrics"):
+        check_name(name)
