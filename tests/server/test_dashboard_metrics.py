@@ -122,7 +122,9 @@ def test_an_incomplete_record_is_dropped_and_the_rest_goes_on(tmp_path):
     again = Column(tmp_path / "0")
     assert again.count == 200
     again.append(points([7.0], [200]))
-    assert Column(tmp_path / "0").last()["value"] == 7.0
+    last = Column(tmp_path / "0").last()
+    assert last is not None
+    assert last["value"] == 7.0
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
