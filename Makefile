@@ -54,6 +54,7 @@ chaos: install
 bench: install
 	$(BIN)/python benchmarks/foundation.py
 	$(BIN)/python benchmarks/clients.py
+	$(BIN)/python benchmarks/hops.py
 	$(BIN)/python benchmarks/local_service.py
 	$(BIN)/python benchmarks/cli.py
 	$(BIN)/python benchmarks/telemetry.py

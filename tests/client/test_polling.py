@@ -11,6 +11,7 @@ import pytest
 
 import tinkex
 from tinkex import types
+from tinkex._client.queue_state import observer_of
 from tinkex._wire import proto_codec
 from tinkex.errors import (
     APIConnectionError,
@@ -69,7 +70,8 @@ class Polls:
         session = self._make(clock=self.clock, **options).holder
         request = types.OptimStepRequest(optim_params=types.AdamParams(), model_id="m", seq_id=1)
         deadline = session.deadline(timeout)
-        work = session.run("optim_step", request, observers=observers, deadline=deadline)
+        called = tuple(map(observer_of, observers))  # as the public methods do
+        work = session.run("optim_step", request, observers=called, deadline=deadline)
         future: tinkex.APIFuture[types.OptimStepResponse] = session.submit(work)
         return future
 

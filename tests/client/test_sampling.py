@@ -567,6 +567,22 @@ def test_progress_timeout_counts_from_the_last_progress(server, service, clock):
     assert slow.result(10).sequences[0].tokens == [9]
 
 
+def test_a_finished_sample_is_freed_without_the_garbage_collector(server, service):
+    server.on(SAMPLE, promise("s"))
+    server.on_future("s", sampled(7))
+    sampler = new_sampler(service())
+    sample(sampler).result(10)
+    gc.disable()
+    try:
+        drawn = sample(sampler)
+        drawn.result(10)
+        left = weakref.ref(drawn)
+        del drawn
+        until(lambda: left() is None)
+    finally:
+        gc.enable()
+
+
 # -- limits --------------------------------------------------------------------------------------
 
 

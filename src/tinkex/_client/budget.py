@@ -61,7 +61,8 @@ class Budget:
 
     def give_back(self, cost: float) -> None:
         self._balance += cost
-        self._serve()
+        if self._waiters:
+            self._serve()
 
     def _serve(self) -> None:
         while self._waiters and self._balance >= 0:

@@ -146,17 +146,14 @@ def check_seconds(name: str, value: Any) -> float:
 _LONG: Final = 86_400.0
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: Any) -> None:
     """Refuse a timeout that is not a number of seconds; warn if it was probably meant in milliseconds."""
-    if timeout is None:
-        return None
     seconds = check_seconds("timeout", timeout)
     if seconds > _LONG:
         hours = seconds / 3600
         warnings.warn(
             f"timeout={seconds:.0f} is {hours:.0f} hours: timeouts are in seconds", stacklevel=4
         )
-    return seconds
 
 
 def check_sampling_params(params: Any) -> SamplingParams:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 from urllib.parse import quote, urlsplit
 
 import httptools
@@ -49,6 +49,9 @@ class _StaleConnectionError(ConnectionError):
     """A kept-alive connection was closed before any byte of the answer arrived; another connection is tried."""
 
 
+Answer: TypeAlias = Coroutine[Any, Any, HTTP1Response]
+
+
 class HTTP1Client:
     """Sends requests over kept-alive connections. Used on one event loop only."""
 
@@ -59,21 +62,18 @@ class HTTP1Client:
         self._open: set[_Connection] = set()
         self._closed = False
 
-    async def get(self, url: str, headers: Mapping[str, str]) -> HTTP1Response:
-        return await self._request("GET", url, headers, None)
+    # Not coroutines: while an answer is awaited, `_request` is the only frame of this client.
+    def get(self, url: str, headers: Mapping[str, str]) -> Answer:
+        return self._request("GET", url, headers, None)
 
-    async def post(
-        self, url: str, headers: Mapping[str, str], content: bytes | None = None
-    ) -> HTTP1Response:
-        return await self._request("POST", url, headers, content or b"")
+    def post(self, url: str, headers: Mapping[str, str], content: bytes | None = None) -> Answer:
+        return self._request("POST", url, headers, content or b"")
 
-    async def put(
-        self, url: str, headers: Mapping[str, str], content: bytes | None = None
-    ) -> HTTP1Response:
-        return await self._request("PUT", url, headers, content or b"")
+    def put(self, url: str, headers: Mapping[str, str], content: bytes | None = None) -> Answer:
+        return self._request("PUT", url, headers, content or b"")
 
-    async def delete(self, url: str, headers: Mapping[str, str]) -> HTTP1Response:
-        return await self._request("DELETE", url, headers, None)
+    def delete(self, url: str, headers: Mapping[str, str]) -> Answer:
+        return self._request("DELETE", url, headers, None)
 
     @asynccontextmanager
     async def stream(
@@ -88,7 +88,7 @@ class HTTP1Client:
         It uses its own connection, so the caller may be on another event loop than other requests.
         """
         origin, head = self._prepare(method, url, headers, content)
-        connection = await self._connect(origin)
+        connection = await self._open_connection(origin)
         try:
             response = await connection.stream(head, content)
             encoding = response.headers.get("content-encoding", "identity")
@@ -120,25 +120,17 @@ class HTTP1Client:
         self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
     ) -> HTTP1Response:
         origin, head = self._prepare(method, url, headers, content)
-        while origin.idle:
+        while True:
+            kept = bool(origin.idle)
+            connection = origin.idle.pop() if kept else await self._connect(origin)
             try:
-                return await self._exchange(origin.idle.pop(), origin, head, content)
-            except _StaleConnectionError:
-                continue  # the service closed it while it was idle: try the next one
-        connection = await self._connect(origin)
-        self._open.add(connection)
-        connection.on_lost = self._forget
-        connection.origin = origin
-        return await self._exchange(connection, origin, head, content)
-
-    async def _exchange(
-        self, connection: _Connection, origin: _Origin, head: bytes, content: bytes | None
-    ) -> HTTP1Response:
-        try:
-            response = await connection.exchange(head, content)
-        except BaseException:
-            connection.close()  # also if cancelled: the unread answer may still arrive
-            raise
+                response: HTTP1Response = await connection.exchange(head, content)
+                break
+            except BaseException as error:
+                connection.close()  # also if cancelled: the unread answer may still arrive
+                if kept and isinstance(error, _StaleConnectionError):
+                    continue  # the service closed it while it was idle: try the next one
+                raise
         if connection.reusable and len(origin.idle) < self._max_idle:
             origin.idle.append(connection)
         else:
@@ -171,6 +163,14 @@ class HTTP1Client:
             raise InvalidInputError("a header is not Latin-1 text", field="headers") from None
 
     async def _connect(self, origin: _Origin) -> _Connection:
+        """A new connection that is kept after its first exchange."""
+        connection = await self._open_connection(origin)
+        self._open.add(connection)
+        connection.on_lost = self._forget
+        connection.origin = origin
+        return connection
+
+    async def _open_connection(self, origin: _Origin) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout) as limit:
@@ -225,23 +225,16 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         self.on_lost: Any = None
 
-    async def exchange(self, head: bytes, content: bytes | None) -> HTTP1Response:
-        self._begin(head, content)
-        assert self._answer is not None
-        response: HTTP1Response = await self._answer
-        return response
-
     async def stream(self, head: bytes, content: bytes | None) -> HTTP1Stream:
         self._stream = HTTP1Stream(self)
-        self._begin(head, content)
-        assert self._answer is not None
-        opened: HTTP1Stream = await self._answer
+        opened: HTTP1Stream = await self.exchange(head, content)
         return opened
 
-    def _begin(self, head: bytes, content: bytes | None) -> None:
+    def exchange(self, head: bytes, content: bytes | None) -> asyncio.Future[Any]:
+        """Send a request; the future is its answer."""
         if self._closed or self._transport is None:
             raise _StaleConnectionError("the connection is closed")
-        self._answer = asyncio.get_running_loop().create_future()
+        answer = self._answer = asyncio.get_running_loop().create_future()
         self._headers, self._body = {}, []
         self._heard = self._in_body = self.reusable = False
         self._exchanges += 1
@@ -252,6 +245,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._transport.write(head)
             self._transport.write(content)
+        return answer
 
     def close(self) -> None:
         if not self._closed and self._transport is not None:

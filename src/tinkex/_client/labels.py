@@ -48,6 +48,8 @@ class Labels:
             return await send(self._fitting(name, request))
 
     def _fitting(self, name: str, request: BaseModel) -> BaseModel:
+        if not self._refused:
+            return request
         dropped = {field: None for operation, field in self._refused if operation == name}
         return request.model_copy(update=dropped) if dropped else request
 

@@ -25,7 +25,8 @@ from tinkex.types import (
 
 from .budget import Budget, Lease, slots
 from .retry import RetryConfig, SampleRetryPolicy
-from .sampling import UNLIMITED, StuckWatch
+from .samples import UNLIMITED
+from .stuck import StuckWatch
 
 __all__ = [
     "PROTO_SUPPORTED_TYPES",

@@ -13,7 +13,7 @@ from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types import EmptyRequest, UntypedAPIFuture
 
 from .http import HTTPClient
-from .queue_state import Observer
+from .queue_state import Observer, observer_of
 from .responses import APIResponse
 from .runtime import APIFuture
 from .session import Session, refusing_bad_values
@@ -48,7 +48,7 @@ class OperationsClient:
         if not row.queued:
             return session.start_call(name, checked, path=path, timeout=timeout)
         deadline = session.deadline(timeout)
-        observers = () if queue_state_observer is None else (queue_state_observer,)
+        observers = () if queue_state_observer is None else (observer_of(queue_state_observer),)
         return session.start(
             name,
             lambda: session.run(name, checked, observers=observers, deadline=deadline),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -61,14 +61,15 @@ class Parts:
 
     sizes: Sequence[int]
     backward: bool
-    pass_id: str = field(default_factory=lambda: secrets.token_hex(8))
     accepted: int = 0
     tagged: int = 0  # accepted requests whose tag the service understood
+    pass_id: str = ""
 
     def headers(self, index: int) -> dict[str, str]:
         """The tag of one request. Forward passes and passes of one request need none."""
         if not self.backward or len(self.sizes) == 1:
             return {}
+        self.pass_id = self.pass_id or secrets.token_hex(8)
         return {PASS_HEADER: str(PassPart(self.pass_id, index, len(self.sizes)))}
 
     def note(self, answer: Mapping[str, str]) -> None:

@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -56,7 +56,7 @@ from tinkex.types import (
     UntypedAPIFuture,
 )
 
-from .budget import Budget, Lease
+from .budget import Budget
 from .poll_policy import (
     FIRST_PAUSED_WAIT,
     FIRST_WAIT,
@@ -81,85 +81,89 @@ _RETRIEVE_IN: Final = {
 
 @dataclass(slots=True)
 class Poll(Generic[R]):
-    """Waits for one promise. Times are those of the transport's clock."""
+    """Waits for one promise, once. Times are those of the transport's clock.
+
+    It is the retry policy of its own polls: `PollPolicy` decides, and is created when the first poll does not bring
+    the result.
+    """
 
     transport: Transport
     operation: Operation[R]
     promise: UntypedAPIFuture
     room: Budget
-    watch: QueueWatch = field(default_factory=QueueWatch)
+    watch: QueueWatch
     deadline: float | None = None
     promise_seconds: float | None = None
     size: int | None = None  # of the result in bytes, if already known
     poll_backoff: PollBackoffOption | None = None  # None: use the configured one
 
+    started: float = 0.0
+    polls: int = 0
+    held: int | None = None  # bytes of the room that the result takes
+    last_error: TinkerError | None = None
+    notice: int = 0  # the number of this wait in the notices
+    policy: PollPolicy | None = None
+
     async def result(self) -> R:
         """Poll until the result is there. At the deadline, raise APITimeoutError with the last error as cause."""
-        now = self.transport.clock.monotonic()
-        state = _Progress(now)
+        clock, notices = self.transport.clock, self.transport.notices
+        self.started = clock.monotonic()
         if wants(FutureSubmitted):
             self._tell(FutureSubmitted, self.promise_seconds)
-        notices = self.transport.notices
-        state.notice = notices.expect(self.operation.name, self.promise.request_id)
+        self.notice = notices.expect(self.operation.name, self.promise.request_id)
         try:
-            result = await self._result(state)
+            if self.size is not None:
+                await self._hold(self.size)
+            result = await retrying(self._poll_once, self, clock, self._tell_waiting)
         except BaseException as error:
+            late = self._timeout() if self._ended_by_deadline(error) else None
             if wants(FutureEvent):
-                self._tell_failed(error, state)
+                self._tell_failed(late or error)
+            if late is not None:
+                raise late from self.last_error
             raise
         finally:
-            notices.end(state.notice)
+            notices.end(self.notice)
+            if self.held is not None:
+                self.room.give_back(self.held)
         if wants(FutureCompleted):
-            self._tell(FutureCompleted, self._elapsed(state), state.iteration)
+            self._tell(FutureCompleted, self._elapsed(), self.polls)
         return result
 
-    async def _result(self, state: _Progress) -> R:
-        with Lease() as lease:
-            if self.size is not None:
-                state.reserved = True
-                await lease.take(self.room, self.size)
-            policy = self._policy()
-            try:
-                return await retrying(
-                    lambda _: self._poll_once(lease, state),
-                    policy,
-                    self.transport.clock,
-                    partial(self._tell_waiting, state, policy),
-                )
-            except (NotYetError, TinkerError):
-                if policy.out_of_time:
-                    raise self._timeout(state) from state.last_error
-                raise
+    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
+        if self.policy is None:
+            self.policy = self._policy(tried.elapsed)
+        return self.policy.wait_before_retry(error, tried)
 
-    def _policy(self) -> PollPolicy:
+    def _policy(self, elapsed: float) -> PollPolicy:
         transport, chosen = self.transport, self.poll_backoff
         if chosen is None:
             chosen = transport.config.poll_backoff
         return PollPolicy(
             transport.billing_window,
-            None if self.deadline is None else self.deadline - transport.clock.monotonic(),
+            None if self.deadline is None else self._time_left(self.deadline) + elapsed,
             None if chosen in (None, False, "none") else partial(poll_delay, chosen),
         )
 
-    async def _poll_once(self, lease: Lease, state: _Progress) -> R:
+    async def _poll_once(self, _: int) -> R:
         """Return the result if it is ready; otherwise raise the answer as an error."""
         try:
-            response = await self._ask(state)
+            response = await self._ask()
         except APIConnectionError as error:
             if not self._out_of_time():  # otherwise our own deadline cut the poll short
-                state.last_error = error
+                self.last_error = error
             raise
         if wants(FuturePolled):
-            self._tell(FuturePolled, state.iteration - 1, response.status)
+            self._tell(FuturePolled, self.polls - 1, response.status)
         if response.status != 200:
-            raise self._refusal(response, state)
+            raise self._refusal(response)
         if _is_proto(response):
             return self._read_binary(response)
         body = self._parse(response)
         if _is_pending(body):
             raise self._not_finished(body)
         if body.get("status") == "complete_metadata":
-            await self._reserve(body, lease, state, response)
+            await self._hold(self._announced_size(body, response))
             raise NotFinishedError(first=0.0)  # the work is done; the next poll fetches the result
         return self._read(body, response)
 
@@ -169,46 +173,53 @@ class Poll(Generic[R]):
         about = self.promise.request_id, self.operation.request_type or self.operation.name
         tell(partial(kind, *about, *facts, metadata=current_metadata()))
 
-    def _tell_failed(self, error: BaseException, state: _Progress) -> None:
-        ended = self._elapsed(state), state.iteration
+    def _tell_failed(self, error: BaseException) -> None:
+        ended = self._elapsed(), self.polls
         if isinstance(error, TinkerError):
             why = error.status_code, error.category.value, type(error).__name__
             self._tell(_failure(error), *ended, *why)
         else:
             self._tell(FutureCancelled, *ended)
 
-    def _elapsed(self, state: _Progress) -> float:
-        return self.transport.clock.monotonic() - state.started
+    def _elapsed(self) -> float:
+        return self.transport.clock.monotonic() - self.started
 
     # -- asking ------------------------------------------------------------------------------
 
-    async def _ask(self, state: _Progress) -> RawResponse:
-        body = orjson.dumps(
-            {"request_id": self.promise.request_id, "allow_metadata_only": not state.reserved}
-        )
+    def _ask(self) -> Awaitable[RawResponse]:
+        transport, row = self.transport, self.operation
+        body = {"request_id": self.promise.request_id, "allow_metadata_only": self.held is None}
         headers = {
             "content-type": "application/json",
-            "accept": _ACCEPT_BINARY if self.operation.binary_result else "application/json",
-            "x-idempotency-key": self.transport.new_idempotency_key(),
-            "x-tinker-request-type": self.operation.request_type or "",
-            "x-tinker-request-iteration": str(state.iteration),
+            "accept": _ACCEPT_BINARY if row.binary_result else "application/json",
+            "x-idempotency-key": transport.new_idempotency_key(),
+            "x-tinker-request-type": row.request_type or "",
+            "x-tinker-request-iteration": str(self.polls),
             "x-stainless-raw-response": "raw",
         }
-        if state.iteration == 0 and self.promise_seconds is not None:
+        if self.polls == 0 and self.promise_seconds is not None:
             headers["x-tinker-create-promise-roundtrip-time"] = str(self.promise_seconds)
-        state.iteration += 1
-        url = self.transport.url(_RETRIEVE.path)
-        row = _RETRIEVE_IN[self.operation.poll_pool]
-        return await self.transport.exchange(row, url, headers, body, deadline=self.deadline)
+        self.polls += 1
+        retrieve, url = _RETRIEVE_IN[row.poll_pool], transport.url(_RETRIEVE.path)
+        return transport.exchange(
+            retrieve, url, headers, orjson.dumps(body), deadline=self.deadline
+        )
 
     def _out_of_time(self) -> bool:
-        return self.deadline is not None and self.transport.clock.monotonic() >= self.deadline
+        return self.deadline is not None and self._time_left(self.deadline) <= 0
 
-    def _timeout(self, state: _Progress) -> APITimeoutError:
+    def _time_left(self, deadline: float) -> float:
+        return deadline - self.transport.clock.monotonic()
+
+    def _ended_by_deadline(self, error: BaseException) -> bool:
+        late = self.policy is not None and self.policy.out_of_time
+        return late and isinstance(error, NotYetError | TinkerError)
+
+    def _timeout(self) -> APITimeoutError:
         return APITimeoutError(
             HTTPRequest("POST", _RETRIEVE.path),
             f"{self._name} did not finish before the timeout; it continues on the service"
-            + (f". Last error: {state.last_error}" if state.last_error else ""),
+            + (f". Last error: {self.last_error}" if self.last_error else ""),
         )
 
     @property
@@ -260,17 +271,19 @@ class Poll(Generic[R]):
 
     # -- waiting -----------------------------------------------------------------------------
 
-    async def _reserve(
-        self, body: dict[str, Any], lease: Lease, state: _Progress, response: RawResponse
-    ) -> None:
+    async def _hold(self, size: int) -> None:
+        """Wait until the room has space for the result."""
+        await self.room.take(size)
+        self.held = size
+
+    def _announced_size(self, body: dict[str, Any], response: RawResponse) -> int:
         size = body.get("response_payload_size")
-        if state.reserved or not isinstance(size, int) or size < 0:
+        if self.held is not None or not isinstance(size, int) or size < 0:
             raise self._misunderstood(
                 response,
                 DecodeError(f"unexpected size {size!r:.80}", field="response_payload_size"),
             )
-        state.reserved = True
-        await lease.take(self.room, size)
+        return size
 
     def _not_finished(self, body: Mapping[str, Any]) -> NotFinishedError:
         state = self.watch.see(body, self.promise.request_id)
@@ -281,50 +294,37 @@ class Poll(Generic[R]):
             first=FIRST_PAUSED_WAIT if slow else FIRST_WAIT,
         )
 
-    def _refusal(self, response: RawResponse, state: _Progress) -> Exception:
+    def _refusal(self, response: RawResponse) -> Exception:
         """The error to raise for an answer with an error status."""
         error = self.transport.error(_RETRIEVE, self.transport.url(_RETRIEVE.path), response)
         error.request_id = self.promise.request_id
         if response.status == 408 and isinstance(error.body, Mapping) and _is_pending(error.body):
             return self._not_finished(error.body)
         self.watch.see(error.body, self.promise.request_id)
-        state.last_error = error
+        self.last_error = error
         return error
 
-    def _tell_waiting(
-        self, state: _Progress, policy: PollPolicy, error: Any, tried: Tried, wait: float
-    ) -> None:
+    def _tell_waiting(self, error: Exception, tried: Tried, wait: float) -> None:
         """Report why the result is not ready, with the message of the last answer."""
-        notices = self.transport.notices
-        if policy.series is Series.NOT_YET:
-            notices.explain(state.notice, "")
+        notices, policy = self.transport.notices, self.policy
+        if policy is None or policy.series is Series.NOT_YET or not isinstance(error, TinkerError):
+            notices.explain(self.notice, "")
             return
         if policy.series in {Series.BUSY, Series.UNPAID}:
-            notices.explain(state.notice, f"its last answer was: {error}")
+            notices.explain(self.notice, f"its last answer was: {error}")
             if wants(Throttled):
                 emit(Throttled(wait, str(error), metadata=current_metadata()))
             notices.paused(self._name, f"{error}; asking again in {wait:.1f} s")
             return
         notices.explain(
-            state.notice, f"{policy.failed} polls in a row failed, the last with: {error}"
+            self.notice, f"{policy.failed} polls in a row failed, the last with: {error}"
         )
         limit = f"giving up after {GIVE_UP_AFTER / 3600:.0f} h without a useful answer"
         if self.deadline is not None:
-            left = self.deadline - self.transport.clock.monotonic()
+            left = self._time_left(self.deadline)
             limit = f"giving up when the call's own timeout ends in {left:.0f} s"
         silent = tried.elapsed - policy.last_useful
         notices.retry(self._name, error, policy.failed - 1, silent, wait, limit)
-
-
-@dataclass(slots=True)
-class _Progress:
-    """State of one poll loop."""
-
-    started: float
-    iteration: int = 0
-    reserved: bool = False
-    last_error: TinkerError | None = None
-    notice: int = 0
 
 
 def _is_pending(body: Mapping[str, Any]) -> bool:

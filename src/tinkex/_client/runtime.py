@@ -61,11 +61,25 @@ class _Mailbox:
             if self._woken:
                 return
             self._woken = True
+        own = _shared.loop
+        if own is not None and own is not loop and threading.get_ident() == _shared.thread_id:
+            own.call_soon(self._wake)  # once for all results of this turn of our loop
+        elif not self._wake():
+            raise RuntimeError("the event loop is closed")
+
+    def _wake(self) -> bool:
+        """Wake the loop, which costs a system call. Returns False if it is closed: no task waits there."""
+        loop = self._loop()
         try:
-            loop.call_soon_threadsafe(self._deliver)
+            if loop is not None:
+                loop.call_soon_threadsafe(self._deliver)
+                return True
         except RuntimeError:
+            pass
+        with self._lock:
             self._calls.clear()
-            raise
+            self._woken = False
+        return False
 
     def _deliver(self) -> None:
         with self._lock:
@@ -119,6 +133,8 @@ class APIFuture(concurrent.futures.Future[T]):
         return super().exception(timeout)
 
     def _wait_attentively(self, timeout: float | None) -> None:
+        if self.done():
+            return
         self._check_waiting_helps(blocking=True)
         if timeout is None:
             with self._condition:
@@ -134,7 +150,7 @@ class APIFuture(concurrent.futures.Future[T]):
         return True
 
     def _check_waiting_helps(self, *, blocking: bool) -> None:
-        if blocking and threading.get_ident() == _runtime_thread() and not self.done():
+        if blocking and threading.get_ident() == _shared.thread_id and not self.done():
             raise WrongThreadError(
                 "Blocking on a future on tinkex's own thread would deadlock; await the future, or call "
                 "result() on another thread."
@@ -277,13 +293,9 @@ class Runtime:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._mailbox: _Mailbox | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def thread_id(self) -> int | None:
-        return self._thread.ident if self._thread else None
+        self.thread_id: int | None = None
 
     def submit(
         self,
@@ -293,15 +305,14 @@ class Runtime:
         context: Context | None = None,
     ) -> APIFuture[T]:
         """Run `work` on the loop and set its result or exception on the future."""
-        self.post(self._start, work, future, group, context)
+        mailbox = self._mailbox or self._ensure_started()
+        mailbox.post(self._start, work, future, group, context)
         return future
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
         """Schedule `call(*args)` on the loop."""
-        if self._mailbox is None:
-            self._ensure_started()
-        assert self._mailbox is not None
-        self._mailbox.post(call, *args)
+        mailbox = self._mailbox or self._ensure_started()
+        mailbox.post(call, *args)
 
     def _start(
         self,
@@ -317,30 +328,22 @@ class Runtime:
         assert self.loop is not None
         task = self.loop.create_task(work, context=context)
         group.futures[task] = future
-
-        def deliver(done: asyncio.Task[T]) -> None:
-            group.futures.pop(done, None)
-            _deliver(done, future)
-
-        task.add_done_callback(deliver)
+        running = _Running(self, task, group)
+        task.add_done_callback(running.deliver)
         if future._cancel_with_waiter:
+            future.add_done_callback(running.give_up)
 
-            def give_up(_: concurrent.futures.Future[T]) -> None:
-                if not task.done():  # the future was cancelled or timed out
-                    self.post(task.cancel)
-
-            future.add_done_callback(give_up)
-
-    def _ensure_started(self) -> None:
+    def _ensure_started(self) -> _Mailbox:
         with self._lock:
-            if self._thread is not None:
-                return
-            self.loop = _new_event_loop()
-            self._thread = threading.Thread(
-                target=self._run, args=(self.loop,), name="tinkex", daemon=True
-            )
-            self._thread.start()
-            self._mailbox = _mailbox_of(self.loop)
+            if self._mailbox is None:
+                self.loop = _new_event_loop()
+                thread = threading.Thread(
+                    target=self._run, args=(self.loop,), name="tinkex", daemon=True
+                )
+                thread.start()
+                self.thread_id = thread.ident
+                self._mailbox = _mailbox_of(self.loop)
+            return self._mailbox
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -356,13 +359,31 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _deliver(task: asyncio.Task[T], future: APIFuture[T]) -> None:
-    if task.cancelled():
-        future.cancel()
-    elif (error := task.exception()) is not None:
-        fail(future, error)
-    else:
-        deliver_result(future, task.result())
+class _Running:
+    """A task on the loop. It knows the future only by its group: a reference would be a cycle."""
+
+    __slots__ = ("_group", "_runtime", "_task")
+
+    def __init__(self, runtime: Runtime, task: asyncio.Task[Any], group: TaskGroup) -> None:
+        self._runtime, self._group = runtime, group
+        self._task: asyncio.Task[Any] | None = task
+
+    def deliver(self, task: asyncio.Task[Any]) -> None:
+        """The task has ended: settle its future."""
+        self._task = None  # the caller may keep the future for long
+        future = self._group.futures.pop(task)
+        if task.cancelled():
+            future.cancel()
+        elif (error := task.exception()) is not None:
+            fail(future, error)
+        else:
+            deliver_result(future, task.result())
+
+    def give_up(self, _: concurrent.futures.Future[Any]) -> None:
+        """The future was cancelled or timed out: cancel a task that still runs."""
+        task = self._task
+        if task is not None and not task.done():
+            self._runtime.post(task.cancel)
 
 
 def deliver_result(future: APIFuture[T], result: T) -> None:
@@ -420,7 +441,3 @@ _shared = Runtime()
 def runtime() -> Runtime:
     """The shared runtime of this process."""
     return _shared
-
-
-def _runtime_thread() -> int | None:
-    return _shared.thread_id

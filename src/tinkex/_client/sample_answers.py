@@ -29,11 +29,9 @@ def check_answered(fields: Mapping[str, Any], result: SampleResponse) -> None:
         )
 
 
-def lacks_alternatives(fields: Mapping[str, Any], result: SampleResponse) -> bool:
-    """Whether `topk_sample_logprobs` was requested but no sequence has any. The samples are still valid."""
-    return bool(fields.get("topk_sample_logprobs")) and all(
-        sequence.topk_logprobs_np is None for sequence in result.sequences
-    )
+def lacks_alternatives(result: SampleResponse) -> bool:
+    """Whether no sequence has the requested `topk_sample_logprobs`. The samples are still valid."""
+    return all(sequence.topk_logprobs_np is None for sequence in result.sequences)
 
 
 def with_first_logprob(prompt: ModelInput, result: SampleResponse) -> None:

@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
-import itertools
-import secrets
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from tinkex._retry import Clock, Tried, retrying
-from tinkex._wire import json_codec
+from tinkex._retry import retrying
 from tinkex._wire.operations import operation
 from tinkex._wire.sse import SSEDecoder
 from tinkex.config import Config
 from tinkex.errors import (
-    APIConnectionError,
     APIResponseValidationError,
-    APITimeoutError,
-    BillingError,
     ClientClosedError,
     InvalidInputError,
     InvalidPathError,
     NotFoundError,
-    RateLimitError,
-    TinkerError,
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import (
     ClientCall,
     add_metadata,
     attempt_events,
-    current_call,
-    current_metadata,
 )
-from tinkex.telemetry.events import Event, HttpEvent, SampleStop, Throttled
+from tinkex.telemetry.events import Event, SampleStop
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
-    CancelFutureRequest,
     CreateSamplingSessionRequest,
-    JoinSamplingSessionRequest,
     ModelInput,
     QueueState,
     SampleRequest,
@@ -53,20 +39,16 @@ from tinkex.types import (
     SampleStreamChunk,
     SamplingParams,
     TensorData,
-    UntypedAPIFuture,
 )
 from tinkex.types.paths import SCHEME, ParsedCheckpointTinkerPath
 
 from ._generated import SamplingClientMethods
 from .auth import config_for_handle
-from .batch_polling import BatchPoller
-from .budget import Budget, backoff_after_429, slots
 from .checks import check_count, check_extensions, check_retry_config, check_sampling_params
 from .chunking import input_bytes, known_tokens
 from .notices import logger
-from .polling import Poll
-from .queue_state import Observer, QueueLogger, QueueWatch, observer_of
-from .retry import RetryConfig, SampleRetryPolicy, ThrottlePolicy
+from .queue_state import Observer, QueueLogger, observer_of
+from .retry import RetryConfig
 from .runtime import (
     APIFuture,
     SampleFuture,
@@ -77,6 +59,7 @@ from .runtime import (
 )
 from .sample_answers import check_answered, lacks_alternatives, with_first_logprob
 from .sample_stream import SampleEvents
+from .samples import ASAMPLE, Sample, SampleNumbers, SamplerState
 from .session import Session
 from .tokenizer_files import loadable_tokenizer
 from .tokenizers import load_tokenizer
@@ -86,14 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SamplingClient", "open_sampling_session"]
 
-_ASAMPLE: Final = operation("asample")
 _STREAM: Final = operation("stream_sample")
-_HEADERS: Final = {"content-type": "application/json", "x-tinker-sampling-backpressure": "1"}
-#: A copy of a client in another process numbers its requests from a multiple of this, so that the numbers do not collide.
-_CLONE_STRIDE: Final = 1_000_000_000
-#: Seconds between two checks whether any request in flight makes progress.
-_STUCK_CHECK: Final = 60.0
-UNLIMITED: Final = 1_000_000_000
 
 
 # The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
@@ -115,14 +91,12 @@ class SamplingClient(SamplingClientMethods):
     ) -> None:
         self._session = holder
         self._sampling_session_id = sampling_session_id
-        self._shadow = shadow
         self._retry_config = check_retry_config(retry_config)
         self._record_stability_info = record_stability_info
         self._queue_logger = QueueLogger("Sampling", sampling_session_id, holder.clock.monotonic)
         self._observers: tuple[Observer, ...] = (self._report_queue_state,)
-        self._seq_ids: itertools.count[int] | None = None if shadow else itertools.count()
-        self._joining: asyncio.Lock | None = None
-        self._state: _SamplerState | None = None
+        self._numbers = SampleNumbers(holder, sampling_session_id, shadow=shadow)
+        self._state: SamplerState | None = None
         self._base_model: str | None = None
         self._model_id: str | None = None  # the training run whose weights are sampled
         self._metadata: Mapping[str, Any] | None = None
@@ -132,8 +106,9 @@ class SamplingClient(SamplingClientMethods):
 
     def _begin_anew(self) -> None:
         """In a forked child: behave like a pickled copy, with its own range of request numbers."""
-        leave_behind(self._state, self._joining)
-        self._seq_ids = self._joining = self._state = None
+        leave_behind(self._state, self._numbers)
+        self._numbers = SampleNumbers(self._session, self._sampling_session_id, shadow=True)
+        self._state = None
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
@@ -412,142 +387,31 @@ class SamplingClient(SamplingClientMethods):
         session = self._session
         await session.opened()
         check_extensions(fields["sampling_params"], session.flags)
-        session.transport.admit(_ASAMPLE.pool)
+        session.transport.admit(ASAMPLE.pool)
         state = self._state or self._create_state()
-        sample = _Sample(state, fields, weight, deadline)
+        sample = Sample(state, fields, weight, deadline, self._observers)
         with state.watching():
             result = await retrying(
-                partial(self._attempt, sample),
-                sample,
-                session.clock,
-                partial(self._tell_waiting, state),
-                deadline,
-                attempt_events,
+                sample.attempt, sample, session.clock, sample.tell_waiting, deadline, attempt_events
             )
         state.progressed()
         check_answered(fields, result)
-        with_first_logprob(fields["prompt"], result)
-        if lacks_alternatives(fields, result) and not self._warned_of_alternatives:
+        if result.prompt_logprobs_np is not None:
+            with_first_logprob(fields["prompt"], result)
+        if fields.get("topk_sample_logprobs") and lacks_alternatives(result):
+            self._warn_of_alternatives()
+        return result
+
+    def _warn_of_alternatives(self) -> None:
+        if not self._warned_of_alternatives:
             self._warned_of_alternatives = True
             logger.warning(
                 "The service ignores topk_sample_logprobs: its samples lack these logprobs."
             )
-        return result
 
-    def _create_state(self) -> _SamplerState:
-        flags = self._session.flags
-        asked = self._retry_config or RetryConfig(
-            max_connections=flags.sample_max_concurrent_requests
-        )
-        config = replace(  # the service can switch these off, but not on
-            asked,
-            enable_retry_logic=asked.enable_retry_logic and not flags.sample_no_retries,
-            enable_stuck_detection=asked.enable_stuck_detection
-            and flags.sample_enable_stuck_detection,
-        )
-        self._state = _SamplerState(self._session, config, asked, self._sampling_session_id)
+    def _create_state(self) -> SamplerState:
+        self._state = SamplerState(self._session, self._numbers, self._retry_config)
         return self._state
-
-    def _tell_waiting(
-        self, state: _SamplerState, error: TinkerError, tried: Tried, wait: float
-    ) -> None:
-        if isinstance(error, RateLimitError):
-            return  # `_slow_down` has already notified the user
-        limit = f"giving up after {state.progress_timeout:.0f} s without progress"
-        if isinstance(error, BillingError):
-            limit = f"giving up {state.policy.billing_window:.0f} s after the first"
-        notices = self._session.transport.notices
-        notices.retry("sample", error, tried.attempt, tried.elapsed, wait, limit)
-
-    async def _attempt(self, sample: _Sample, _: int) -> SampleResponse:
-        """Submit the sample once and wait for its result."""
-        session, state, deadline = self._session, sample.state, sample.deadline
-        watch = QueueWatch(self._observers)
-        if not state.room.try_take(1):
-            await state.room.take(1)
-        try:
-            if sample.seq_id is None:
-                sample.number(next(self._seq_ids or await self._join()), session)
-            seq_id = cast("int", sample.seq_id)
-            if wants(HttpEvent) and (call := current_call()) is not None:
-                call.metadata = {**call.metadata, "seq_id": seq_id}
-            promise = await self._post(sample, watch)
-            seconds = session.clock.monotonic() - sample.started
-            sample.seq_id = None
-            if not isinstance(promise, UntypedAPIFuture):
-                return cast("SampleResponse", promise)
-            request_id, clone, poller = promise.request_id, seq_id // _CLONE_STRIDE, state.poller
-            try:
-                size = (
-                    None if poller is None else await poller.finished(request_id, clone, deadline)
-                )
-                poll: Poll[SampleResponse] = Poll(
-                    session.transport,
-                    _ASAMPLE,
-                    promise,
-                    session.service.response_room,
-                    watch,
-                    deadline,
-                    seconds,
-                    size,
-                )
-                return await poll.result()
-            except (asyncio.CancelledError, APITimeoutError):  # the caller no longer waits
-                if session.dynamic.sample_cancel_enabled and not session.closed:
-                    session.in_background(self._cancel_at_service(request_id))
-                raise
-            finally:
-                if poller is not None:
-                    poller.fetched(request_id, clone)
-        finally:
-            state.room.give_back(1)
-
-    async def _post(self, sample: _Sample, watch: QueueWatch) -> Any:
-        """Post a sample and return its promise or result. A 429 slows down all samples of the session."""
-        session, transport = self._session, self._session.transport
-        url = transport.url(_ASAMPLE.path)
-        with await session.service.sample_budget.lease(sample.weight):
-            response = await transport.exchange(
-                _ASAMPLE, url, sample.headers, sample.body, deadline=sample.deadline
-            )
-        if response.status < 300:
-            return transport.read_promise(_ASAMPLE, response)
-        error = transport.error(_ASAMPLE, url, response)
-        if response.status == 429:
-            self._slow_down(error, sample.weight, watch)
-        raise error
-
-    def _slow_down(self, error: TinkerError, weight: int, watch: QueueWatch) -> None:
-        watch.see(error.body)
-        wait = backoff_after_429(weight)
-        self._session.service.sample_budget.back_off(wait)
-        if wants(Throttled):
-            emit(Throttled(wait, str(error), metadata=current_metadata()))
-        self._session.transport.notices.paused(
-            "sample",
-            f"the service asks for fewer concurrent samples; waiting {wait:.0f} s: {error}",
-        )
-
-    async def _join(self) -> itertools.count[int]:
-        """Get a range of request numbers that no other copy of this client uses."""
-        self._joining = self._joining or asyncio.Lock()
-        async with self._joining:
-            if self._seq_ids is None:
-                # Not from `random`: workers often set the same seed.
-                clone = 1 + secrets.randbelow(_CLONE_STRIDE - 1)
-                if self._session.flags.sample_join_sampling_session:
-                    request = JoinSamplingSessionRequest(
-                        sampling_session_id=self._sampling_session_id
-                    )
-                    joined = await self._session.call("join_sampling_session", request)
-                    clone = joined.client_counter
-                self._seq_ids = itertools.count(clone * _CLONE_STRIDE)
-        return self._seq_ids
-
-    async def _cancel_at_service(self, request_id: str) -> None:
-        # If this fails, the service only finishes a sample that nobody reads.
-        with contextlib.suppress(TinkerError):
-            await self._session.call("cancel_future", CancelFutureRequest(request_id=request_id))
 
     async def _stream(self, request: SampleRequest, put: Any) -> int:
         """Pass chunks to `put`, then None, or the error that ended the stream. Returns the number of tokens."""
@@ -556,7 +420,7 @@ class SamplingClient(SamplingClientMethods):
             await session.opened()
             check_extensions(request.sampling_params, session.flags)
             numbered = request.model_copy(
-                update={"seq_id": next(self._seq_ids or await self._join())}
+                update={"seq_id": next(self._numbers.counter or await self._numbers.join())}
             )
             try:
                 async with session.transport.stream(
@@ -628,125 +492,6 @@ async def open_sampling_session(
         deadline=deadline,
     )
     return cast("str", created.sampling_session_id)
-
-
-@dataclass(slots=True)
-class _Sample:
-    """One sample in flight, and its retry policy.
-
-    Until a promise was read, a retry repeats the same request: if only the answer was lost, the service recognises
-    the seq_id and does not draw twice. After that a retry is a new request.
-    """
-
-    state: _SamplerState
-    fields: dict[str, Any]
-    weight: int
-    deadline: float | None
-    seq_id: int | None = None  # set while the request has no promise yet
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    started: float = 0.0
-    throttled: int = 0
-
-    def number(self, seq_id: int, session: Session) -> None:
-        """Build a new request with this number."""
-        key = session.transport.new_idempotency_key()
-        self.seq_id, self.started = seq_id, session.clock.monotonic()
-        self.headers = {**_HEADERS, "x-idempotency-key": key}
-        self.body = json_codec.encode({**self.fields, "seq_id": seq_id})
-
-    def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
-        """A 429 has a separate policy and does not count as an attempt."""
-        if isinstance(error, RateLimitError):
-            self.throttled += 1
-            again = replace(tried, attempt=self.throttled - 1)
-            return self.state.throttle.wait_before_retry(error, again)
-        again = replace(tried, attempt=tried.attempt - self.throttled)
-        return self.state.policy.wait_before_retry(error, again)
-
-
-class StuckWatch:
-    """Cancels all tasks in flight when none of them has made progress for `progress_timeout` seconds."""
-
-    def __init__(self, clock: Clock, config: RetryConfig) -> None:
-        self._clock = clock
-        self.progress_timeout = config.progress_timeout
-        self._enabled = config.enable_stuck_detection
-        self._interval = min(_STUCK_CHECK, config.progress_timeout)
-        self._last_progress = self._last_check = 0.0
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def progressed(self) -> None:
-        self._last_progress = self._clock.monotonic()
-
-    def watching(self) -> _Watched:
-        if self._enabled and self._timer is None:
-            self.progressed()
-            self._schedule()
-        return _Watched(self._tasks)
-
-    def _schedule(self) -> None:
-        self._last_check = self._clock.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(self._interval, self._check_progress)
-
-    def _check_progress(self) -> None:
-        self._timer = None
-        if not self._tasks:
-            return
-        # A late check means that the process was stopped or the machine slept: that time does not count.
-        now = self._clock.monotonic()
-        self._last_progress += max(0.0, now - self._last_check - 2 * self._interval)
-        if now - self._last_progress > self.progress_timeout:
-            for task in list(self._tasks):
-                _stuck.add(task)
-                task.cancel()
-        else:
-            self._schedule()
-
-
-class _SamplerState(StuckWatch):
-    """What all samples of one client share: retry policies, concurrency limit and batch poller."""
-
-    def __init__(
-        self, session: Session, config: RetryConfig, asked: RetryConfig, sampling_session_id: str
-    ) -> None:
-        super().__init__(session.clock, config)
-        self.policy = SampleRetryPolicy(config, session.transport.billing_window)
-        # Even with retries switched off by the service, clients must slow down after a 429.
-        self.throttle = ThrottlePolicy(asked)
-        self.room: Budget = slots(config.max_connections or UNLIMITED)
-        self.poller = (
-            BatchPoller(session, sampling_session_id)
-            if session.flags.sample_use_retrieve_futures
-            else None
-        )
-
-
-_stuck: set[asyncio.Task[Any]] = set()
-
-
-class _Watched:
-    """Registers the current task; turns a cancellation by the stuck check into APIConnectionError."""
-
-    __slots__ = ("_task", "_tasks")
-
-    def __init__(self, tasks: set[asyncio.Task[Any]]) -> None:
-        self._tasks = tasks
-        self._task = cast("asyncio.Task[Any]", asyncio.current_task())
-
-    def __enter__(self) -> None:
-        self._tasks.add(self._task)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
-        self._tasks.discard(self._task)
-        if self._task in _stuck:
-            _stuck.discard(self._task)
-            if kind is asyncio.CancelledError:
-                raise APIConnectionError(
-                    message="Gave up: no sample of this client made progress within progress_timeout."
-                )
-        return False
 
 
 def _report_sample(

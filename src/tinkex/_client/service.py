@@ -44,7 +44,7 @@ from .lora_options import RANK, TRAINED
 from .lora_options import lora_config as chosen_lora_config
 from .notices import logger
 from .operations import OperationsClient
-from .queue_state import Observer, QueueLogger
+from .queue_state import Observer, QueueLogger, observer_of
 from .rest import RestClient
 from .retry import RetryConfig
 from .runtime import APIFuture
@@ -375,7 +375,7 @@ class ServiceClient(ServiceClientMethods):
             promised = UntypedAPIFuture.model_validate(promise)
         row = replace(operation("retrieve_future"), result=_Plain, request_type=request_type)
         session, deadline = self._session, self._session.deadline(timeout)
-        observers = () if queue_state_observer is None else (queue_state_observer,)
+        observers = () if queue_state_observer is None else (observer_of(queue_state_observer),)
 
         async def polled() -> dict[str, Any]:
             await session.configured()

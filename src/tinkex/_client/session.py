@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ from .notices import logger
 from .opened import About, Configured, Numbers, Opened
 from .passes import TrainingWire
 from .polling import Poll
-from .queue_state import Observer, QueueWatch, observer_of
+from .queue_state import Observer, QueueWatch
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
 from .transport import Transport
 
@@ -161,7 +161,8 @@ class Session:
 
         After `timeout` seconds the future fails, even if the work still waits for something.
         """
-        self._refuse_if_closed(work)
+        if self._closing is not None:
+            raise _closed(work)
         future = APIFuture() if future is None else future
         # Copy the caller's trace context: the loop starts work of many callers in one batch.
         traced = self.config.otel_propagate or wants(OperationStart)
@@ -172,13 +173,9 @@ class Session:
 
     def _submit_aside(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
         """Run internal work of the session that belongs to no call."""
-        self._refuse_if_closed(work)
-        return runtime().submit(work, APIFuture(), self._group, Context())
-
-    def _refuse_if_closed(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._closing is not None:
-            work.close()
-            raise ClientClosedError("The client is closed; make a new one.")
+            raise _closed(work)
+        return runtime().submit(work, APIFuture(), self._group, Context())
 
     @staticmethod
     def _fail_after(timeout: float, future: APIFuture[Any]) -> None:
@@ -217,7 +214,8 @@ class Session:
 
         `facts` are added to the metadata of the events; `report(call, result, seconds)` may emit more about a result.
         """
-        check_timeout(timeout)  # raises before any work begins
+        if timeout is not None:
+            check_timeout(timeout)  # raises before any work begins
         if self.session_id is None:
             self.reporter.listen()  # otherwise it would miss the call that opens the session
         if not wants(Event):
@@ -237,8 +235,10 @@ class Session:
 
     def deadline(self, timeout: float | None) -> float | None:
         """The time on the session's clock at which a call times out. Raises if `timeout` is invalid."""
-        seconds = check_timeout(timeout)
-        return None if seconds is None else self.clock.monotonic() + seconds
+        if timeout is None:
+            return None
+        check_timeout(timeout)
+        return self.clock.monotonic() + timeout
 
     @property
     def transport(self) -> Transport:
@@ -377,7 +377,7 @@ class Session:
         promised: Any,
         promise_seconds: float | None,
         *,
-        observers: Iterable[Observer] = (),
+        observers: tuple[Observer, ...] = (),
         deadline: float | None = None,
         poll_backoff: PollBackoffOption | None = None,
     ) -> T:
@@ -389,7 +389,7 @@ class Session:
             row,
             promised,
             self.service.response_room,
-            QueueWatch(tuple(observer_of(observer) for observer in observers)),
+            QueueWatch(observers),
             deadline,
             promise_seconds,
             poll_backoff=poll_backoff,
@@ -400,7 +400,7 @@ class Session:
         name: str,
         request: Any,
         *,
-        observers: Iterable[Observer] = (),
+        observers: tuple[Observer, ...] = (),
         deadline: float | None = None,
     ) -> Any:
         """Submit a queued operation and wait for its result."""
@@ -462,6 +462,12 @@ class Session:
     @property
     def closed(self) -> bool:
         return self._closing is not None
+
+
+def _closed(work: Coroutine[Any, Any, Any]) -> ClientClosedError:
+    """The error for work that a closed session refuses."""
+    work.close()
+    return ClientClosedError("The client is closed; make a new one.")
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from tinkex.types import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
+from tinkex.types._base import RequestModel
 from tinkex.types.paths import CONSOLE, CheckpointType, ParsedCheckpointTinkerPath, with_kind
 
 from . import chunking, custom_loss, traced_loss
@@ -59,7 +60,7 @@ from .notices import logger
 from .passes import Parts, TrainingWire
 from .queue_state import Observer, QueueLogger, observer_of
 from .runtime import APIFuture
-from .session import Session, refusing_bad_values
+from .session import Session
 from .tokenizer_files import loadable_tokenizer
 from .tokenizers import decode, encode, load_tokenizer
 from .traced_loss import LossHandle
@@ -230,9 +231,7 @@ class TrainingClient(TrainingClientMethods):
         params = optim_params or adam_params or AdamParams()
         stepped = self._simple(
             "optim_step",
-            lambda seq_id: OptimStepRequest(
-                optim_params=params, model_id=self.model_id, seq_id=seq_id
-            ),
+            OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=0),
             timeout,
             report=_report_step,
         )
@@ -258,10 +257,10 @@ class TrainingClient(TrainingClientMethods):
         check_name(name)
         return self._simple(
             "save_weights",
-            lambda seq_id: SaveWeightsRequest(
+            SaveWeightsRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
+                seq_id=0,
                 ttl_seconds=ttl_seconds,
                 overwrite=overwrite,
                 user_metadata=user_metadata,
@@ -282,10 +281,10 @@ class TrainingClient(TrainingClientMethods):
         check_name(name)
         saving = self._simple(
             "save_weights_for_sampler",
-            lambda seq_id: SaveWeightsForSamplerRequest(
+            SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
+                seq_id=0,
                 ttl_seconds=ttl_seconds,
                 user_metadata=user_metadata,
             ),
@@ -306,10 +305,10 @@ class TrainingClient(TrainingClientMethods):
         check_name(name)
         return self._simple(
             "save_weights_external",
-            lambda seq_id: SaveWeightsExternalRequest(
+            SaveWeightsExternalRequest(
                 model_id=self.model_id,
                 path=name,
-                seq_id=seq_id,
+                seq_id=0,
                 ttl_seconds=ttl_seconds,
                 age_encryption_recipients=age_encryption_recipients,
             ),
@@ -343,10 +342,10 @@ class TrainingClient(TrainingClientMethods):
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         return self._simple(
             "load_weights",
-            lambda seq_id: LoadWeightsRequest(
+            LoadWeightsRequest(
                 model_id=self.model_id,
                 path=path,
-                seq_id=seq_id,
+                seq_id=0,
                 optimizer=optimizer,
                 weights_access_token=token,
             ),
@@ -396,14 +395,13 @@ class TrainingClient(TrainingClientMethods):
             name = None
         unnamed = None if name is not None else session.next_sampling_seq()
 
-        def request(seq_id: int) -> SaveWeightsForSamplerRequest:
-            return SaveWeightsForSamplerRequest(
-                model_id=self.model_id,
-                path=name,
-                sampling_session_seq_id=unnamed,
-                seq_id=seq_id,
-                ttl_seconds=ttl_seconds,
-            )
+        request = SaveWeightsForSamplerRequest(
+            model_id=self.model_id,
+            path=name,
+            sampling_session_seq_id=unnamed,
+            seq_id=0,
+            ttl_seconds=ttl_seconds,
+        )
 
         async def sampler(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
             if saved.sampling_session_id is not None:
@@ -472,7 +470,7 @@ class TrainingClient(TrainingClientMethods):
     def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
         """Unload the model at the service; its checkpoints are kept."""
         request = UnloadModelRequest(model_id=self.model_id)
-        return self._simple("unload_model", lambda _: request, timeout, numbered=False)
+        return self._simple("unload_model", request, timeout, numbered=False)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loads it."""
@@ -527,17 +525,14 @@ class TrainingClient(TrainingClientMethods):
     def _simple(
         self,
         name: str,
-        request: Callable[[int], Any],
+        request: RequestModel,
         timeout: float | None,
         then: Callable[[Any], Any] | None = None,
         *,
         numbered: bool = True,
         report: Callable[[ClientCall, Any, float], object] | None = None,
     ) -> APIFuture[Any]:
-        """Send one request when its turn comes; `then` turns the service's answer into the result."""
-        # A bad value raises here, in the caller's thread, before the call takes a turn.
-        with refusing_bad_values():
-            request(0)
+        """Send one request when its turn comes, and only then number it. `then` turns its answer into the result."""
         work = (self._run_simple, operation(name), request, then, numbered)
         return self._ordered(name, timeout, *work, report=report)
 
@@ -574,7 +569,7 @@ class TrainingClient(TrainingClientMethods):
         turn: Turn,
         deadline: float | None,
         row: Operation[Any],
-        request: Callable[[int], Any],
+        request: RequestModel,
         then: Callable[[Any], Any] | None,
         numbered: bool,
     ) -> Any:
@@ -582,12 +577,11 @@ class TrainingClient(TrainingClientMethods):
             await self._session.opened()
             self._check_may_start(row, deadline)
             seq_id = turn.next_seq() if numbered else 0
-            numbered_request = request(seq_id)
+            if numbered:
+                request = request.model_copy(update={"seq_id": seq_id})
             if wants(Event):
                 add_metadata(seq_id=seq_id)
-            promised, seconds = await self._session.promise(
-                row, numbered_request, deadline=deadline
-            )
+            promised, seconds = await self._session.promise(row, request, deadline=deadline)
         result = await self._outcome(row, promised, seconds, deadline)
         if then is None:
             return result
@@ -678,11 +672,13 @@ class TrainingClient(TrainingClientMethods):
             for chunk in chunks
         ]
         parts = Parts([len(chunk) for chunk in chunks], backward=name == "forward_backward")
+        if len(requests) == 1:
+            return parts, [await self._post_part(parts, 0, requests[0], deadline)]
         posts = [
             partial(self._post_part, parts, index, request, deadline)
             for index, request in enumerate(requests)
         ]
-        if len(requests) == 1 or not flags.parallel_fwdbwd_chunks:
+        if not flags.parallel_fwdbwd_chunks:
             return parts, [await self._post_alone(parts, *post) for post in enumerate(posts)]
         return parts, await self._post_first_last(parts, posts)
 
@@ -785,11 +781,12 @@ class TrainingClient(TrainingClientMethods):
         deadline: float | None,
     ) -> ForwardBackwardOutput:
         row = operation(name)
+        if len(promises) == 1:
+            result: ForwardBackwardOutput = await self._outcome(row, *promises[0], deadline)
+            return result
         outcomes = [
             self._outcome(row, promised, seconds, deadline) for promised, seconds in promises
         ]
-        if len(outcomes) == 1:
-            return cast("ForwardBackwardOutput", await outcomes[0])
         return chunking.combine(await _all(outcomes, parts))
 
     def _outcome(

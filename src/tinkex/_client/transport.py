@@ -275,13 +275,16 @@ class Transport:
         deadline: float | None,
         omitted: Iterable[str],
     ) -> RawResponse:
-        self._check_open()
+        if self._closed:
+            raise _closed()
         if self.auth.stale and operation is not _EXCHANGE:
             await self.auth.ensure()
         sent = {**self.headers(attempt), **headers}
         for name in omitted:
             sent.pop(name, None)
-        timeout = self._timeout(operation, deadline)
+        timeout = operation.timeout or self.config.timeout
+        if deadline is not None:
+            timeout = min(timeout, deadline - self.clock.monotonic())
         if timeout <= 0:  # the caller no longer waits, so nothing is sent
             raise APITimeoutError(
                 HTTPRequest(operation.method, url), "The timeout ended before the request was sent."
@@ -297,13 +300,19 @@ class Transport:
             flight = self.notices.begin(operation.name, timeout)
         watched: tuple[int, float] | None = None
         try:
-            self._check_open()  # it may have been closed while waiting
+            if self._closed:  # while it waited
+                raise _closed()
             if wants(HttpEvent):
                 watched = self._watch(operation)
             if self._add_trace_context is not None:
                 self._add_trace_context(sent)
             async with self.clock.timeout(timeout):
-                response = await self._perform(pool, operation.method, url, sent, body)
+                client, method = self._clients[pool], operation.method
+                response = await (
+                    client.post(url, headers=sent, content=body)
+                    if method == "POST"
+                    else _sending(client, method, url, sent, body)
+                )
         except _foreign_errors() as error:
             client = self._clients.get(pool)
             if isinstance(error, TimeoutError) and isinstance(client, HTTP1Client):
@@ -359,21 +368,6 @@ class Transport:
         call = current_call()
         return self.metadata if call is None else call.metadata
 
-    def _perform(
-        self, pool: Pool, method: str, url: str, headers: Mapping[str, str], body: bytes | None
-    ) -> Awaitable[RawResponse]:
-        client = self._clients[pool]
-        answer: Awaitable[RawResponse]
-        if method == "POST":
-            answer = client.post(url, headers=headers, content=body)
-        elif method == "GET":
-            answer = client.get(url, headers=headers)
-        elif method == "PUT":
-            answer = _method_of(client, "put")(url, headers=headers, content=body)
-        else:
-            answer = client.delete(url, headers=headers)
-        return answer
-
     @asynccontextmanager
     async def stream(
         self, operation: Operation[Any], request: Any, headers: Mapping[str, str] | None = None
@@ -395,7 +389,8 @@ class Transport:
 
     async def ready(self, pool: Pool) -> None:
         """Make sure the credential is fresh and `pool` has a client. Call it on the runtime's loop only."""
-        self._check_open()
+        if self._closed:
+            raise _closed()
         if self.auth.stale:
             await self.auth.ensure()
         if pool not in self._limits:
@@ -416,7 +411,8 @@ class Transport:
 
         The timeout covers only the time until the answer starts; the body may take any time.
         """
-        self._check_open()
+        if self._closed:
+            raise _closed()
         if pool not in self._limits:
             self._open_pool(pool)
         client, timeout = self._clients[pool], self.config.timeout
@@ -498,13 +494,6 @@ class Transport:
         query = query_of(request) if operation.body is Body.QUERY and request is not None else None
         return self.url(filled, query)
 
-    def _timeout(self, operation: Operation[Any], deadline: float | None) -> float:
-        """Timeout of one exchange in seconds."""
-        timeout = operation.timeout or self.config.timeout
-        if deadline is not None:
-            timeout = min(timeout, deadline - self.clock.monotonic())
-        return timeout
-
     def _open_pool(self, pool: Pool) -> Budget:
         self._limits[pool] = slots(self._places(pool))
         self._clients[pool] = self._new_client(pool)
@@ -566,10 +555,6 @@ class Transport:
         )
         return pyqwest.Client(transport)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClientClosedError("The client is closed; make a new one.")
-
     async def close(self) -> None:
         self._closed = True
         self.notices.close()
@@ -579,6 +564,24 @@ class Transport:
                 await closing()
         self._clients.clear()
         self._limits.clear()
+
+
+def _closed() -> ClientClosedError:
+    return ClientClosedError("The client is closed; make a new one.")
+
+
+def _sending(
+    client: Any, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+) -> Awaitable[RawResponse]:
+    """Send a request that is not a POST."""
+    answer: Awaitable[RawResponse]
+    if method == "GET":
+        answer = client.get(url, headers=headers)
+    elif method == "PUT":
+        answer = _method_of(client, "put")(url, headers=headers, content=body)
+    else:
+        answer = client.delete(url, headers=headers)
+    return answer
 
 
 def _file_limit() -> int | None:

@@ -55,7 +55,7 @@ class _WireModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent_on_the_wire(cls, data: Any, info: ValidationInfo) -> Any:
-        if info.context is FROM_WIRE and isinstance(data, dict):
+        if info.context is FROM_WIRE and isinstance(data, dict) and None in data.values():
             return {name: value for name, value in data.items() if value is not None}
         return data
 
