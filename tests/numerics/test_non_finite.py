@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.engine import base_models
 from tinkex.engine.decoder import PlainDecoder
-from tinkex.engine.llama import Rows
+from tinkex.engine.lean_decoder import LeanDecoder
 from tinkex.engine.lora import Adapter
 from tinkex.engine.trainer import LanguageModel, run_pass
 from tinkex.engine.values import AdamStep, SampledResult, TrainingPass
@@ -161,46 +160,28 @@ def test_reused_slot_of_non_finite_sequence_does_not_reach_the_next_one(shared, 
     assert np.isfinite(mixed["next"].logprobs[0]).all()
 
 
-@settings(max_examples=60)
-@given(data=st.data())
+@settings(max_examples=40)
+@given(arrivals=ARRIVALS, page=st.sampled_from([1, 2, 5, 32]))
 def test_cache_is_zero_beyond_the_length_of_every_sequence(
-    shared: LanguageModel, data: Any
+    shared: LanguageModel, arrivals: list[Arrival], page: int
 ) -> None:
-    """Holds for any order of prompts, copies, steps and resizes."""
-    from tinkex.engine.decoder import LeanDecoder
-
-    assert shared.llama is not None
-    decoder = LeanDecoder(shared, shared.llama)
-    bad = spoiled(shared, math.nan)
-    lengths: list[int] = []
-    for _ in range(data.draw(st.integers(1, 8))):
-        action = data.draw(st.sampled_from(["prefill", "step", "copy", "leave"]))
-        if action == "prefill" or not lengths:
-            new = data.draw(st.lists(st.integers(1, 19), min_size=1, max_size=3))
-            decoder.reserve(len(lengths) + len(new), max([*lengths, *new]) + 1)
-            slots = range(len(lengths), len(lengths) + len(new))
-            prompts = [torch.tensor(PROMPT[:length].astype(np.int64)) for length in new]
-            decoder.prefill(slots, prompts, bad if data.draw(st.booleans()) else None)
-            lengths += new
-        elif action == "step":
-            decoder.reserve(len(lengths), max(lengths) + 1)
-            decoder.step(torch.full((len(lengths),), 5), lengths, [Rows(bad)])
-            lengths = [length + 1 for length in lengths]
-        elif action == "copy":
-            source = data.draw(st.integers(0, len(lengths) - 1))
-            decoder.reserve(len(lengths) + 1, max(lengths) + 1)
-            decoder.copy(source, len(lengths), lengths[source])
-            lengths.append(lengths[source])
-        else:
-            slot = data.draw(st.integers(0, len(lengths) - 1))
-            last = lengths.pop()
-            if slot < len(lengths):
-                decoder.copy(len(lengths), slot, last)
-                lengths[slot] = last
-        for slot, length in enumerate(lengths):
-            for cache in decoder._caches:
-                assert not cache.keys[slot, :, length:].any()
-                assert not cache.values[slot, :, length:].any()
+    """Holds for any order of prompts, forks, draws and departures; page 0 stays zero too."""
+    bad = let_in(spoiled(shared, math.nan))
+    sampler = sampler_of(shared, page_tokens=page, prefill_tokens=7)
+    waiting, step = list(enumerate(arrivals)), 0
+    while waiting or sampler.busy:
+        for index, each in [one for one in waiting if one[1].step <= step]:
+            sampler.add(str(index), each.job(index), bad if each.kind == "bad" else None)
+        waiting = [one for one in waiting if one[1].step > step]
+        sampler.step()
+        step += 1
+        decoder = sampler._runner.decoder
+        assert isinstance(decoder, LeanDecoder)
+        for layer in decoder.cache._layers:
+            assert not layer[:1].any()
+            for one in sampler._scheduler._batch:
+                if one.length % page and one.pages[one.length // page] < len(layer):
+                    assert not layer[one.pages[one.length // page], :, :, one.length % page :].any()
 
 
 @pytest.mark.parametrize("value", BAD_VALUES)
@@ -237,7 +218,8 @@ def test_all_samples_of_a_failed_request_leave_the_batch(shared):
 def test_plain_decoder_keeps_non_finite_sequences_apart(shared):
     def run(adapter: Adapter) -> dict[str, Any]:
         sampler = sampler_of(shared)
-        sampler._decoder = PlainDecoder(shared)
+        sampler._runner.decoder = PlainDecoder(shared, 32)
+        sampler._scheduler._share_prefixes = False
         return outcomes(
             sampler, [(0, "a", job(max_tokens=1), adapter), (0, "b", job(seed=1), None)]
         )

@@ -275,42 +275,33 @@ def test_adapter_is_dropped_after_its_last_sample(language_model):
     assert not sampler._closed
 
 
-def test_prefill_budget_counts_padding(language_model):
-    sampler = sampler_of(language_model, prefill_tokens=200)
-    long, short = np.resize(PROMPT, 90).astype(np.int32), [PROMPT[: 2 + n % 8] for n in range(16)]
-    sampler.add("long", job(prompt_T=long), None)
-    for number, prompt in enumerate(short):
-        sampler.add(f"short{number}", job(prompt_T=prompt), None)
-    sampler.step()
-    assert sampler.depth == (15, 2)  # two prompts padded to 90 fit into 200, three do not
-    sampler.step()
-    assert sampler.depth == (0, 17)  # distinct short prompts, padded to at most nine, all fit
-    late = sampler_of(language_model, prefill_tokens=200)
-    for number, prompt in enumerate(short[:3]):
-        late.add(f"short{number}", job(prompt_T=prompt), None)
-    late.add("long", job(prompt_T=long), None)
-    late.step()
-    assert late.depth == (1, 3)  # with the long prompt, all would be padded to 90
-    late.step()
-    assert late.depth == (0, 4)
-
-
-def test_padding_is_counted_per_adapter_and_long_prompt_is_read_alone(language_model):
-    adapter = trained(language_model).adapter.frozen_copy()
+def test_step_reads_a_limited_number_of_prompt_tokens(language_model):
     sampler = sampler_of(language_model, prefill_tokens=100)
-    long = np.resize(PROMPT, 80).astype(np.int32)
-    sampler.add("long", job(prompt_T=long), None)
-    sampler.add("same", job(prompt_T=long), None)
-    # Another adapter, so this prompt is not padded to 80.
-    sampler.add("short", job(prompt_T=PROMPT), adapter)
-    sampler.add("next", job(prompt_T=PROMPT[:2]), adapter)
+    long, short = np.resize(PROMPT, 250).astype(np.int32), [PROMPT[: 2 + n] for n in range(16)]
+    sampler.add("long", job(prompt_T=long, temperature=0.0), None)
+    for number, prompt in enumerate(short):
+        sampler.add(f"short{number}", job(prompt_T=prompt, temperature=0.0, max_tokens=30), None)
     sampler.step()
-    assert sampler.depth == (1, 3)
-    small = sampler_of(language_model, prefill_tokens=10)
-    small.add("long", job(prompt_T=long), None)
-    small.add("short", job(prompt_T=PROMPT[:2]), None)
-    small.step()
-    assert small.depth == (1, 1)
+    assert sampler.depth == (16, 1)  # the long prompt takes three steps
+    sampler.step()
+    assert sampler.depth == (16, 1)
+    sampler.step()
+    assert sampler.depth[1] > 8  # its last 50 tokens leave room for others
+    results = run(sampler, {})
+    for name, prompt in {"long": long, "short7": short[7]}.items():
+        count = len(results[name].tokens[0])
+        expected = job(prompt_T=prompt, temperature=0.0, max_tokens=count)
+        alone = run(sampler_of(language_model), {"a": expected})["a"]
+        assert results[name].tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_running_samples_draw_while_a_long_prompt_is_read(language_model):
+    sampler = sampler_of(language_model, prefill_tokens=50)
+    sampler.add("running", job(stream=True, max_tokens=20), None)
+    sampler.step()
+    sampler.add("long", job(prompt_T=np.resize(PROMPT, 500).astype(np.int32)), None)
+    for _ in range(9):
+        assert [event.job_id for event in sampler.step()] == ["running"]
 
 
 def test_sequences_can_leave_after_the_cache_has_grown(language_model):

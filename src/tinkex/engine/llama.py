@@ -10,7 +10,7 @@ heads, E head size, R rank of all adapters of a projection together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .lora import Adapter, LoraLinear
+from .products import linear
 
 __all__ = ["LlamaBody", "LlamaLayer", "Projection", "Rows", "is_llama", "rms_norm"]
 
@@ -30,10 +31,10 @@ def is_llama(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch that use one adapter. No adapter means the base model; no rows means all rows."""
+    """Adjacent rows of a batch that use one adapter; no adapter means the base model."""
 
     adapter: Adapter | None
-    rows: Tensor | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
 
 
 class Projection:
@@ -66,18 +67,14 @@ class Projection:
         return output
 
     def infer(self, x_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
-        """Compute the output for rows that may use different adapters."""
-        y = functional.linear(x_ND, self.weight, self.bias)
+        """Compute the output for rows that may use different adapters, in the type of the weights."""
+        x_ND = x_ND.to(self.weight.dtype)
+        y = linear(x_ND, self.weight, self.bias)
         for group in groups:
             factors = None if group.adapter is None else self._frozen_factors(group.adapter)
-            if factors is None:
-                continue
-            a, b = factors
-            if group.rows is None:
-                y.addmm_(functional.linear(x_ND, a), b.t())
-            else:
-                rows = x_ND.index_select(0, group.rows)
-                y.index_add_(0, group.rows, functional.linear(functional.linear(rows, a), b))
+            if factors is not None:
+                a, b = factors
+                y[group.rows].addmm_(linear(x_ND[group.rows], a), b.t())
         return y
 
     def _frozen_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:

@@ -10,6 +10,7 @@ are rounded to the type of the activations at each use, which costs nothing if t
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,6 +175,16 @@ class Adapter:
     def is_finite(self) -> bool:
         """Whether all weights are finite; cached, so use it only for an adapter that does not change."""
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Identifies the weights; cached, so use it only for an adapter that does not change."""
+        found = hashlib.sha256(repr((self.spec.alpha, self.spec.rank)).encode())
+        for name, pair in self.pairs.items():
+            found.update(name.encode())
+            for tensor in (pair.a, pair.b):
+                found.update(tensor.detach().cpu().contiguous().numpy().data)
+        return found.digest()
 
     def named_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {name: (pair.a.detach(), pair.b.detach()) for name, pair in self.pairs.items()}

@@ -72,7 +72,10 @@ class LanguageModel:
         return states
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        logits: Tensor = self.unembed(hidden_ND).float()
+        return self.scaled(self.unembed(hidden_ND).float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Apply what some families do to the logits after the unembedding."""
         if self._scale is not None:
             logits = logits * self._scale
         if self._divisor is not None:

@@ -182,6 +182,7 @@ class SampledResult:
     topk_sampled: list[tuple[Array, Array]] | None = None
     kept_mass: list[Array] | None = None
     target_prompt_logprobs: Array | None = None
+    cached_tokens: int = 0  # prompt tokens that were not read again, because the cache held them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,202 @@
+"""Attention of one step over the paged cache; every sequence reads its own positions only.
+
+Rows that draw (one token per sequence) are gathered in bands of similar length and computed together. Chunks of
+prompts are computed by sequence, those of equal shape together. The plan of a step is made once and used by all layers.
+
+Shapes: N rows, B sequences, T positions, H query heads, G key-value heads, R = H / G, E head size, S positions per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .continuations import Chunk
+from .kv_cache import KeyValueCache
+from .values import Array
+
+__all__ = ["AttentionPlan"]
+
+#: Sequences share a band if the longest has at most this many times the pages of the shortest.
+_BAND: Final = 2.0
+
+
+@dataclass(frozen=True)
+class _Band:
+    """Sequences of similar length that read one token each."""
+
+    rows_B: Tensor | None  # None: all rows of the step
+    pages: Tensor
+    mask: Tensor  # B·G × 1 × T
+    scratch: Tensor
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Chunks of equal start and length."""
+
+    rows_BT: Tensor
+    pages: Tensor | None  # None: nothing was read before
+    mask: Tensor | None
+    scratch: Tensor | None
+
+
+class AttentionPlan:
+    """Which positions each row of a step writes and reads."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        cache: KeyValueCache,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._cache = cache
+        self._heads, self._groups, self._size = heads
+        self._dtype, self._device = dtype, device
+        starts = np.cumsum([0, *(chunk.count for chunk in chunks)])
+        self._count = int(starts[-1])
+        self._written = self._written_rows(chunks)
+        drawing = [
+            (int(first), chunk)
+            for first, chunk in zip(starts, chunks, strict=False)
+            if chunk.count == 1
+        ]
+        drawing.sort(key=lambda each: each[1].start)
+        self._bands = [self._band(band) for band in _bands(drawing, cache.page)]
+        shapes: dict[tuple[int, int], list[tuple[int, Chunk]]] = {}
+        for first, chunk in zip(starts, chunks, strict=False):
+            if chunk.count > 1:
+                shapes.setdefault((chunk.start, chunk.count), []).append((int(first), chunk))
+        self._prompts = [self._prompt(*shape, members) for shape, members in shapes.items()]
+
+    def _written_rows(self, chunks: Sequence[Chunk]) -> Tensor:
+        size, pages, offsets = self._cache.page, [], []
+        for chunk in chunks:
+            own = chunk.continuation.pages
+            if chunk.count == 1:
+                pages.append(own[chunk.start // size])
+                offsets.append(chunk.start % size)
+            else:
+                positions = np.arange(chunk.start, chunk.start + chunk.count)
+                pages += np.array(own)[positions // size].tolist()
+                offsets += (positions % size).tolist()
+        return self._cache.rows_of_positions(np.array(pages), np.array(offsets))
+
+    def _band(self, members: Sequence[tuple[int, Chunk]]) -> _Band:
+        pages_BC = _table([chunk for _, chunk in members], self._cache.page)
+        lengths_B = np.array([chunk.start + 1 for _, chunk in members])
+        positions = np.arange(pages_BC.shape[1] * self._cache.page)
+        beyond_BT = torch.from_numpy(positions >= lengths_B[:, None])
+        mask_BT = torch.zeros(beyond_BT.shape, dtype=self._dtype).masked_fill_(
+            beyond_BT, -torch.inf
+        )
+        mask = mask_BT.repeat_interleave(self._groups, 0)[:, None].to(self._device)
+        rows = [first for first, _ in members]
+        alone = rows == list(range(self._count))
+        return _Band(
+            None if alone else torch.tensor(rows, device=self._device),
+            self._cache.rows_of_pages(pages_BC),
+            mask,
+            self._scratch(pages_BC),
+        )
+
+    def _scratch(self, pages_BC: Array) -> Tensor:
+        count, length = len(pages_BC), pages_BC.shape[1] * self._cache.page
+        shape = (2, count * self._groups, length, self._size)
+        return torch.empty(shape, dtype=self._cache.dtype, device=self._device)
+
+    def _prompt(self, start: int, count: int, members: Sequence[tuple[int, Chunk]]) -> _Prompts:
+        rows = np.array([first for first, _ in members])[:, None] + np.arange(count)
+        rows_BT = torch.from_numpy(rows).to(self._device)
+        if start == 0:
+            return _Prompts(rows_BT, None, None, None)
+        pages_BC = _table([chunk for _, chunk in members], self._cache.page)
+        total = pages_BC.shape[1] * self._cache.page
+        hidden = np.arange(total) > (start + np.arange(count))[:, None]
+        mask = torch.zeros(count, total, dtype=self._dtype).masked_fill_(
+            torch.from_numpy(hidden), -torch.inf
+        )
+        return _Prompts(
+            rows_BT,
+            self._cache.rows_of_pages(pages_BC),
+            mask.to(self._device),
+            self._scratch(pages_BC),
+        )
+
+    def attend(self, layer: int, heads_NHE: Tensor) -> Tensor:
+        """Store the new keys and values of a layer, and return the mixed values of every row: N × H·E.
+
+        `heads_NHE` holds rotated queries, rotated keys and values.
+        """
+        self._cache.write(layer, self._written, heads_NHE[:, self._heads :])
+        mixed_NHE: Tensor | None = None
+        for band in self._bands:
+            found = self._draw(layer, band, heads_NHE)
+            if band.rows_B is None:
+                return found
+            if mixed_NHE is None:
+                mixed_NHE = heads_NHE.new_empty(self._count, self._heads * self._size)
+            mixed_NHE.index_copy_(0, band.rows_B, found)
+        for prompts in self._prompts:
+            found = self._read(layer, prompts, heads_NHE)
+            if prompts.rows_BT.numel() == self._count:
+                return found
+            if mixed_NHE is None:
+                mixed_NHE = heads_NHE.new_empty(self._count, self._heads * self._size)
+            mixed_NHE.index_copy_(0, prompts.rows_BT.flatten(), found)
+        assert mixed_NHE is not None
+        return mixed_NHE
+
+    def _draw(self, layer: int, band: _Band, heads_NHE: Tensor) -> Tensor:
+        queries = heads_NHE[:, : self._heads]
+        if band.rows_B is not None:
+            queries = queries.index_select(0, band.rows_B)
+        queries = queries.reshape(-1, self._heads // self._groups, self._size)
+        keys, values = self._cache.gather(layer, band.pages, band.scratch)
+        scores = torch.baddbmm(band.mask, queries, keys.transpose(1, 2), alpha=self._size**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(-1, self._heads * self._size)
+
+    def _read(self, layer: int, prompts: _Prompts, heads_NHE: Tensor) -> Tensor:
+        batch, count = prompts.rows_BT.shape
+        whole = batch * count == self._count
+        heads = heads_NHE if whole else heads_NHE.index_select(0, prompts.rows_BT.flatten())
+        heads = heads.view(batch, count, -1, self._size).transpose(1, 2)
+        q, k, v = torch.split(heads, [self._heads, self._groups, self._groups], dim=1)
+        if prompts.pages is not None and prompts.scratch is not None:
+            keys, values = self._cache.gather(layer, prompts.pages, prompts.scratch)
+            k, v = (each.view(batch, self._groups, -1, self._size) for each in (keys, values))
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, prompts.mask, is_causal=prompts.mask is None, enable_gqa=True
+        )
+        return mixed.transpose(1, 2).reshape(batch * count, -1)
+
+
+def _table(chunks: Sequence[Chunk], size: int) -> Array:
+    """The pages of each chunk's sequence up to the chunk's end, padded with the page of zeros."""
+    counts = [-(-(chunk.start + chunk.count) // size) for chunk in chunks]
+    table = np.zeros((len(chunks), max(counts)), np.int64)
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        table[row, :count] = chunk.continuation.pages[:count]
+    return table
+
+
+def _bands(members: Sequence[tuple[int, Chunk]], size: int) -> list[list[tuple[int, Chunk]]]:
+    """Split members, sorted by length, so that little is padded."""
+    bands: list[list[tuple[int, Chunk]]] = []
+    shortest = 0
+    for first, chunk in members:
+        pages = chunk.start // size + 1
+        if not bands or pages > max(4, _BAND * shortest):
+            bands.append([])
+            shortest = pages
+        bands[-1].append((first, chunk))
+    # In the order of the rows, so that a band of all rows needs no index.
+    return [sorted(band, key=lambda each: each[0]) for band in bands]
