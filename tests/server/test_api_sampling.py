@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinkex import types
 from tinkex._wire import json_codec
 from tinkex._wire.proto_codec import decode_sample_response
 from tinkex.server.samplers import PASSING_LIMIT
@@ -445,3 +446,14 @@ def test_disconnecting_from_a_stream_cancels_the_sample(api, sampler):
     with api.http.stream("POST", "/api/v1/stream_sample", json=request) as answer:
         next(answer.iter_raw())
     assert sampler.tokens()
+
+
+def test_prompt_that_was_read_before_reports_its_cached_tokens(tinkex_tiny):
+    with tinkex_tiny.client() as client:
+        sampling = client.create_sampling_client(base_model="tinkex/tiny")
+        prompt = types.ModelInput.from_ints([number % 200 for number in range(150)])
+        options = types.SamplingParams(max_tokens=4, seed=1)
+        first, again = (sampling.sample(prompt, 1, options).result() for _ in range(2))
+        assert first.prompt_cache_hit_tokens == 0
+        assert again.prompt_cache_hit_tokens == 128
+        assert again.sequences[0].tokens == first.sequences[0].tokens

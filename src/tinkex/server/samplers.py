@@ -641,6 +641,7 @@ def _response(result: SampledResult, targets: TensorData | None) -> SampleRespon
         target_prompt_logprobs=(
             None if found is None or targets is None else _in_layout_of(targets, found)
         ),
+        prompt_cache_hit_tokens=result.cached_tokens,
     )
 
 
