@@ -969,6 +969,7 @@ def test_settings_list_every_environment_variable_once():
         "TINKEX_POOL_SIZE",
         "TINKEX_PROXY",
         "TINKEX_PROXY_HEADERS",
+        "CUDA_VISIBLE_DEVICES",
         "XDG_CACHE_HOME",
     }
 

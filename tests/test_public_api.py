@@ -169,6 +169,7 @@ ADDED_HERE = {
     "GetSamplerResponse.tokenizer_id": "our service says where the tokenizer is",
     "GetSamplerResponse.tokenizer_sha256": "our service offers the tokenizer's files",
     "HealthResponse.engine": "our service says how its engine is",
+    "HealthResponse.engines": "our service lists its engines if it has several",
     "ModelData.tokenizer_sha256": "our service offers the tokenizer's files",
     "SupportedModel.model_id": "other services say it",
     "SupportedModel.arch": "other services say it",

@@ -730,6 +730,7 @@ _OTHER_VARIABLES = (
     Setting("File that holds the Hub token.", env="HF_TOKEN_PATH"),
     Setting("Directory of the Hub's cache and token.", env="HF_HOME"),
     Setting("Parent directory of caches.", env="XDG_CACHE_HOME"),
+    Setting("GPUs that the local service may use, as in CUDA.", env="CUDA_VISIBLE_DEVICES"),
     Setting("Directory of the local service's data.", env="TINKEX_DATA_DIR"),
     Setting("If set, the command line prints no colours and no bold.", env="NO_COLOR"),
     Setting("Import path of Python, extended for children of tinkex.as_tinker.", env="PYTHONPATH"),

@@ -109,6 +109,10 @@ class Diary:
     def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None:
         self.note(f"restore snapshot {model_id}")
 
+    @property
+    def shared_passes(self) -> None:
+        return None
+
     def unload_model(self, model_id: str) -> None:
         self.note(f"unload {model_id}")
         raise ForeignError("no", response=object())

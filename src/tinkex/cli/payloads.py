@@ -17,6 +17,7 @@ from tinkex.types import (
     Checkpoint,
     CurrentCheckpointStorageUsageItem,
     CurrentCheckpointStorageUsageResponse,
+    EngineHealth,
     GetSessionResponse,
     SaveWeightsForSamplerResponse,
     SupportedModel,
@@ -146,6 +147,7 @@ class Status(TypedDict):
     local_url: str | None
     data_dir: str
     models: list[str]
+    engines: list[EngineHealth]
     runs: int | None
     checkpoints: int | None
     last_runs: list[TrainingRun]

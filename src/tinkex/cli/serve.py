@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import click
 
 __all__ = ["command"]
+
+
+class EngineCount(click.ParamType[int | Literal["auto"]]):
+    """A number of at least 1, or `auto`."""
+
+    name = "engines"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Literal["auto"]:
+        if value == "auto":
+            return "auto"
+        try:
+            number = int(value)
+        except ValueError:
+            number = 0
+        if number < 1:
+            self.fail(f"must be a number of at least 1, or auto, got {value!r:.60}", param, ctx)
+        return number
 
 
 @click.command("serve")
@@ -37,6 +57,14 @@ __all__ = ["command"]
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
     show_default=True,
+)
+@click.option(
+    "--engines",
+    type=EngineCount(),
+    default="1",
+    show_default=True,
+    metavar="N|auto",
+    help="Engine processes that share the work. auto: one per GPU, and one on a machine without.",
 )
 @click.option(
     "--database-url",
@@ -99,6 +127,7 @@ def command(
     base_models: tuple[str, ...],
     device: str,
     dtype: str,
+    engines: int | Literal["auto"],
     database_url: str | None,
     api_key_file: Path | None,
     allowed_hosts: tuple[str, ...],
@@ -131,6 +160,7 @@ def command(
         engine="fake" if engine == "fake" else "torch",
         device=device,
         dtype=dtype,
+        engines=engines,
         database_url=database_url,
         allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),

@@ -9,11 +9,13 @@ import click
 from tinkex.config import LOCAL
 
 from .connection import Connection, connected, formatted
-from .human import ago
+from .human import ago, size
 from .listing import of_user
 from .output import Output
 
 if TYPE_CHECKING:
+    from tinkex.types import EngineHealth
+
     from .payloads import Status
 
 __all__ = ["command"]
@@ -34,6 +36,7 @@ def command(connection: Connection, output: Output) -> None:
         "local_url": here,
         "data_dir": str(_local.data_directory()),
         "models": [],
+        "engines": [],
         "runs": None,
         "checkpoints": None,
         "last_runs": [],
@@ -46,6 +49,7 @@ def command(connection: Connection, output: Output) -> None:
 def _ask(connection: Connection, payload: Status) -> None:
     with connection.service(patient=False) as service:
         payload["models"] = service.get_server_capabilities().model_names()
+        payload["engines"] = service.health().engines or []
         rest = service.create_rest_client()
         runs = rest.list_training_runs(5, 0).result()
         _, payload["checkpoints"] = of_user(rest, 1, 0)
@@ -61,6 +65,7 @@ def _facts(payload: Status) -> dict[str, object]:
     if payload["running"]:
         facts |= {
             "Base models": ", ".join(payload["models"]) or "none",
+            **_engines(payload["engines"]),
             "Training runs": payload["runs"],
             "Checkpoints": "?" if payload["checkpoints"] is None else payload["checkpoints"],
         }
@@ -70,6 +75,17 @@ def _facts(payload: Status) -> dict[str, object]:
             for run in payload["last_runs"]
         )
     return facts
+
+
+def _engines(engines: list[EngineHealth]) -> dict[str, str]:
+    """One line per engine, if the service reports them: it does so if it has several."""
+    lines = [
+        f"{each.name}  {each.kind} on {each.node or each.device or '?'}  {'up' if each.up else 'starting'}  "
+        f"models {each.models}  in line {each.in_line}  samples {each.samples}  restarts {each.restarts}"
+        + ("" if each.memory_bytes is None else f"  {size(each.memory_bytes)}")
+        for each in engines
+    ]
+    return {"Engines": "\n".join(lines)} if lines else {}
 
 
 def _service(payload: Status) -> str:

@@ -6,12 +6,14 @@ streamed sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .base_models import PreparedModel
+from .parcels import Parcel, PublishedAdapter
+from .shards import ShardSums
 from .values import (
     AdamStep,
     LoraSpec,
@@ -34,14 +36,20 @@ __all__ = [
     "DirectCall",
     "Engine",
     "EngineCall",
+    "FinishPass",
+    "HelpPass",
     "OpenSampler",
     "OptimStep",
+    "PassCall",
+    "Publish",
     "Reply",
     "RestoreModel",
     "RestoreSnapshot",
     "RunPass",
+    "RunShards",
     "Sample",
     "SaveState",
+    "SharedPasses",
     "Snapshot",
     "Token",
     "UnloadModel",
@@ -81,6 +89,24 @@ class Engine(Protocol):
     @property
     def sampling(self) -> bool: ...
     def sample_step(self) -> list[SampleEvent]: ...
+    @property
+    def shared_passes(self) -> SharedPasses | None:
+        """None if this engine always computes a whole pass."""
+
+
+class SharedPasses(Protocol):
+    """The part of an engine that works on one pass together with other engines of a pool."""
+
+    def publish(self, model_id: str) -> PublishedAdapter: ...
+    def run_shards(
+        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Parcel]]: ...
+    def help_pass(
+        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+    ) -> Generator[None, None, ShardSums[Parcel]]: ...
+    def finish_pass(
+        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+    ) -> PassResult: ...
 
 
 class EngineCall(Generic[R]):
@@ -102,6 +128,15 @@ class DirectCall(EngineCall[R]):
     __slots__ = ()
 
     def run(self, engine: Engine) -> R:
+        raise NotImplementedError
+
+
+class PassCall(EngineCall[R]):
+    """Runs one micro-batch at a time; the engine samples between them."""
+
+    __slots__ = ()
+
+    def begin(self, engine: Engine) -> Generator[None, None, R]:
         raise NotImplementedError
 
 
@@ -156,14 +191,56 @@ class UnloadModel(DirectCall[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class RunPass(EngineCall[PassResult]):
-    """Runs one micro-batch at a time; the engine samples between them."""
-
+class RunPass(PassCall[PassResult]):
     model_id: str
     request: TrainingPass
 
     def begin(self, engine: Engine) -> Generator[None, None, PassResult]:
         return engine.run_pass(self.model_id, self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(DirectCall[PublishedAdapter]):
+    model_id: str
+
+    def run(self, engine: Engine) -> PublishedAdapter:
+        return _shared(engine).publish(self.model_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RunShards(PassCall[ShardSums[Parcel]]):
+    model_id: str
+    request: TrainingPass
+    numbers: Sequence[int]
+
+    def begin(self, engine: Engine) -> Generator[None, None, ShardSums[Parcel]]:
+        return _shared(engine).run_shards(self.model_id, self.request, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class HelpPass(PassCall[ShardSums[Parcel]]):
+    adapter: PublishedAdapter
+    request: TrainingPass
+    numbers: Sequence[int]
+
+    def begin(self, engine: Engine) -> Generator[None, None, ShardSums[Parcel]]:
+        return _shared(engine).help_pass(self.adapter, self.request, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishPass(DirectCall[PassResult]):
+    model_id: str
+    request: TrainingPass
+    parts: Sequence[ShardSums[Parcel]]
+
+    def run(self, engine: Engine) -> PassResult:
+        return _shared(engine).finish_pass(self.model_id, self.request, self.parts)
+
+
+def _shared(engine: Engine) -> SharedPasses:
+    if engine.shared_passes is None:
+        raise TypeError("this engine does not work on passes of other engines")
+    return engine.shared_passes
 
 
 @dataclass(frozen=True, slots=True)

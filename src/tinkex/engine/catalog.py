@@ -35,6 +35,10 @@ class Catalog:
     def models(self) -> list[PreparedModel]:
         return list(self._models.values())
 
+    def has(self, name: str) -> bool:
+        """Whether a base model is loaded."""
+        return name in self._models
+
     def context_length(self, name: str) -> int:
         """The context length of a base model; `MAX_CONTEXT` if it is not loaded yet."""
         model = self._models.get(name)

@@ -39,6 +39,7 @@ __all__ = [
     "Manifest",
     "checked_manifest",
     "checked_spec",
+    "content_name",
     "copy",
     "link",
     "placed",
@@ -169,6 +170,14 @@ def checked_manifest(directory: Path) -> Manifest:
         if not file.is_file() or _digest(file) != expected:
             raise InvalidInputError(f"the file {name} is damaged", field="path")
     return manifest
+
+
+def content_name(directory: Path) -> str:
+    """A name made of an adapter's content: its weights, its configuration and its manifest."""
+    names = [name for name in (WEIGHTS, CONFIG, _MANIFEST) if (directory / name).exists()]
+    with reading(WEIGHTS):
+        digests = {name: _digest(directory / name) for name in names}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def read_json(file: Path) -> Any:

@@ -91,7 +91,7 @@ class TorchEngine:
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
-        self._token_budget = token_budget
+        self.token_budget = token_budget
         self._loss_limits = loss_limits
         memory = memory_of(torch.device(device))
         self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
@@ -153,7 +153,7 @@ class TorchEngine:
     def _run_pass(
         self, loaded: _Loaded, model: TrainedModel, request: TrainingPass
     ) -> Generator[None, None, PassResult]:
-        pieces = run_pass(model, request, self._token_budget, self._loss_limits)
+        pieces = run_pass(model, request, self.token_budget, self._loss_limits)
         while True:
             self._use_threads(loaded)
             try:
@@ -163,6 +163,10 @@ class TorchEngine:
             yield
 
     # -- one pass on several engines ---------------------------------------------------------
+
+    @property
+    def shared_passes(self) -> TorchEngine | None:
+        return None if self._helping is None else self
 
     def publish(self, model_id: str) -> PublishedAdapter:
         """Put a model's adapter where the other engines find it."""
@@ -211,7 +215,7 @@ class TorchEngine:
     def _shards(
         self, loaded: _Loaded, model: TrainedModel, request: TrainingPass, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Gradients]]:
-        pieces = run_shards(model, request, numbers, self._token_budget, self._loss_limits)
+        pieces = run_shards(model, request, numbers, self.token_budget, self._loss_limits)
         while True:
             self._use_threads(loaded)
             try:

@@ -464,6 +464,10 @@ class FakeEngine:
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
+    @property
+    def shared_passes(self) -> None:
+        """A fake pass is too short to be divided."""
+
     def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
         return _run_pass(self._model(model_id), request)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 from .catalog import Catalog
 from .values import (
@@ -32,6 +32,7 @@ from .values import (
 )
 
 __all__ = [
+    "IN_LINE",
     "EngineDiedError",
     "EngineState",
     "EngineStatus",
@@ -41,10 +42,13 @@ __all__ = [
     "OnToken",
     "SamplingEngine",
     "TrainingEngine",
+    "Turn",
 ]
 
 T = TypeVar("T")
 EngineState = Literal["idle", "working"]
+#: Requests in the line of one engine at a time: with two, it never waits for the next.
+IN_LINE: Final = 2
 OnToken = Callable[[StreamedToken], None]
 
 
@@ -77,11 +81,27 @@ class Lease(Protocol):
         """Whether its engine has died since; then it has to be loaded again."""
 
 
+class Turn(Protocol):
+    """A place in the line of an engine, held while a request of a model runs."""
+
+    @property
+    def helped_seconds(self) -> float:
+        """Seconds that other engines have worked on the request."""
+
+    def end(self) -> None: ...
+
+
 class TrainingEngine(Protocol):
     """Trains adapters. The calls of one model run in the order in which they were made.
 
     A call for a model whose lease is lost raises `EngineDiedError`; for a model that was never loaded, `NotFoundError`.
     """
+
+    def has_room(self, model_id: str) -> bool:
+        """Whether a request of this model would run soon: the line of the engine that trains it is short."""
+
+    def take_turn(self, model_id: str) -> Turn:
+        """Join the line of the engine that trains this model; a new model gets its engine here."""
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> Lease:
         """Create a new adapter; one of this name is replaced."""
@@ -141,12 +161,24 @@ class SamplingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One engine, for metrics: seconds it worked on training, and its process if that is on this machine."""
+    """One engine, for people and metrics."""
 
     name: str
+    #: Times that it was started, and whether it can work now.
     starts: int
+    up: bool
+    #: Seconds that it worked on training.
     busy_seconds: float
+    #: Its process, if that is on this machine, and the machine otherwise.
     pid: int | None = None
+    node: str = ""
+    kind: str = "torch"
+    device: str = ""
+    base_models: tuple[str, ...] = ()
+    #: Models that live there, training requests in its line, samples that it draws.
+    models: int = 0
+    in_line: int = 0
+    samples: int = 0
 
 
 class Engines(Protocol):

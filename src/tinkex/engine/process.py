@@ -38,15 +38,16 @@ from .calls import (
     CancelSample,
     DirectCall,
     Engine,
+    PassCall,
     Reply,
-    RunPass,
     Sample,
     Snapshot,
     Token,
 )
 from .ending import be_killed_first, die_with
+from .parcels import FileDepot
 from .progress import SAMPLING, UNTIMED, Progress
-from .values import LossLimits, PassResult, SampleEvent, SampleJob
+from .values import LossLimits, SampleEvent, SampleJob
 
 __all__ = ["Loop", "Ready", "Setup", "encode_frame", "main", "serve"]
 
@@ -63,6 +64,10 @@ class Setup:
     device: str = "auto"
     dtype: str = "auto"
     loss_limits: LossLimits = field(default_factory=LossLimits)
+    #: Threads on a CPU; None leaves the choice to torch.
+    threads: int | None = None
+    #: Where the engines of a pool exchange adapters and gradients.
+    depot: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class Ready:
     models: Sequence[PreparedModel] = ()
     device: str = "cpu"
     dtype: str = "float32"
+    #: Padded tokens of one micro-batch; 0 if the engine always computes a whole pass.
+    token_budget: int = 0
     error: Exception | None = None
 
 
@@ -102,7 +109,7 @@ class Loop:
         self._progress = progress or Progress.alone()
         self._prepare = prepare
         self._line: deque[CallFrame] = deque()
-        self._pass: tuple[int, Generator[None, None, PassResult], float] | None = None
+        self._pass: tuple[int, Generator[None, None, object], float] | None = None
         self._samples: set[int] = set()
         self._out: list[Reply | Token] = []
 
@@ -152,7 +159,7 @@ class Loop:
         started = self._clock()
         if self._pass is None:
             frame = self._line.popleft()
-            if not isinstance(frame.call, RunPass):
+            if not isinstance(frame.call, PassCall):
                 self._run(frame)
                 return self._clock() - started
             self._progress.begin(frame.call_id)
@@ -409,6 +416,8 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
 
     from .engine import TorchEngine
 
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
     device = _device(setup.device)
     dtype = _dtype(setup.dtype, device)
     engine = TorchEngine(
@@ -417,10 +426,11 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
         dtype=getattr(torch, dtype),
         detokenize=_Detokenizer(),
         loss_limits=setup.loss_limits,
+        depot=None if setup.depot is None else FileDepot(setup.depot),
     )
     for model in models:
         engine.load(model)
-    return engine, Ready(models, device, dtype)
+    return engine, Ready(models, device, dtype, engine.token_budget)
 
 
 def _prepare(setup: Setup, text: str) -> PreparedModel:

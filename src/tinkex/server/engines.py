@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from tinkex.config import read_env
 from tinkex.engine.interface import Engines
 from tinkex.engine.process import Setup
 
+from .members import Member
+from .pool import Pool
+from .shared_memory import SharedMemory
 from .supervisor import Supervisor
 from .worker import Worker
 
-__all__ = ["make_engines"]
+__all__ = ["engine_count", "make_engines", "share_out", "visible_gpus"]
 
 
-def make_engines(setup: Setup, *, in_process: bool, deadline: float, on_demand: bool) -> Engines:
-    """One engine in a process of its own or, for tests, in a thread."""
-    worker = Worker(setup, in_process=in_process, deadline=deadline)
-    return Supervisor(worker, on_demand=on_demand)
+def make_engines(
+    setup: Setup, *, count: int, in_process: bool, deadline: float, on_demand: bool
+) -> Engines:
+    """One engine in a process of its own or, for tests, in a thread; or a pool of several."""
+    if count == 1:
+        worker = Worker(setup, in_process=in_process, deadline=deadline)
+        return Supervisor(worker, on_demand=on_demand)
+    exchange = SharedMemory()
+    members = []
+    for number, (device, threads) in enumerate(share_out(setup, count)):
+        own = replace(setup, device=device, threads=threads, depot=exchange.directory)
+        worker = Worker(own, name=f"engine-{number}", in_process=in_process, deadline=deadline)
+        members.append(Member(Supervisor(worker, on_demand=True)))
+    return Pool(members, exchange, on_demand=on_demand)
+
+
+def engine_count(asked: int | Literal["auto"], device: str) -> int:
+    """How many engines a service has: with `auto`, one per GPU."""
+    if asked != "auto":
+        return asked
+    return max(1, visible_gpus()) if device in {"auto", "cuda"} else 1
+
+
+def share_out(setup: Setup, count: int) -> list[tuple[str, int | None]]:
+    """Device and threads of each engine of a pool: the GPUs in turn, or an equal share of the processors."""
+    gpus = visible_gpus()
+    if setup.device == "cuda" or (setup.device == "auto" and gpus):
+        return [(f"cuda:{number % max(1, gpus)}", setup.threads) for number in range(count)]
+    threads = setup.threads or max(1, usable_processors() // count)
+    return [(setup.device, threads)] * count
+
+
+def usable_processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def visible_gpus() -> int:
+    """CUDA devices of this machine, without loading torch."""
+    visible = read_env("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in {"", "-1"}])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["memory_of"]
+__all__ = ["memory_of", "resident_bytes"]
 
 
 def memory_of(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
     """Resident bytes of this process, and of those of the engines on this machine."""
-    yield "service", _resident("self") or _peak()
-    if size := sum(_resident(str(engine)) for engine in engines if engine is not None):
+    yield "service", resident_bytes("self") or _peak()
+    if size := sum(resident_bytes(str(engine)) for engine in engines if engine is not None):
         yield "engine", size
 
 
-def _resident(process: str) -> int:
+def resident_bytes(process: str) -> int:
+    """Memory of one process, by its id; 0 if it is not known."""
     try:
         pages = Path(f"/proc/{process}/statm").read_text().split()[1]
     except OSError:  # no /proc on this system, or the process has just ended

@@ -5,12 +5,14 @@ Counts that the service keeps anyway are read on each scrape; only durations are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from tinkex.engine.interface import EngineStatus
 
 from .futures import Promise
 from .memory_use import memory_of
@@ -117,10 +119,39 @@ class _Now(Collector):
         )
         busy.add_metric([], sum(engine.busy_seconds for engine in engines))
         yield busy
+        yield from _each_engine(engines)
         memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
         for name, size in memory_of(engine.pid for engine in engines):
             memory.add_metric([name], size)
         yield memory
+
+
+def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    """One line per engine and measure; what an engine is stands in the labels of `tinkex_engine_up`."""
+    up = GaugeMetricFamily(
+        "tinkex_engine_up",
+        "Whether an engine can work.",
+        labels=["engine", "kind", "node", "device", "base_models"],
+    )
+    restarts = CounterMetricFamily(
+        "tinkex_engine_restarts", "Times an engine was started again.", labels=["engine"]
+    )
+    load = GaugeMetricFamily(
+        "tinkex_engine_load",
+        "What an engine has: models, training requests in its line, samples it draws.",
+        labels=["engine", "of"],
+    )
+    for each in engines:
+        named = ",".join(each.base_models)
+        up.add_metric([each.name, each.kind, each.node, each.device, named], float(each.up))
+        restarts.add_metric([each.name], each.starts - 1)
+        for kind, count in (
+            ("models", each.models),
+            ("in_line", each.in_line),
+            ("samples", each.samples),
+        ):
+            load.add_metric([each.name, kind], count)
+    yield from (up, restarts, load)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tinkex._wire.operations import Operation
 from tinkex._wire.pass_parts import PassPart
-from tinkex.engine.interface import Engines
+from tinkex.engine.interface import Engines, Turn
 from tinkex.errors import (
     DecodeError,
     InvalidInputError,
@@ -47,8 +47,6 @@ __all__ = ["Model", "Models"]
 
 #: Without an optimizer step, a snapshot is written after so many times the usual interval, with the gradients.
 ACCUMULATION_FACTOR: Final = 2
-#: Models whose requests are in the engine's line at one time: with two, it never waits for the next.
-IN_LINE: Final = 2
 #: Bodies of waiting requests that are kept decoded; others are read from the journal when it is their turn.
 KEPT_BYTES: Final = 256 << 20
 
@@ -85,7 +83,6 @@ class Models:
         self._models: dict[str, Model] = {}
         self._waiting: set[Model] = set()
         self._shares = Shares()
-        self._running = 0
         self._kept_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,11 +252,13 @@ class Models:
         if self._engine.stopping:
             return
         now = self._clock()
-        while self._running < IN_LINE:
+        while True:
             ready = [
                 Candidate(model.model_id, model.owner, model.waiting_since)
                 for model in self._waiting
-                if not model.running and model.line.ready(now)
+                if not model.running
+                and model.line.ready(now)
+                and self._engine.trainer.has_room(model.model_id)
             ]
             chosen = self._shares.choose(ready)
             if chosen is None:
@@ -268,8 +267,8 @@ class Models:
             promise = model.line.take(now)
             assert promise is not None
             model.running = True
-            self._running += 1
-            self._start_task(self._serve(model, promise))
+            turn = self._engine.trainer.take_turn(model.model_id)
+            self._start_task(self._serve(model, promise, turn))
         self._wake_for_gaps(now)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
@@ -287,14 +286,14 @@ class Models:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, soonest - now) + 0.01, self._schedule)
 
-    async def _serve(self, model: Model, promise: Promise) -> None:
+    async def _serve(self, model: Model, promise: Promise, turn: Turn) -> None:
         started = self._clock()
         promise.started_at = self._promises.clock()
         try:
             await self._run(model, promise)
         finally:
-            self._shares.serve(model.owner, self._clock() - started)
-            self._running -= 1
+            self._shares.serve(model.owner, self._clock() - started + turn.helped_seconds)
+            turn.end()
             model.running = False
             model.made.set()  # or never will be: the first request is the one that makes it
             model.waiting_since = self._clock()

@@ -28,6 +28,7 @@ from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import OPERATIONS, Operation, Runner
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
+from tinkex.engine.interface import EngineStatus
 from tinkex.errors import (
     AuthenticationError,
     InvalidInputError,
@@ -41,6 +42,7 @@ from .checkpoints import checkpoint_of, tinker_path
 from .dashboard import logged
 from .futures import Promise
 from .inputs import lora_of
+from .memory_use import resident_bytes
 from .nearness import is_near
 from .results import encode_result
 from .service import Service
@@ -130,7 +132,27 @@ def _promised(promise: Promise) -> types.UntypedAPIFuture:
 
 @_handles
 async def healthz(call: Call) -> types.HealthResponse:
-    return types.HealthResponse(engine=call.service.engine.check_health())
+    engines = call.service.engine.status()
+    return types.HealthResponse(
+        engine=call.service.engine.check_health(),
+        engines=[_engine_health(each) for each in engines] if len(engines) > 1 else None,
+    )
+
+
+def _engine_health(engine: EngineStatus) -> types.EngineHealth:
+    return types.EngineHealth(
+        name=engine.name,
+        kind=engine.kind,
+        node=engine.node,
+        device=engine.device,
+        up=engine.up,
+        base_models=list(engine.base_models),
+        memory_bytes=None if engine.pid is None else resident_bytes(str(engine.pid)),
+        models=engine.models,
+        in_line=engine.in_line,
+        samples=engine.samples,
+        restarts=engine.starts - 1,
+    )
 
 
 @_handles

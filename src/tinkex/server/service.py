@@ -32,7 +32,7 @@ from .damage import Lost
 from .dashboard.history import History, Reading
 from .dashboard.recorder import Recorder
 from .dashboard.store import MetricStore
-from .engines import make_engines
+from .engines import engine_count, make_engines
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
@@ -86,6 +86,8 @@ class Settings:
     base_models: tuple[str, ...] = (DEFAULT_MODEL,)
     engine: Literal["torch", "fake"] = "torch"
     engine_in_process: bool = False
+    #: Engine processes; `auto` is one per GPU, and one on a machine without.
+    engines: int | Literal["auto"] = 1
     #: Whether a base model is fetched when a client first names it; for services of one user.
     on_demand: bool = False
     device: str = "auto"
@@ -167,6 +169,8 @@ class Settings:
         return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
     def __post_init__(self) -> None:
+        if self.engines != "auto" and self.engines < 1:
+            raise ConfigError("must be at least 1, or auto", field="engines")
         if not self.engine_deadline > 0:
             raise ConfigError("must be more than 0 seconds", field="engine_deadline")
         if self.on_demand and self.keys.needed:
@@ -231,6 +235,7 @@ class Service:
                 settings.dtype,
                 settings.loss_limits,
             ),
+            count=engine_count(settings.engines, settings.device),
             in_process=settings.engine_in_process,
             deadline=settings.engine_deadline,
             on_demand=settings.on_demand,

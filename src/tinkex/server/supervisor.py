@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,16 @@ from typing import TypeVar
 from tinkex.engine import calls
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.catalog import Catalog
-from tinkex.engine.interface import EngineDiedError, EngineState, EngineStatus, OnToken
+from tinkex.engine.interface import (
+    IN_LINE,
+    EngineDiedError,
+    EngineState,
+    EngineStatus,
+    OnToken,
+)
+from tinkex.engine.parcels import Parcel, PublishedAdapter
+from tinkex.engine.process import Ready
+from tinkex.engine.shards import ShardSums
 from tinkex.engine.values import (
     AdamStep,
     LoraSpec,
@@ -49,6 +58,15 @@ class _Lease:
         return self.worker.life != self.life
 
 
+@dataclass(slots=True)
+class _Turn:
+    engine: Supervisor
+    helped_seconds: float = 0.0
+
+    def end(self) -> None:
+        self.engine.in_line -= 1
+
+
 class Supervisor:
     """One engine that survives the death of its process; it trains and samples."""
 
@@ -56,6 +74,9 @@ class Supervisor:
         self._worker = worker
         self.stopping = False
         self.catalog = Catalog(self._add_base_model, on_demand=on_demand)
+        #: Requests in its line, for `has_room`.
+        self.in_line = 0
+        self._drawing = 0
         self._alive = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._suspects = SuspectGroup()
@@ -114,9 +135,46 @@ class Supervisor:
             )
         return "working" if self._worker.busy else "idle"
 
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine runs, as far as is known."""
+        return self._alive.is_set() and not self._worker.died.is_set()
+
+    async def wait_up(self) -> None:
+        if self._worker.died.is_set():  # `_watch` may not have run yet
+            self._alive.clear()
+        await self._alive.wait()
+
+    @property
+    def ready(self) -> Ready:
+        assert self._worker.ready is not None
+        return self._worker.ready
+
+    @property
+    def starting(self) -> bool:
+        """Whether it was never up."""
+        return self._worker.ready is None
+
     def status(self) -> list[EngineStatus]:
-        worker = self._worker
-        return [EngineStatus(worker.name, worker.life + 1, worker.busy_seconds, worker.pid)]
+        worker, ready = self._worker, self._worker.ready
+        return [
+            EngineStatus(
+                worker.name,
+                starts=worker.life + 1,
+                up=self.up,
+                busy_seconds=worker.busy_seconds,
+                pid=worker.pid,
+                device="" if ready is None else ready.device,
+                base_models=tuple(model.name for model in self.catalog.models),
+                models=sum(not lease.lost for lease in self._models.values()),
+                in_line=self.in_line,
+                samples=self._drawing,
+            )
+        ]
 
     # -- retries -----------------------------------------------------------------------------
 
@@ -125,9 +183,7 @@ class Supervisor:
         return await self._suspects.run(lambda: self._attempt(work))
 
     async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T:
-        if self._worker.died.is_set():  # `_watch` may not have run yet
-            self._alive.clear()
-        await self._alive.wait()
+        await self.wait_up()
         try:
             return await work()
         except EngineDiedError:
@@ -143,6 +199,13 @@ class Supervisor:
         return model
 
     # -- training ----------------------------------------------------------------------------
+
+    def has_room(self, model_id: str) -> bool:
+        return self.in_line < IN_LINE
+
+    def take_turn(self, model_id: str) -> _Turn:
+        self.in_line += 1
+        return _Turn(self)
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> _Lease:
         return await self._load_model(model_id, calls.CreateModel(model_id, base_model, spec))
@@ -171,6 +234,27 @@ class Supervisor:
     async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
         self._check_held(self._models.get(model_id))
         return await self._worker.call(calls.RunPass(model_id, request))
+
+    async def publish(self, model_id: str) -> PublishedAdapter:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.Publish(model_id))
+
+    async def run_shards(
+        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+    ) -> ShardSums[Parcel]:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.RunShards(model_id, request, numbers))
+
+    async def help_pass(
+        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+    ) -> ShardSums[Parcel]:
+        return await self._worker.call(calls.HelpPass(adapter, request, numbers))
+
+    async def finish_pass(
+        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+    ) -> PassResult:
+        self._check_held(self._models.get(model_id))
+        return await self._worker.call(calls.FinishPass(model_id, request, parts))
 
     async def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         self._check_held(self._models.get(model_id))
@@ -211,7 +295,11 @@ class Supervisor:
 
     async def sample(self, job: SampleJob, on_token: OnToken | None = None) -> SampledResult:
         self._check_held(self._samplers.get(job.sampler_id))
-        return await self._worker.sample(job, on_token)
+        self._drawing += 1
+        try:
+            return await self._worker.sample(job, on_token)
+        finally:
+            self._drawing -= 1
 
     # -- leases ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from tinkex.engine.interface import EngineDiedError, EngineStuckError
 from tinkex.errors import RequestErrorCategory, RequestFailedError
 
-__all__ = ["DEATHS_ALLOWED", "SuspectGroup"]
+__all__ = ["DEATHS_ALLOWED", "SuspectGroup", "too_many_deaths", "too_slow"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class SuspectGroup:
                 try:
                     return await work()
                 except EngineStuckError as stuck:
-                    raise _too_slow(stuck.deadline) from None
+                    raise too_slow(stuck.deadline) from None
                 except EngineDiedError as death:
                     if death.cause_known:
                         continue  # another request is the cause; this one is no suspect
@@ -60,12 +60,12 @@ class SuspectGroup:
         finally:
             if deaths:
                 self.clear(cause=is_cause)
-        raise RequestFailedError(
-            f"The engine's process died {deaths} times while it worked on this request; "
-            "the request is not retried. Out of memory is the usual cause: send shorter sequences or "
-            "fewer at a time.",
-            category=RequestErrorCategory.Server,
-        )
+        raise too_many_deaths(deaths)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing inside is suspected."""
+        return not self._suspects
 
     async def enter(self) -> None:
         while self._inside >= self._room:
@@ -109,7 +109,16 @@ class SuspectGroup:
                 free -= 1
 
 
-def _too_slow(deadline: float) -> RequestFailedError:
+def too_many_deaths(deaths: int) -> RequestFailedError:
+    return RequestFailedError(
+        f"The engine's process died {deaths} times while it worked on this request; "
+        "the request is not retried. Out of memory is the usual cause: send shorter sequences or "
+        "fewer at a time.",
+        category=RequestErrorCategory.Server,
+    )
+
+
+def too_slow(deadline: float) -> RequestFailedError:
     return RequestFailedError(
         f"The engine made no progress on this request for {deadline:.0f} seconds and was killed; "
         "the request is not retried. Make it smaller; the limit is the service's setting engine_deadline.",

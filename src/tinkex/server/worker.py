@@ -144,12 +144,13 @@ class Worker:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
         if self._process is not None:
-            process, self._process = self._process, None
+            process = self._process
             try:
                 await asyncio.to_thread(process.wait, 10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 await asyncio.to_thread(process.wait)
+            self._process = None  # not before: a call that is cancelled here is repeated
         self._fail_calls("The service is stopping.")
 
     def also_serve(self, base_model: str) -> None:

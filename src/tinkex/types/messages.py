@@ -179,11 +179,31 @@ class CancelFutureRequest(RequestModel):
 # -- the service ---------------------------------------------------------------------------------
 
 
+class EngineHealth(ResponseModel):
+    """One engine of a service that has several."""
+
+    name: str
+    kind: str = ""
+    node: str = ""
+    device: str = ""
+    up: bool = True
+    base_models: list[str] = []
+    memory_bytes: int | None = None
+    models: int = 0
+    in_line: int = 0
+    samples: int = 0
+    restarts: int = 0
+
+
 class HealthResponse(ResponseModel):
-    """The service and its engine are running; `engine` is the engine's activity, if the service reports it."""
+    """The service and its engine are running.
+
+    `engine` is the activity of its engines, and `engines` lists them if there are several, if the service reports it.
+    """
 
     status: Literal["ok"] = "ok"
     engine: str | None = None
+    engines: list[EngineHealth] | None = None
 
 
 class SupportedModel(ResponseModel):

@@ -1,0 +1,146 @@
+"""Speed of a pool of engines against one engine, on this machine; every figure is a ratio within one run.
+
+    python benchmarks/pool.py [--model NAME] [--rounds 2] [--only training|sampling|dividing]
+
+Threads are fixed per engine, so that two engines with one thread are compared with one engine with one and with two
+threads. Takes a few minutes and wants a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+
+from tinkex.engine.interface import Engines
+from tinkex.engine.process import Setup
+from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.server.engines import make_engines
+from tinkex.server.pool import Pool
+from tinkex.server.service import default_cache_dir
+
+SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+async def started(stack: AsyncExitStack, model: str, count: int, threads: int) -> Engines:
+    setup = Setup((model,), default_cache_dir(), dtype="float32", threads=threads)
+    engines = make_engines(setup, count=count, in_process=False, deadline=600.0, on_demand=False)
+    await engines.start()
+    stack.push_async_callback(engines.stop)
+    return engines
+
+
+def batch(rows: int, length: int) -> TrainingPass:
+    random = np.random.default_rng(0)
+    examples = [
+        Example(
+            random.integers(0, 30_000, length),
+            {"target_tokens": random.integers(0, 30_000, length)},
+        )
+        for _ in range(rows)
+    ]
+    return TrainingPass(examples, "cross_entropy")
+
+
+async def train(engines: Engines, request: TrainingPass) -> None:
+    await engines.trainer.run_pass("m", request)
+    await engines.trainer.optim_step("m", AdamStep(1e-4))
+
+
+async def sample(engines: Engines, count: int, tokens: int) -> None:
+    jobs = [
+        SampleJob("s", np.arange(5, 37), max_tokens=tokens, seed=number, stop_tokens=())
+        for number in range(count)
+    ]
+    await asyncio.gather(*(engines.sampler.sample(job) for job in jobs))
+
+
+async def compare(
+    named: Sequence[tuple[str, Engines]],
+    work: Callable[[Engines], Awaitable[None]],
+    amount: int,
+    rounds: int,
+) -> dict[str, float]:
+    """Median tokens per second of each, measured in turns."""
+    rates: dict[str, list[float]] = {name: [] for name, _ in named}
+    for number in range(rounds + 1):
+        for name, engines in named:
+            began = time.perf_counter()
+            await work(engines)
+            if number:  # the first round warms up
+                rates[name].append(amount / (time.perf_counter() - began))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def show(title: str, rates: dict[str, float]) -> None:
+    print(f"\n{title}")
+    first = next(iter(rates.values()))
+    for name, rate in rates.items():
+        print(f"  {name:24s} {rate:8.1f} tokens/s   {rate / first:5.2f} x")
+
+
+async def dividing(engines: Engines, model: str, rounds: int) -> None:
+    """What travels for one divided pass, and how long publishing and adding take at the model's home."""
+    assert isinstance(engines, Pool)
+    for rank in (8, 32):
+        await engines.trainer.create_model("d", model, LoraSpec(rank, seed=1))
+        home = engines.trainer.home("d")
+        assert home is not None
+        helper = next(member for member in engines.members if member is not home)
+        request, seconds, size = batch(16, 128), [], 0
+        for _ in range(rounds):
+            began = time.perf_counter()
+            adapter = await home.engine.publish("d")
+            published = time.perf_counter() - began
+            theirs = await helper.engine.help_pass(adapter, request, [2, 3])
+            own = await home.engine.run_shards("d", request, [0, 1])
+            size = adapter.parcel.size + sum(block.total.size for block in theirs.blocks)
+            began = time.perf_counter()
+            await home.engine.finish_pass("d", request, [own, theirs])
+            seconds.append(published + time.perf_counter() - began)
+            await engines.trainer.optim_step("d", AdamStep(1e-4))
+        print(
+            f"  dividing, rank {rank}: {size / 1e6:.1f} MB moved, "
+            f"{statistics.median(seconds):.3f} s at the home per pass"
+        )
+        await engines.trainer.unload_model("d")
+
+
+async def main(model: str, rounds: int, only: str | None) -> None:
+    async with AsyncExitStack() as stack:
+        named = [
+            ("1 engine x 1 thread", await started(stack, model, 1, 1)),
+            ("2 engines x 1 thread", await started(stack, model, 2, 1)),
+            ("1 engine x 2 threads", await started(stack, model, 1, 2)),
+        ]
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for _, engines in named:
+            await engines.trainer.create_model("m", model, LoraSpec(8, seed=1))
+        await named[0][1].trainer.save_state("m", scratch / "adapter", optimizer=False)
+        for _, engines in named:
+            await engines.sampler.open_sampler("s", model, scratch / "adapter")
+        if only in {None, "training"}:
+            request = batch(16, 128)
+            rates = await compare(named, lambda each: train(each, request), 16 * 128, rounds)
+            show("training 16 x 128, rank 8", rates)
+        if only in {None, "sampling"}:
+            rates = await compare(named, lambda each: sample(each, 32, 32), 32 * 32, rounds)
+            show("sampling 32 at once, rank 8", rates)
+        if only in {None, "dividing"}:
+            await dividing(named[1][1], model, rounds)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=SMOL)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=["training", "sampling", "dividing"])
+    options = parser.parse_args()
+    asyncio.run(main(options.model, options.rounds, options.only))

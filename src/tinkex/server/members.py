@@ -1,0 +1,101 @@
+"""The engines of a pool: which there are, which can work, and waiting until one can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from tinkex.engine.interface import EngineDiedError, EngineStatus
+
+from .routing import Load
+from .supervisor import Supervisor
+from .suspects import SuspectGroup
+from .visits import current_visit
+
+__all__ = ["Member", "Members"]
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine of a pool."""
+
+    engine: Supervisor
+    trains: bool = True
+    samples: bool = True
+    load: Load = field(default_factory=Load)
+    suspects: SuspectGroup = field(default_factory=SuspectGroup)
+    #: It has left the pool for good.
+    gone: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def up(self) -> bool:
+        return self.engine.up and not self.gone
+
+    def status(self) -> list[EngineStatus]:
+        """What the engine says of itself, with the line that the pool keeps."""
+        return [replace(each, in_line=self.load.in_line) for each in self.engine.status()]
+
+
+class Members:
+    """All engines of a pool; some may be starting."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Member) -> None:
+        self._members[member.name] = member
+        self._changed.set()
+
+    def remove(self, member: Member) -> None:
+        member.gone = True
+        self._members.pop(member.name, None)
+        self._changed.set()
+
+    async def enter(self, member: Member) -> None:
+        """Wait until the current work may use an engine, and until the engine is up."""
+        visit = current_visit()
+        if visit is not None:
+            await visit.enter(member)
+        if not member.up:
+            await self._wait_for([member])
+        if member.gone:
+            raise EngineDiedError("The engine has left the pool.", cause_known=True)
+
+    def quarantine(self) -> Member | None:
+        """The engine that has to retry the current work, because it died during the last attempt."""
+        visit = current_visit()
+        if visit is None or visit.quarantine is None:
+            return None
+        return self._members.get(visit.quarantine)
+
+    async def some_up(self, fits: Callable[[Member], bool]) -> list[Member]:
+        """The engines that can work and fit; waits until there is one."""
+        while True:
+            fitting = [member for member in self if fits(member)]
+            working = [member for member in fitting if member.up]
+            if working:
+                return working
+            await self._wait_for(fitting)
+
+    async def _wait_for(self, members: list[Member]) -> None:
+        """Wait until one of these engines is up, or an engine joins or leaves."""
+        self._changed.clear()
+        waiting = [asyncio.ensure_future(member.engine.wait_up()) for member in members]
+        waiting.append(asyncio.ensure_future(self._changed.wait()))  # type: ignore[arg-type]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()

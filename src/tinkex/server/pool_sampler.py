@@ -1,0 +1,176 @@
+"""Sampling on a pool: adapters are immutable values with names made of their content, opened where they are needed.
+
+A sampler of the service is only a reference to an adapter. Engines know adapters by their content name, so an adapter
+can never be served under another's name, and a name is never used again for other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from tinkex.engine import directories
+from tinkex.engine.interface import Lease, OnToken
+from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.errors import NotFoundError
+
+from .members import Member, Members
+from .pool_trainer import PoolTrainer
+from .routing import block_keys, new_tokens, sampling_cost
+
+__all__ = ["PoolSampler"]
+
+#: Adapters that one engine keeps open while no sample uses them.
+KEPT_OPEN: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """Frozen weights; `directory` is None for the base model itself."""
+
+    name: str
+    base_model: str
+    directory: Path | None
+
+
+@dataclass(eq=False)
+class _Opened:
+    """An adapter on one engine."""
+
+    lease: Lease | None = None
+    users: int = 0
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def ready(self) -> bool:
+        return self.lease is not None and not self.lease.lost
+
+
+class _Reopened:
+    """The lease of a sampler: a pool opens it again by itself."""
+
+    lost = False
+
+
+class PoolSampler:
+    """The interface `SamplingEngine` on a pool."""
+
+    def __init__(self, members: Members, trainer: PoolTrainer) -> None:
+        self._members = members
+        self._trainer = trainer
+        self._samplers: dict[str, _Adapter] = {}
+        self._opened: dict[Member, OrderedDict[str, _Opened]] = {}
+
+    # -- samplers ----------------------------------------------------------------------------
+
+    async def open_sampler(
+        self,
+        sampler_id: str,
+        base_model: str,
+        directory: Path | None,
+        *,
+        trained_as: str | None = None,
+    ) -> Lease:
+        name = f"base {base_model}"
+        if directory is not None:
+            name = f"{await asyncio.to_thread(directories.content_name, directory)} {base_model}"
+        adapter = _Adapter(name, base_model, directory)
+        home = None if trained_as is None else self._trainer.home(trained_as)
+        if home is None or not home.samples:
+            await self._check_opens(adapter)
+        else:
+            await self._members.enter(home)
+            await self._open(home, adapter, trained_as)
+        self._samplers[sampler_id] = adapter
+        return _Reopened()
+
+    async def _check_opens(self, adapter: _Adapter) -> None:
+        """Open an adapter on one engine, so that damaged or unfitting weights are an error now."""
+        if adapter.directory is not None and not self._is_open(adapter.name):
+            members = await self._members.some_up(lambda each: each.samples)
+            member = min(members, key=lambda each: (each.load.wait(), each.name))
+            await self._members.enter(member)
+            await self._open(member, adapter)
+
+    def _is_open(self, name: str) -> bool:
+        return any(name in opened and opened[name].ready for opened in self._opened.values())
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        adapter = self._samplers.pop(sampler_id, None)
+        if adapter is None or any(each.name == adapter.name for each in self._samplers.values()):
+            return
+        for member, opened in list(self._opened.items()):
+            held = opened.get(adapter.name)
+            if held is not None and not held.users:
+                del opened[adapter.name]
+                await member.engine.close_sampler(adapter.name)
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    async def sample(self, job: SampleJob, on_token: OnToken | None = None) -> SampledResult:
+        adapter = self._samplers.get(job.sampler_id)
+        if adapter is None:
+            raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
+        keys = block_keys(adapter.name, job.prompt_T)
+        member = await self._route(adapter, job, keys)
+        cost = new_tokens(job)
+        member.load.tokens += cost
+        try:
+            await self._members.enter(member)
+            opened = await self._open(member, adapter)
+            opened.users += 1
+            try:
+                member.load.prefixes.add(keys)
+                named = replace(job, sampler_id=adapter.name)
+                return await member.engine.sample(named, on_token)
+            finally:
+                opened.users -= 1
+                await self._close_unused(member)
+        finally:
+            member.load.tokens -= cost
+
+    async def _route(self, adapter: _Adapter, job: SampleJob, keys: list[bytes]) -> Member:
+        """The engine on which a job costs least: by its load, and by what it has of adapter and prompt."""
+        suspected = self._members.quarantine()
+        if suspected is not None and suspected.samples:
+            return suspected
+        members = await self._members.some_up(lambda each: each.samples)
+
+        def cost(member: Member) -> tuple[float, str]:
+            held = self._held(member).get(adapter.name)
+            has_adapter = adapter.directory is None or (held is not None and held.ready)
+            return sampling_cost(member.load, job, keys, has_adapter=has_adapter), member.name
+
+        return min(members, key=cost)
+
+    async def _open(
+        self, member: Member, adapter: _Adapter, trained_as: str | None = None
+    ) -> _Opened:
+        """Open an adapter on an engine, unless it is open there."""
+        of_member = self._held(member)
+        opened = of_member.setdefault(adapter.name, _Opened())
+        of_member.move_to_end(adapter.name)
+        async with opened.opening:
+            if not opened.ready:
+                if opened.lease is not None:  # the engine has died: it has read no prompts yet
+                    member.load.prefixes.clear()
+                await member.engine.catalog.model(adapter.base_model, "base_model")
+                opened.lease = await member.engine.open_sampler(
+                    adapter.name, adapter.base_model, adapter.directory, trained_as=trained_as
+                )
+        return opened
+
+    def _held(self, member: Member) -> OrderedDict[str, _Opened]:
+        return self._opened.setdefault(member, OrderedDict())
+
+    async def _close_unused(self, member: Member) -> None:
+        opened = self._held(member)
+        needed = {adapter.name for adapter in self._samplers.values()}
+        unused = [name for name, held in opened.items() if not held.users]
+        surplus = unused[: max(0, len(opened) - KEPT_OPEN)]
+        for name in [*surplus, *(name for name in unused if name not in needed)]:
+            if opened.pop(name, None) is not None:
+                await member.engine.close_sampler(name)

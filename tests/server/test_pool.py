@@ -1,0 +1,304 @@
+"""A pool of engine processes: where models and samplers are, and what happens when engines die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinkex.engine.interface import IN_LINE, EngineDiedError
+from tinkex.engine.process import Setup
+from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.errors import APIStatusError, NotFoundError, RequestFailedError
+from tinkex.server.engines import engine_count, make_engines, share_out
+from tinkex.server.pool import Pool
+from tinkex.server.shared_memory import SharedMemory
+from tinkex.server.suspects import DEATHS_ALLOWED
+from tinkex.testing import service
+
+from .api import Api
+from .test_worker import TINY, run
+
+SPEC = LoraSpec(4, seed=1)
+STEP = AdamStep(0.1)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@asynccontextmanager
+async def pooled(cache_dir: Path, count: int = 2, *, thread: bool = False) -> AsyncIterator[Pool]:
+    setup = Setup((TINY,), cache_dir, "fake")
+    pool = make_engines(setup, count=count, in_process=thread, deadline=60.0, on_demand=False)
+    assert isinstance(pool, Pool)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def kill(pool: Pool, name: str) -> None:
+    pid = {engine.name: engine.pid for engine in pool.status()}[name]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def home(pool: Pool, model_id: str) -> str:
+    member = pool.trainer.home(model_id)
+    assert member is not None
+    return member.name
+
+
+def request(count: int = 2) -> TrainingPass:
+    example = Example(np.arange(5), {"target_tokens": np.arange(5) + 1})
+    return TrainingPass([example] * count, "cross_entropy")
+
+
+async def died(lease) -> None:
+    while not lease.lost:  # noqa: ASYNC110 - nothing tells the holder of a lease
+        await asyncio.sleep(0.01)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def test_models_spread_over_the_engines(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 3, thread=True) as pool:
+            for number in range(6):
+                await pool.trainer.create_model(f"m{number}", TINY, SPEC)
+            assert [engine.models for engine in pool.status()] == [2, 2, 2]
+            await pool.trainer.unload_model("m0")
+            await pool.trainer.create_model("m6", TINY, SPEC)
+            assert [engine.models for engine in pool.status()] == [2, 2, 2]
+
+    run(main())
+
+
+def test_each_engine_has_its_own_line(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            turns = [pool.trainer.take_turn(f"m{number}") for number in range(2 * IN_LINE)]
+            assert not pool.trainer.has_room("another")
+            assert [engine.in_line for engine in pool.status()] == [IN_LINE, IN_LINE]
+            turns[0].end()
+            assert pool.trainer.has_room("another")
+            assert pool.trainer.has_room("m0")
+            assert not pool.trainer.has_room("m1")
+
+    run(main())
+
+
+def test_a_death_loses_only_the_models_of_that_engine(cache_dir):
+    async def main():
+        async with pooled(cache_dir) as pool:
+            leases = {
+                name: await pool.trainer.create_model(name, TINY, SPEC) for name in ("a", "b")
+            }
+            lost, kept = home(pool, "a"), home(pool, "b")
+            assert lost != kept
+            kill(pool, lost)
+            await died(leases["a"])
+            assert not leases["b"].lost
+            await pool.trainer.run_pass("b", request())
+            with pytest.raises(EngineDiedError) as death:
+                await pool.trainer.run_pass("a", request())
+            assert death.value.cause_known
+            # It is restored on an engine that works, without waiting for the dead one.
+            await pool.trainer.create_model("a", TINY, SPEC)
+            assert home(pool, "a") == kept
+
+    run(main())
+
+
+def test_unknown_model_and_sampler_are_not_found(cache_dir):
+    async def main():
+        async with pooled(cache_dir, thread=True) as pool:
+            with pytest.raises(NotFoundError):
+                await pool.trainer.optim_step("nobody", STEP)
+            with pytest.raises(NotFoundError):
+                await pool.sampler.sample(SampleJob("nobody", np.arange(3)))
+
+    run(main())
+
+
+def test_a_request_that_kills_engines_fails_alone_and_kills_only_one(cache_dir):
+    async def main():
+        async with pooled(cache_dir) as pool:
+            await pool.trainer.create_model("good", TINY, SPEC)
+            kept = home(pool, "good")
+
+            async def deadly():
+                await pool.trainer.create_model("bad", TINY, SPEC)
+                kill(pool, home(pool, "bad"))
+                await pool.trainer.run_pass("bad", request())
+
+            async def harmless():
+                await pool.trainer.run_pass("good", request())
+
+            killing = asyncio.create_task(pool.persist(deadly))
+            while not killing.done():
+                await pool.persist(harmless)
+            with pytest.raises(RequestFailedError, match=f"died {DEATHS_ALLOWED} times"):
+                await killing
+            starts = {engine.name: engine.starts for engine in pool.status()}
+            assert starts.pop(kept) == 1
+            assert max(starts.values()) >= DEATHS_ALLOWED
+
+    run(main())
+
+
+def test_health_says_when_no_engine_is_left(cache_dir):
+    async def main():
+        async with pooled(cache_dir) as pool:
+            assert pool.check_health() == "idle"
+            leases = [await pool.trainer.create_model(name, TINY, SPEC) for name in "ab"]
+            names = [home(pool, name) for name in "ab"]
+            kill(pool, names[0])
+            await died(leases[0])
+            assert pool.check_health() == "idle"  # the other one serves
+            kill(pool, names[1])
+            await died(leases[1])
+            with pytest.raises(APIStatusError, match="No engine can serve"):
+                pool.check_health()
+
+    run(main())
+
+
+# -- samplers -------------------------------------------------------------------------------------
+
+
+async def trained(pool: Pool, model_id: str, directory: Path, steps: int) -> Path:
+    await pool.trainer.create_model(model_id, TINY, SPEC)
+    for _ in range(steps):
+        await pool.trainer.run_pass(model_id, request())
+        await pool.trainer.optim_step(model_id, STEP)
+    await pool.trainer.save_state(model_id, directory, optimizer=False)
+    return directory
+
+
+def test_samplers_with_equal_weights_share_one_adapter(cache_dir, tmp_path):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            place = await trained(pool, "m", tmp_path / "m", 1)
+            for name in ("one", "two"):
+                await pool.sampler.open_sampler(name, TINY, place)
+            assert sum(len(opened) for opened in pool.sampler._opened.values()) == 1
+            await pool.sampler.close_sampler("one")
+            assert (await pool.sampler.sample(SampleJob("two", np.arange(3), max_tokens=2))).tokens
+            await pool.sampler.close_sampler("two")
+            assert sum(len(opened) for opened in pool.sampler._opened.values()) == 0
+
+    run(main())
+
+
+def test_samples_spread_over_engines_and_each_is_of_its_own_adapter(cache_dir, tmp_path):
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            places = [
+                await trained(pool, f"m{number}", tmp_path / str(number), number)
+                for number in range(4)
+            ]
+            jobs = [
+                SampleJob(f"s{number % 4}", np.arange(4), max_tokens=6, seed=number)
+                for number in range(32)
+            ]
+            for number, place in enumerate(places):
+                await pool.sampler.open_sampler(f"s{number}", TINY, place)
+            results = await asyncio.gather(*(pool.sampler.sample(job) for job in jobs))
+            assert {len(opened) for opened in pool.sampler._opened.values()} != {0}
+            assert len(pool.sampler._opened) == 2
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            for number, place in enumerate(places):
+                await pool.sampler.open_sampler(f"s{number}", TINY, place)
+            for job, result in zip(jobs, results, strict=True):
+                expected = await pool.sampler.sample(job)
+                assert result.tokens[0].tolist() == expected.tokens[0].tolist()
+
+    run(main())
+
+
+def test_samples_go_on_elsewhere_when_an_engine_dies(cache_dir, tmp_path):
+    async def main():
+        async with pooled(cache_dir) as pool:
+            place = await trained(pool, "m", tmp_path / "m", 1)
+            await pool.sampler.open_sampler("s", TINY, place)
+            job = SampleJob("s", np.arange(4), max_tokens=6, seed=1)
+            expected = await pool.sampler.sample(job)
+            for engine in pool.status():
+                kill(pool, engine.name)
+                again = await pool.persist(lambda: pool.sampler.sample(job))
+                assert again.tokens[0].tolist() == expected.tokens[0].tolist()
+
+    run(main())
+
+
+# -- the service ----------------------------------------------------------------------------------
+
+
+def test_service_lists_its_engines():
+    with service("fake", engines=2) as running, Api(running.url) as api:
+        health = api.got("healthz")
+        assert [engine["name"] for engine in health["engines"]] == ["engine-0", "engine-1"]
+        assert all(engine["up"] for engine in health["engines"])
+        text = api.http.get("/metrics").text
+        assert 'tinkex_engine_up{base_models="tinkex/tiny",device="none",engine="engine-1"' in text
+        assert 'tinkex_engine_restarts_total{engine="engine-0"} 0.0' in text
+
+
+def test_runs_of_a_pool_continue_with_another_number_of_engines(tmp_path):
+    losses = []
+    for engines in (1, 3, 2):
+        with (
+            service("fake", data_dir=tmp_path, engines=engines) as running,
+            Api(running.url) as api,
+        ):
+            if engines == 1:
+                model = api.model()
+            else:
+                model.api = api
+            losses.append(model.step())
+    assert losses[0] > losses[1] > losses[2]
+
+
+# -- sharing out ----------------------------------------------------------------------------------
+
+
+def test_processors_are_divided_between_engines_on_a_cpu(monkeypatch, cache_dir):
+    monkeypatch.setattr("tinkex.server.engines.usable_processors", lambda: 8)
+    monkeypatch.setattr("tinkex.server.engines.visible_gpus", lambda: 0)
+    setup = Setup((TINY,), cache_dir)
+    assert share_out(setup, 3) == [("auto", 2)] * 3
+    assert share_out(setup, 20) == [("auto", 1)] * 20
+    assert engine_count("auto", "auto") == 1
+
+
+def test_each_gpu_gets_an_engine(monkeypatch, cache_dir):
+    monkeypatch.setattr("tinkex.server.engines.visible_gpus", lambda: 4)
+    setup = Setup((TINY,), cache_dir)
+    assert engine_count("auto", "auto") == 4
+    assert engine_count("auto", "cpu") == 1
+    assert [device for device, _ in share_out(setup, 4)] == [f"cuda:{n}" for n in range(4)]
+
+
+def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
+    abandoned, live, new = (SharedMemory(tmp_path) for _ in range(3))
+    abandoned.open()
+    assert abandoned._lock is not None
+    os.close(abandoned._lock)  # as the kernel does when a process ends
+    live.open()
+    new.open()
+    assert not abandoned.directory.exists()
+    assert live.directory.exists()
+    for each in (live, new):
+        each.close()
+        assert not each.directory.exists()
