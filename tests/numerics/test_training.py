@@ -82,10 +82,11 @@ def reference_loss(name, logp, inputs):
     return (terms * weights).sum()
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (70, 130, 70)], ids=["short", "equal and long"])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("budget", [16, 10_000])
-def test_every_loss_and_its_gradient_equal_the_reference(language_model, name, budget):
-    model, data = trained(language_model), examples(name)
+def test_every_loss_and_its_gradient_equal_the_reference(language_model, name, budget, lengths):
+    model, data = trained(language_model), examples(name, lengths)
     result = finish(run_pass(model, TrainingPass(data, name), budget))
     gradients = [parameter.grad.clone() for parameter in model.adapter.parameters()]
     model.optimizer.clear()

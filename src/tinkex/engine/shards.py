@@ -26,7 +26,7 @@ SHARD_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive micro-batches of a pass, each a list of example indices, and their padded tokens."""
+    """Consecutive micro-batches of a pass, each a list of example indices, and their tokens."""
 
     batches: Sequence[Sequence[int]]
     tokens: int
@@ -58,7 +58,7 @@ class ShardSums(Generic[T]):
 def divide(examples: Sequence[Example], token_budget: int) -> list[Shard]:
     """The shards of a pass; depends on the lengths of its examples alone."""
     batches = list(_batches(examples, token_budget))
-    costs = [len(batch) * max(examples[index].length for index in batch) for batch in batches]
+    costs = [sum(examples[index].length for index in batch) for batch in batches]
     total = sum(costs)
     count = max(1, min(MAX_SHARDS, len(batches), total // SHARD_TOKENS))
     shards: list[Shard] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from tinkex._wire.pass_parts import PassPart
 
 from .checks import Loss, check_examples, check_loss
 from .llama import LlamaBody, is_llama
+from .llama_train import TrainingRun
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
 from .optim import AdamW
@@ -64,15 +65,8 @@ class LanguageModel:
         self._scale = getattr(self.config, "logit_scale", None)
         self._divisor = getattr(self.config, "logits_scaling", None)
 
-    def hidden(self, tokens_BT: Tensor, adapter: Adapter) -> Tensor:
-        """Compute the hidden states. Padding on the right has no effect, because attention is causal."""
-        if self.llama is not None:
-            return self.llama.hidden(tokens_BT, adapter)
-        states: Tensor = self.body(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        return states
-
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self.scaled(self.unembed(hidden_ND).float())
+        return self.scaled(self.unembed(hidden_ND.to(self.dtype)).float())
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Apply what some families do to the logits after the unembedding."""
@@ -247,10 +241,10 @@ def _run_batch(
     traced: TracedSum | None,
 ) -> tuple[float, list[Array]]:
     base = model.base
-    tokens_BT, real_BT = _padded([example.tokens_T for example in examples], base.device)
     inputs = _flat_inputs(examples, loss, base.device)
+    body = _body_pass(model, [example.tokens_T for example in examples])
     with torch.set_grad_enabled(backward), model.adapter.switched_on(base.layers):
-        hidden_ND = base.hidden(tokens_BT, model.adapter)[real_BT]
+        hidden_ND = body.forward(backward=backward)
         leaf_ND = hidden_ND.detach().requires_grad_(backward)
 
         def value(logp: Tensor, here: Mapping[str, Tensor]) -> Tensor:
@@ -260,10 +254,48 @@ def _run_batch(
 
         rows = len(leaf_ND) if loss.whole_sequences else _LOGIT_ROWS
         total, logp = _unembed(base, leaf_ND, inputs, rows, value, backward)
-        if hidden_ND.requires_grad:  # false if only the unembedding is trained
-            hidden_ND.backward(leaf_ND.grad)  # type: ignore[no-untyped-call]
+        if backward and leaf_ND.grad is not None:
+            body.backward(leaf_ND.grad)
     pieces = torch.split(logp, [example.length for example in examples])
     return total, [piece.cpu().numpy() for piece in pieces]
+
+
+class BodyPass(Protocol):
+    """Forward and backward pass of one micro-batch through the layers of a model."""
+
+    def forward(self, *, backward: bool) -> Tensor:
+        """Compute the hidden states of all real positions, N × D."""
+
+    def backward(self, g_ND: Tensor) -> None:
+        """Add the gradients of the adapter, given the gradient of the hidden states."""
+
+
+def _body_pass(model: TrainedModel, sequences: Sequence[Array]) -> BodyPass:
+    base = model.base
+    if base.llama is None:
+        return _PlainPass(base, sequences)
+    tokens_N = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    lengths = [len(sequence) for sequence in sequences]
+    return TrainingRun(base.llama, tokens_N.to(base.device), lengths, model.adapter)
+
+
+class _PlainPass:
+    """Any model, with transformers' forward and autograd; the adapter is switched on by the caller."""
+
+    def __init__(self, base: LanguageModel, sequences: Sequence[Array]) -> None:
+        self._base = base
+        self._tokens_BT, self._real_BT = _padded(sequences, base.device)
+        self._hidden_ND = torch.empty(0)
+
+    def forward(self, *, backward: bool) -> Tensor:
+        # Padding on the right has no effect, because attention is causal.
+        states = self._base.body(input_ids=self._tokens_BT, use_cache=False).last_hidden_state
+        self._hidden_ND = states[self._real_BT]
+        return self._hidden_ND
+
+    def backward(self, g_ND: Tensor) -> None:
+        if self._hidden_ND.requires_grad:  # false if only the unembedding is trained
+            self._hidden_ND.backward(g_ND)  # type: ignore[no-untyped-call]
 
 
 def _unembed(
