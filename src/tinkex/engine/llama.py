@@ -202,11 +202,6 @@ class LlamaBody:
             if parameter.data.untyped_storage().data_ptr() not in fused:
                 parameter.data = parameter.data.clone()
 
-    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions, with a dimension to broadcast over heads."""
-        cos, sin = self.module.rotary_emb(x, positions)
-        return cos[:, None], sin[:, None]
-
     def rotation_table(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first positions, each T × E in float32."""
         device = self.norm[0].device
