@@ -216,7 +216,7 @@ class _Layer:
         layer = self._layer
         heads = qkv[run.rows].view(run.count, run.length, -1, layer.size).transpose(1, 2)
         q, k, v = torch.split(heads, [layer.heads, layer.groups, layer.groups], dim=1)
-        return q.unflatten(1, (layer.groups, -1)), k, v
+        return q.view(len(q), layer.groups, -1, *q.shape[2:]), k, v
 
 
 def _head_norm_back(heads: Tensor, g: Tensor, norm: HeadNorm | None) -> Tensor:
