@@ -406,6 +406,17 @@ def test_the_service_page_has_engine_queue_disk_and_failures(api, model):
 # -- the page ------------------------------------------------------------------------------------------
 
 
+def test_browsers_get_the_dashboard_and_programs_the_plain_page(api):
+    browser = api.http.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert browser.headers["content-type"] == "text/html; charset=utf-8"
+    policy = browser.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert "set-cookie" not in browser.headers
+    assert "Base models" in api.http.get("/").text
+    assert "Base models" in api.http.get("/about").text
+
+
 def test_files_of_the_page_are_compressed_and_revalidated(api):
     for name, asset in static.assets().items():
         answer = api.http.get(f"/static/{name}")

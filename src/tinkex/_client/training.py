@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -31,6 +32,9 @@ from tinkex.types import (
     GetInfoResponse,
     LoadWeightsRequest,
     LoadWeightsResponse,
+    LogEntry,
+    LoggedSample,
+    LogResponse,
     LossFnType,
     ModelID,
     OptimParams,
@@ -59,6 +63,7 @@ from .loss_sums import divides_by_weights, with_loss_sum
 from .notices import logger
 from .passes import Parts, TrainingWire
 from .queue_state import Observer, QueueLogger, observer_of
+from .run_log import RunLog, number
 from .runtime import APIFuture
 from .session import Session
 from .tokenizer_files import loadable_tokenizer
@@ -108,6 +113,7 @@ class TrainingClient(TrainingClientMethods):
         self._tokenizer_id: str | None = None
         self._warned_of_division = False
         self._sampler_names: set[str] = set()  # sampler checkpoints saved by this client
+        self._run_log = RunLog(holder, model_id)
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
@@ -241,6 +247,28 @@ class TrainingClient(TrainingClientMethods):
             except Exception:
                 logger.exception("Step observer failed: %r", observer)
         return stepped
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        samples: Sequence[LoggedSample | Mapping[str, Any]] | None = None,
+    ) -> APIFuture[LogResponse]:
+        """Report metrics and samples of a step, for the dashboard of the service.
+
+        Returns at once: reports are sent in the background, several together, and never delay or fail training. The
+        future tells how much the service has taken; a service that keeps no metrics takes nothing. Wait for the last
+        one if the program ends right after it.
+        """
+        given = [
+            each if isinstance(each, LoggedSample) else LoggedSample(**each)
+            for each in samples or ()
+        ]
+        checked = {
+            name: number(value, f"metrics.{name}") for name, value in (metrics or {}).items()
+        }
+        entry = LogEntry(step=step, time=time.time(), metrics=checked, samples=given)
+        return self._session.submit(self._run_log.send(entry))
 
     # -- weights -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ does not have, becomes null. Reading: unknown fields and null are ignored, tags 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, Final, TypeVar, cast
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types._base import FROM_WIRE, first_complaint
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
+from tinkex.types.logged import LogEntry, LoggedSample
 from tinkex.types.runs import CreateSessionRequest, SetCheckpointTtlRequest
 from tinkex.types.sampling import SampledSequence, SampleResponse, SamplingParams
 from tinkex.types.tensors import PromptAltTokens, TensorData, TopkLogprobs, tensor_from_object
@@ -104,6 +106,29 @@ def _(value: CreateModelRequest) -> Any:
     if written["optimizer_config"] == AdamOptimizerConfig():
         del written["optimizer_config"]
     return _some(**written)
+
+
+@_written.register
+def _(value: LogEntry) -> Any:
+    metrics = {name: _finite_or_text(number) for name, number in value.metrics.items()}
+    return {**_some(**value.__dict__), "metrics": metrics}
+
+
+@_written.register
+def _(value: LoggedSample) -> Any:
+    written = _some(**value.__dict__)
+    if value.reward is not None:
+        written["reward"] = _finite_or_text(value.reward)
+    if value.logprobs is not None:
+        written["logprobs"] = [
+            None if number is None else _finite_or_text(number) for number in value.logprobs
+        ]
+    return written
+
+
+def _finite_or_text(number: float) -> float | str:
+    """JSON has no NaN and no infinities; as text every reader takes them for numbers."""
+    return number if math.isfinite(number) else str(number)
 
 
 @_written.register(bytes)

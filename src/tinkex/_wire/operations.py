@@ -697,7 +697,6 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             types.LogResponse,
             "training_runs/{training_run_id}/log",
             pool=Pool.TELEMETRY,
-            retries=False,
             limits=_LOGGED,
         ),
     ),

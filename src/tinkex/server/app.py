@@ -114,11 +114,17 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
     dashboard = Dashboard(service)
 
+    async def home(request: Request) -> Response:
+        # Browsers ask for HTML by name; other programs get the page that works without scripts.
+        if "text/html" in request.headers.get("accept", ""):
+            return static.page(request)
+        return await front_page(request)
+
     # Routes are tried in this order.
     by_priority = sorted(OPERATIONS.values(), key=lambda row: row.priority, reverse=True)
     routes = [_route(service, row, metrics, tracing) for row in by_priority]
     routes += [
-        Route("/", front_page),
+        Route("/", home),
         Route("/about", front_page),
         Route("/static/{name:path}", _open_to_all(static.serve)),
         *(_local_route(service, dashboard, call) for call in CALLS),

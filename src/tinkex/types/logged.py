@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, field_serializer
+from pydantic import Field
 
 from ._base import RequestModel, ResponseModel
 
 __all__ = ["LogEntry", "LogRequest", "LogResponse", "LoggedSample"]
 
 Text = Annotated[str, Field(max_length=32 << 20)]
-
-
-def _readable(number: float | None) -> float | str | None:
-    """JSON has no NaN and no infinities; as text every reader takes them for numbers."""
-    return number if number is None or math.isfinite(number) else str(number)
 
 
 class LoggedSample(RequestModel):
@@ -38,14 +32,6 @@ class LoggedSample(RequestModel):
     group: str | None = None
     metadata: dict[str, str] | None = None
 
-    @field_serializer("reward")
-    def _write_reward(self, reward: float | None) -> Any:
-        return _readable(reward)
-
-    @field_serializer("logprobs")
-    def _write_logprobs(self, logprobs: list[float | None] | None) -> Any:
-        return None if logprobs is None else [_readable(number) for number in logprobs]
-
 
 class LogEntry(RequestModel):
     """What is reported of one step; `time` is in seconds since 1970, by default when the service receives it."""
@@ -54,10 +40,6 @@ class LogEntry(RequestModel):
     time: float | None = None
     metrics: dict[str, float] = {}
     samples: list[LoggedSample] = []
-
-    @field_serializer("metrics")
-    def _write_metrics(self, metrics: dict[str, float]) -> Any:
-        return {name: _readable(value) for name, value in metrics.items()}
 
 
 class LogRequest(RequestModel):

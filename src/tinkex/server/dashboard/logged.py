@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tinkex._wire import json_codec
 from tinkex.errors import InvalidInputError
 from tinkex.types import LogEntry, LogRequest, LogResponse
 
@@ -63,5 +64,5 @@ def _samples(entries: list[LogEntry], now: float) -> Iterator[tuple[float, float
                     "must have one number for each of tokens",
                     field=f"entries.{number}.samples.{place}.logprobs",
                 )
-            fields = sample.model_dump(mode="json", exclude_none=True)
+            fields = json_codec.parse(json_codec.encode(sample))
             yield entry.step, now if entry.time is None else entry.time, fields

@@ -1,0 +1,107 @@
+"""What a training loop reports about its run: collected while a report is on its way, then sent together.
+
+A report is for people who look at the run; training must not depend on it. So nothing here raises once the values are
+checked: a service that lacks the call gets none, and one that refuses a report is asked again with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from tinkex.errors import APIStatusError, InvalidInputError, TinkerError
+from tinkex.types import LogEntry, LogRequest, LogResponse
+
+from .notices import logger
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["RunLog", "number"]
+
+#: Entries of one report, and about how many characters of samples.
+_MOST_ENTRIES: Final = 1_000
+_MOST_TEXT: Final = 4 << 20
+#: Entries that may wait; beyond it new ones are dropped.
+_MOST_WAITING: Final = 100_000
+
+
+def number(value: Any, field: str) -> float:
+    """A value as a float: it may be of Python, numpy or torch."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidInputError(f"must be a number, not {value!r:.80}", field=field) from None
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    entry: LogEntry
+    taken: bool | None = None  # by the service; None while it is not sent
+
+
+class RunLog:
+    """The reports of one run."""
+
+    def __init__(self, session: Session, run_id: str) -> None:
+        self._session = session
+        self._run_id = run_id
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: asyncio.Lock | None = None
+        self._offered = True  # by the service, as far as is known
+        self._warned = False
+
+    async def send(self, entry: LogEntry) -> LogResponse:
+        """Send an entry, together with others that wait; tells how much of it the service has taken."""
+        if not self._offered or len(self._waiting) >= _MOST_WAITING:
+            return LogResponse()
+        mine = _Waiting(entry)
+        self._waiting.append(mine)
+        if self._sending is None:
+            self._sending = asyncio.Lock()
+        async with self._sending:
+            while mine.taken is None:  # otherwise the one before has sent it, too
+                batch = self._next_batch()
+                taken = await self._send([each.entry for each in batch])
+                for each in batch:
+                    each.taken = taken
+        if not mine.taken:
+            return LogResponse()
+        return LogResponse(metrics=len(entry.metrics), samples=len(entry.samples))
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        size = 0
+        while self._waiting and len(batch) < _MOST_ENTRIES and size < _MOST_TEXT:
+            batch.append(self._waiting.popleft())
+            samples = batch[-1].entry.samples
+            size += sum(len(each.text or "") + len(each.prompt or "") for each in samples)
+        return batch
+
+    async def _send(self, entries: list[LogEntry]) -> bool:
+        if not self._offered:
+            return False
+        try:
+            path = {"training_run_id": self._run_id}
+            await self._session.call("log_run", LogRequest(entries=entries), path=path)
+        except APIStatusError as error:
+            self._refused(error)
+            return False
+        except TinkerError as error:
+            self._warn(error)
+            return False
+        return True
+
+    def _refused(self, error: APIStatusError) -> None:
+        if error.status_code in {404, 405, 501}:
+            self._offered = False
+            logger.debug("The service does not keep metrics of runs: %s", error)
+        else:
+            self._warn(error)
+
+    def _warn(self, error: TinkerError) -> None:
+        if not self._warned:  # once: a loop would repeat it with every step
+            self._warned = True
+            logger.warning("Metrics of %s could not be logged: %s", self._run_id, error)

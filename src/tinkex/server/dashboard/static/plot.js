@@ -1,0 +1,176 @@
+// One plot: curves with a band where a point stands for several steps, marks for values that are not finite.
+import { html, useState, useEffect, useRef, useMemo, count, value, exact, duration } from "./base.js";
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function faded(color, part) {
+  const number = parseInt(color.slice(1), 16);
+  return `rgba(${number >> 16}, ${(number >> 8) & 255}, ${number & 255}, ${part})`;
+}
+
+// An average that follows the curve; the beginning is not pulled towards zero.
+export function smoothed(values, amount) {
+  if (!amount) return values;
+  let mean = 0, weight = 0;
+  return values.map((number) => {
+    if (number === null || number === undefined) return number;
+    mean = mean * amount + number * (1 - amount);
+    weight = weight * amount + (1 - amount);
+    return mean / weight;
+  });
+}
+
+function axisText(kind, number) {
+  return kind === "time" ? exact(number) : kind === "tokens" ? `${count(number)} tokens` : `step ${count(number)}`;
+}
+
+// Columns for uPlot: x, then raw, smoothed, low and high of each curve.
+function columns(curves, smoothing, log) {
+  const usable = (list) => (log ? list.map((number) => (number > 0 ? number : null)) : list);
+  const tables = curves.map(({ x, y, low, high }) => [
+    x, usable(y), usable(smoothed(y, smoothing)), usable(low ?? y), usable(high ?? y),
+  ]);
+  if (tables.length === 1) return tables[0];
+  return window.uPlot.join(tables);
+}
+
+function options(props, width, height, show) {
+  const { curves, axis, log, smoothing, onZoom } = props;
+  const ink = style("--soft"), line = style("--line");
+  const series = [{}], bands = [];
+  curves.forEach((curve, place) => {
+    const color = curve.color, base = place * 4 + 1;
+    const hidden = { points: { show: false }, width: 0, stroke: "transparent", spanGaps: true };
+    const few = curve.x.length < 60;
+    series.push(
+      { stroke: smoothing ? faded(color, 0.25) : color, width: smoothing ? 1 : 1.6, spanGaps: true, points: { show: few && !smoothing, size: 4, fill: color } },
+      { stroke: smoothing ? color : "transparent", width: smoothing ? 2 : 0, spanGaps: true, points: { show: false } },
+      hidden, hidden,
+    );
+    if (curve.low) bands.push({ series: [base + 3, base + 2], fill: faded(color, smoothing ? 0.1 : 0.18) });
+  });
+  const grid = { stroke: line, width: 1 };
+  const font = "11px system-ui, sans-serif";
+  const first = curves[0]?.x[0];
+  return {
+    width, height, series, bands, legend: { show: false },
+    padding: [8, 12, 0, 0],
+    cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    axes: [
+      { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 26, space: 70,
+        values: (_, ticks) => ticks.map((tick) => (axis === "time" ? (tick >= first ? duration(tick - first) : "") : count(tick))) },
+      { stroke: ink, grid, ticks: { show: false }, font, size: 52, space: 32,
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : value(tick))) },
+    ],
+    hooks: {
+      setSelect: [(plot) => {
+        const { left, width: selected } = plot.select;
+        if (selected > 4) onZoom({ start: plot.posToVal(left, "x"), end: plot.posToVal(left + selected, "x") });
+        plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      }],
+      setCursor: [(plot) => show(plot.cursor.idx)],
+      draw: [(plot) => marks(plot, curves)],
+    },
+  };
+}
+
+// A triangle at the upper edge wherever a value was not finite.
+function marks(plot, curves) {
+  const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
+  ctx.save();
+  ctx.fillStyle = style("--bad");
+  for (const curve of curves) {
+    for (const [x] of curve.odd ?? []) {
+      const left = plot.valToPos(x, "x", true);
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(left - 4 * ratio, bbox.top);
+      ctx.lineTo(left + 4 * ratio, bbox.top);
+      ctx.lineTo(left, bbox.top + 7 * ratio);
+      ctx.fill();
+    }
+  }
+  ctx.restore();
+}
+
+export function Plot(props) {
+  const { title, curves, axis, log, smoothing, zoom, onZoom, height = 190, unit = "" } = props;
+  const place = useRef(), plot = useRef(), latest = useRef(props), wanted = useRef(null);
+  const [at, setAt] = useState(null);
+  latest.current = props;
+  const data = useMemo(() => columns(curves, smoothing, log), [curves, smoothing, log]);
+  const key = `${axis} ${log} ${smoothing > 0} ${curves.map((curve) => `${curve.label}${curve.color}${Boolean(curve.low)}${curve.x.length < 60}`).join("|")} ${props.theme}`;
+
+  useEffect(() => {
+    const element = place.current;
+    const width = () => Math.max(180, element.clientWidth);
+    plot.current = new window.uPlot(options({ ...latest.current, onZoom: (range) => latest.current.onZoom(range) }, width(), height, setAt), data, element);
+    const resized = new ResizeObserver(() => plot.current?.setSize({ width: width(), height }));
+    resized.observe(element);
+    return () => { resized.disconnect(); plot.current.destroy(); plot.current = null; };
+  }, [key]);
+
+  useEffect(() => {
+    if (!plot.current || wanted.current === data) return;
+    wanted.current = data;
+    plot.current.setData(data, true);
+  }, [data]);
+
+  const keys = (event) => {
+    const shown = curves[0]?.x;
+    if (!shown?.length) return;
+    const start = zoom?.start ?? shown[0], end = zoom?.end ?? shown[shown.length - 1], span = end - start;
+    const move = {
+      ArrowLeft: [start - span / 4, end - span / 4], ArrowRight: [start + span / 4, end + span / 4],
+      "+": [start + span / 4, end - span / 4], "-": [start - span / 2, end + span / 2], 0: null, Escape: null,
+    }[event.key];
+    if (move === undefined) return;
+    event.preventDefault();
+    onZoom(move && { start: move[0], end: move[1] });
+  };
+
+  const odd = curves.flatMap((curve) => curve.odd ?? []).reduce((sums, [, word, number]) => ({ ...sums, [word]: (sums[word] ?? 0) + number }), {});
+  const x = at === null || at === undefined ? null : data[0][at];
+  const said = curves.map((curve, number) => ({ curve, number: at === null ? undefined : near(data[number * 4 + (smoothing ? 2 : 1)], at) }));
+  const last = curves.map((curve) => curve.y[curve.y.length - 1]);
+  return html`<figure class="plot" aria-label=${`${title}, ${summary(curves)}`}>
+    <figcaption><h3>${title}</h3>
+      <span class="readout">${x === null || x === undefined
+        ? html`${curves.length === 1 ? html`<b>${value(last[0])}</b> ${unit}` : null}`
+        : html`<span class="soft">${axisText(axis, x)}</span> ${said.map(({ curve, number }) => html`<span><i class="dot" style=${{ background: curve.color }}></i><b>${value(number)}</b></span>`)}`}
+        ${Object.entries(odd).map(([word, number]) => html` <span class="odd">${number} × ${word}</span>`)}
+      </span>
+    </figcaption>
+    <div class="canvas" ref=${place} tabindex="0" role="application" style=${{ height: `${height}px` }}
+      aria-label=${`${title}: arrows move, plus and minus zoom, 0 shows all`}
+      onKeyDown=${keys} onDblClick=${() => onZoom(null)} onMouseDown=${(event) => pan(event, plot.current, onZoom)} onMouseLeave=${() => setAt(null)}></div>
+  </figure>`;
+}
+
+// With shift the mouse moves the plot instead of choosing a part of it.
+function pan(event, plot, onZoom) {
+  if (!event.shiftKey || !plot) return;
+  event.stopPropagation();
+  event.preventDefault();
+  const from = event.clientX, { min, max } = plot.scales.x;
+  const scale = (max - min) / plot.over.clientWidth;
+  const up = (end) => {
+    removeEventListener("mouseup", up);
+    const moved = (from - end.clientX) * scale;
+    if (moved) onZoom({ start: min + moved, end: max + moved });
+  };
+  addEventListener("mouseup", up);
+}
+
+function near(list, at) {
+  for (let place = at; place >= 0 && place > at - 50; place -= 1) if (list?.[place] !== undefined && list[place] !== null) return list[place];
+  return undefined;
+}
+
+function summary(curves) {
+  return curves.map(({ label, y }) => {
+    const finite = y.filter((number) => number !== null);
+    return finite.length ? `${label}: from ${value(finite[0])} to ${value(finite[finite.length - 1])}, lowest ${value(Math.min(...finite))}` : `${label}: no values`;
+  }).join("; ");
+}

@@ -1,0 +1,200 @@
+// One run: its metrics, samples, checkpoints and configuration.
+import { html, useState, useEffect, useRef, useMemo, count, value, bytes, Time, State, Notice, Code, Copy, Dialog, COLORS } from "./base.js";
+import { get, call, on, runPath, checkpointPath } from "./api.js";
+import { Plot } from "./plot.js";
+import { Samples } from "./samples.js";
+
+const TABS = [["metrics", "Metrics"], ["samples", "Samples"], ["checkpoints", "Checkpoints"], ["configuration", "Configuration"]];
+const FIRST = ["loss", "tokens_per_second", "grad_norm", "learning_rate"];
+const UNITS = { tokens_per_second: "tokens/s" };
+
+// Calls `load` at once and whenever a run changes, at most twice a second, never twice at a time.
+export function useLive(ids, what, load, inputs) {
+  const busy = useRef(false), again = useRef(false), current = useRef(load);
+  current.current = load;
+  const go = async () => {
+    if (busy.current) { again.current = true; return; }
+    busy.current = true;
+    try { await current.current(); } finally {
+      setTimeout(() => { busy.current = false; if (again.current) { again.current = false; go(); } }, 400);
+    }
+  };
+  useEffect(() => { go(); }, inputs);
+  useEffect(() => {
+    const stops = [on("again", go), on("runs", (runs) => {
+      if (runs.some((run) => ids.includes(run.id) && (what === null || run.changed.includes(what)))) go();
+    })];
+    return () => stops.forEach((stop) => stop());
+  }, [ids.join(" "), what]);
+}
+
+export function Run({ address, runs, theme }) {
+  const id = address.rest[0] ?? "", tab = address.rest[1] ?? "metrics";
+  const [run, setRun] = useState(null);
+  const [error, setError] = useState(null);
+  useLive([id], null, async () => {
+    try { setRun(await get(runPath(id))); setError(null); } catch (failure) { setError(failure); }
+  }, [id]);
+  if (error?.status === 404) {
+    return html`<h1>Not found</h1><${Notice} kind="bad">There is no run <code>${id}</code> for this key; it may have been deleted. <a href="#/">Back to all runs</a><//>`;
+  }
+  if (!run) return error ? html`<${Notice} kind="bad">${error.message} Trying again…<//>` : html`<p class="soft wait">Loading…</p>`;
+  const shown = { ...run, ...(runs?.get(id) ?? {}) };
+  return html`
+    <nav class="crumbs" aria-label="Path"><a href="#/">Runs</a></nav>
+    <div class="title"><h1>${shown.name}</h1><${State} state=${shown.state} />
+      ${shown.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+      <a class="button right" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a></div>
+    ${shown.state.about && html`<p class="soft about">${shown.state.about}</p>`}
+    ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
+    <dl class="facts">
+      <div><dt>Loss</dt><dd>${value(shown.loss)}</dd></div><div><dt>Steps</dt><dd>${count(shown.steps)}</dd></div>
+      <div><dt>Tokens</dt><dd>${count(shown.tokens)}</dd></div>
+      <div><dt>Base model</dt><dd class="text">${shown.base_model.split("/").pop()} <span class="soft">rank ${shown.rank}</span></dd></div>
+      <div><dt>Checkpoints</dt><dd>${count(shown.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(shown.bytes)}</dd></div>
+      <div><dt>Started</dt><dd class="text"><${Time} at=${shown.created_at} /></dd></div>
+      <div><dt>In queue</dt><dd>${count(run.queue.total)}</dd></div>
+    </dl>
+    <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, text]) => html`<a href=${`#/run/${encodeURIComponent(id)}/${name}`} aria-current=${tab === name ? "page" : null}>${text}</a>`)}</nav>
+    ${tab === "samples" ? html`<${Samples} id=${id} />`
+      : tab === "checkpoints" ? html`<${Checkpoints} id=${id} />`
+      : tab === "configuration" ? html`<${Configuration} run=${run} />`
+      : html`<${Metrics} ids=${[id]} theme=${theme} />`}`;
+}
+
+// -- metrics -----------------------------------------------------------------------------------------
+
+export function Metrics({ ids, names = null, theme }) {
+  const [axis, setAxis] = useState("step");
+  const [smoothing, setSmoothing] = useState(0);
+  const [log, setLog] = useState(false);
+  const [zoom, setZoom] = useState(null);
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const width = useMemo(() => Math.round(Math.min(1200, innerWidth) / (innerWidth > 900 ? 2 : 1)), []);
+  useLive(ids, "metrics", async () => {
+    try {
+      const asked = { axis, width, start: zoom?.start, end: zoom?.end };
+      setFound(await Promise.all(ids.map((id) => get(runPath(id, "/metrics"), asked))));
+      setError(null);
+    } catch (failure) { setError(failure); }
+  }, [ids.join(" "), axis, zoom]);
+
+  const plots = useMemo(() => {
+    const all = [...new Set((found ?? []).flatMap((one) => Object.keys(one.metrics)))];
+    all.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
+    return all.map((name) => [name, (found ?? []).flatMap((one, place) => {
+      const curve = one.metrics[name];
+      return curve && curve.x.length ? [{ ...curve, label: names?.[place] ?? name, color: COLORS[place % COLORS.length] }] : [];
+    })]).filter(([, curves]) => curves.length);
+  }, [found, names?.join("|")]);
+
+  return html`
+    <div class="tools">
+      <label class="inline">By <select value=${axis} onChange=${(event) => { setZoom(null); setAxis(event.target.value); }}>
+        <option value="step">step</option><option value="tokens">tokens</option><option value="time">time</option></select></label>
+      <label class="inline">Smooth <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} aria-valuetext=${smoothing ? `${Math.round(smoothing * 100)} percent` : "off"} onInput=${(event) => setSmoothing(Number(event.target.value))} /></label>
+      <label class="inline"><input type="checkbox" checked=${log} onChange=${(event) => setLog(event.target.checked)} /> Log scale</label>
+      <button class="small" disabled=${!zoom} onClick=${() => setZoom(null)}>Show all</button>
+      <span class="soft hint">Drag to zoom, shift-drag to move, double-click to show all</span>
+    </div>
+    ${error && html`<${Notice} kind="bad">${error.message}<//>`}
+    ${found && !plots.length && html`<${Notice}>${zoom ? "Nothing was recorded in this part." : "No metrics yet. The first optimizer step draws the first point; training.log(step, metrics={…}) adds your own."}<//>`}
+    <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS[name] ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
+}
+
+const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : 99);
+
+// -- checkpoints -------------------------------------------------------------------------------------
+
+const SHOWN = 200;
+
+function Checkpoints({ id }) {
+  const [rows, setRows] = useState(null);
+  const [error, setError] = useState(null);
+  const [asked, setAsked] = useState(null);
+  const [shown, setShown] = useState(SHOWN);
+  const load = async () => {
+    try { setRows((await get(runPath(id, "/checkpoints"))).checkpoints); setError(null); } catch (failure) { setError(failure); }
+  };
+  useLive([id], "state", load, [id]);
+  const change = async (method, row, rest, body) => {
+    try { await call(method, checkpointPath(id, row.id, rest), body); setError(null); } catch (failure) { setError(failure); }
+    setAsked(null);
+    load();
+  };
+  const download = async (row) => {
+    const stop = new AbortController();
+    try {
+      const answer = await call("GET", checkpointPath(id, row.id, "/archive"), undefined, stop.signal);
+      const url = answer.url;  // where the service redirects to: a signed address that needs no key
+      stop.abort();
+      location.assign(url);
+    } catch (failure) { setError(failure); }
+  };
+  if (!rows) return error ? html`<${Notice} kind="bad">${error.message}<//>` : html`<p class="soft wait">Loading…</p>`;
+  return html`
+    ${error && html`<${Notice} kind="bad">${error.message}<//>`}
+    ${!rows.length && html`<${Notice}>No checkpoints. <code>training.save_state("name")</code> writes one to go on from, <code>training.save_weights_for_sampler("name")</code> one to sample.<//>`}
+    ${rows.length > 0 && html`<div class="scroll"><table class="list checkpoints"><caption class="hidden">Checkpoints</caption>
+      <thead><tr><th scope="col">Name</th><th scope="col">Kind</th><th scope="col">Size</th><th scope="col">Saved</th><th scope="col">Expires</th><th scope="col">Actions</th></tr></thead>
+      <tbody>${rows.slice(0, shown).map((row) => html`<tr key=${row.path}>
+        <td class="name"><b>${row.name}</b> ${row.public && html`<span class="tag">public</span>`}<br /><code class="soft">${row.path}</code></td>
+        <td>${row.kind}</td><td class="number">${bytes(row.bytes)}</td><td><${Time} at=${row.created_at} /></td>
+        <td>${row.expires_at ? html`<${Time} at=${row.expires_at} />` : "never"}</td>
+        <td class="actions">
+          <button class="small" aria-label=${`Use ${row.name} in code`} onClick=${() => setAsked(["code", row])}>Use</button>
+          <button class="small" aria-label=${`Download ${row.name}`} onClick=${() => download(row)}>Download</button>
+          <button class="small" aria-label=${`${row.public ? "Make private" : "Publish"} ${row.name}`} onClick=${() => setAsked(["publish", row])}>${row.public ? "Make private" : "Publish"}</button>
+          <button class="small" aria-label=${`Set when ${row.name} expires`} onClick=${() => setAsked(["ttl", row])}>Expiry</button>
+          <button class="small bad" aria-label=${`Delete ${row.name}`} onClick=${() => setAsked(["delete", row])}>Delete</button>
+        </td></tr>`)}</tbody></table></div>`}
+    ${rows.length > shown && html`<p><button onClick=${() => setShown(shown + 500)}>Show more (${rows.length - shown})</button></p>`}
+    ${asked?.[0] === "delete" && html`<${Dialog} title=${`Delete ${asked[1].name}?`} onClose=${() => setAsked(null)}>
+      <p>This removes <b>${asked[1].kind === "training" ? "the weights and the optimizer state" : "the weights"}</b> of <code>${asked[1].path}</code>, ${bytes(asked[1].bytes)}, for good. Samplers that already use it go on.</p>
+      <p class="actions"><button onClick=${() => setAsked(null)}>Keep it</button> <button class="bad" onClick=${() => change("DELETE", asked[1], "")}>Delete ${asked[1].name}</button></p><//>`}
+    ${asked?.[0] === "publish" && html`<${Dialog} title=${asked[1].public ? `Make ${asked[1].name} private?` : `Publish ${asked[1].name}?`} onClose=${() => setAsked(null)}>
+      <p>${asked[1].public ? "Other keys of this service can no longer read it." : "Every key of this service will be able to read and sample these weights."}</p>
+      <p class="actions"><button onClick=${() => setAsked(null)}>Cancel</button> <button class="main" onClick=${() => change(asked[1].public ? "DELETE" : "POST", asked[1], "/publish", asked[1].public ? undefined : {})}>${asked[1].public ? "Make private" : "Publish"}</button></p><//>`}
+    ${asked?.[0] === "ttl" && html`<${Expiry} row=${asked[1]} onClose=${() => setAsked(null)} onDone=${(seconds) => change("PUT", asked[1], "/ttl", { ttl_seconds: seconds })} />`}
+    ${asked?.[0] === "code" && html`<${Use} row=${asked[1]} onClose=${() => setAsked(null)} />`}`;
+}
+
+function Expiry({ row, onClose, onDone }) {
+  const [days, setDays] = useState("7");
+  const number = Number(days);
+  return html`<${Dialog} title=${`When does ${row.name} expire?`} onClose=${onClose}>
+    <form onSubmit=${(event) => { event.preventDefault(); if (number > 0) onDone(Math.round(number * 86400)); }}>
+      <label>Days from now <input type="number" min="0.01" step="any" max="36500" value=${days} onInput=${(event) => setDays(event.target.value)} /></label>
+      <p class="soft">Then it is deleted by the service.</p>
+      <p class="actions"><button type="button" onClick=${() => onDone(null)}>Never expire</button> <button class="main" disabled=${!(number > 0)}>Set</button></p></form><//>`;
+}
+
+function Use({ row, onClose }) {
+  const code = row.kind === "training"
+    ? `training = service.create_training_client_from_state_with_optimizer("${row.path}")`
+    : `sampling = service.create_sampling_client(model_path="${row.path}")`;
+  const line = row.kind === "training" ? `tinkex checkpoint info ${row.path}` : `tinkex sample --model ${row.path} "Hello"`;
+  return html`<${Dialog} title=${`Use ${row.name}`} onClose=${onClose}>
+    <h3>${row.kind === "training" ? "Go on training" : "Sample"}</h3><${Code} text=${code} label="Python" />
+    ${row.kind === "training" && html`<h3>Sample</h3><${Code} text=${`sampling = service.create_sampling_client(model_path="${row.path}")`} label="Python" />`}
+    <h3>Command line</h3><${Code} text=${line} label="Shell" />
+    <p class="actions"><a class="button" href=${`#/play?models=${encodeURIComponent(row.path)}`}>Open in the playground</a> <button onClick=${onClose}>Close</button></p><//>`;
+}
+
+// -- configuration -----------------------------------------------------------------------------------
+
+function Configuration({ run }) {
+  const entries = Object.entries(run.config).sort(([a], [b]) => (a < b ? -1 : 1));
+  const script = `rest = tinkex.ServiceClient(base_url="${location.origin}").create_rest_client()\nrun = rest.get_training_run("${run.id}").result()`;
+  return html`<div class="columns">
+    <section><h2>Settings</h2><table class="list pairs"><caption class="hidden">Settings of this run</caption><tbody>
+      ${entries.map(([name, setting]) => html`<tr><th scope="row">${name}</th><td>${String(setting)}</td></tr>`)}</tbody></table></section>
+    <section><h2>Queue</h2>
+      ${run.queue.total === 0 ? html`<p class="soft">Nothing waits.</p>` : html`<table class="list"><caption class="hidden">Requests that wait</caption>
+        <thead><tr><th scope="col">Number</th><th scope="col">Operation</th><th scope="col">Size</th><th scope="col">Since</th></tr></thead>
+        <tbody>${run.queue.requests.map((each) => html`<tr><td class="number">${each.number ?? "–"}</td><td>${each.operation}</td><td class="number">${bytes(each.bytes)}</td><td><${Time} at=${each.accepted_at} /></td></tr>`)}</tbody></table>
+        ${run.queue.total > run.queue.requests.length && html`<p class="soft">and ${run.queue.total - run.queue.requests.length} more</p>`}`}
+      <h2>This run in code</h2><p><code>${run.id}</code> <${Copy} text=${run.id} label="Copy id" /></p>
+      <${Code} text=${script} label="Python" /><${Code} text=${`tinkex run info ${run.id}`} label="Shell" /></section></div>`;
+}
