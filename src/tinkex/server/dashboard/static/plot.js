@@ -35,7 +35,7 @@ function columns(curves, smoothing, log) {
 }
 
 function options(props, width, height, show) {
-  const { curves, axis, log, smoothing, onZoom } = props;
+  const { curves, axis, log, smoothing, onZoom, format = value } = props;
   const ink = style("--soft"), line = style("--line");
   const series = [{}], bands = [];
   curves.forEach((curve, place) => {
@@ -61,7 +61,7 @@ function options(props, width, height, show) {
       { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 26, space: 70,
         values: (_, ticks) => ticks.map((tick) => (axis === "time" ? (tick >= first ? duration(tick - first) : "") : count(tick))) },
       { stroke: ink, grid, ticks: { show: false }, font, size: 52, space: 32,
-        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : value(tick))) },
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
     ],
     hooks: {
       setSelect: [(plot) => {
@@ -95,7 +95,7 @@ function marks(plot, curves) {
 }
 
 export function Plot(props) {
-  const { title, curves, axis, log, smoothing, zoom, onZoom, height = 190, unit = "" } = props;
+  const { title, curves, axis, log, smoothing, zoom, onZoom, height = 190, unit = "", format = value } = props;
   const place = useRef(), plot = useRef(), latest = useRef(props), wanted = useRef(null);
   const [at, setAt] = useState(null);
   latest.current = props;
@@ -137,8 +137,8 @@ export function Plot(props) {
   return html`<figure class="plot" aria-label=${`${title}, ${summary(curves)}`}>
     <figcaption><h3>${title}</h3>
       <span class="readout">${x === null || x === undefined
-        ? html`${curves.length === 1 ? html`<b>${value(last[0])}</b> ${unit}` : null}`
-        : html`<span class="soft">${axisText(axis, x)}</span> ${said.map(({ curve, number }) => html`<span><i class="dot" style=${{ background: curve.color }}></i><b>${value(number)}</b></span>`)}`}
+        ? html`${curves.length === 1 ? html`<b>${format(last[0])}</b> ${unit}` : null}`
+        : html`<span class="soft">${axisText(axis, x)}</span> ${said.map(({ curve, number }) => html`<span><i class="dot" style=${{ background: curve.color }}></i><b>${format(number)}</b></span>`)}`}
         ${Object.entries(odd).map(([word, number]) => html` <span class="odd">${number} × ${word}</span>`)}
       </span>
     </figcaption>

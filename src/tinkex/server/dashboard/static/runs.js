@@ -40,7 +40,7 @@ export function Runs({ runs, total, error }) {
   if (!runs) return html`<h1>Runs</h1><p class="soft wait">Loading…</p>`;
   if (!all.length) return html`<${Empty} />`;
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-10));
-  const head = ([name, text]) => html`<th scope="col" class=${name} aria-sort=${sort[0] === name ? (sort[1] > 0 ? "ascending" : "descending") : "none"}>
+  const head = ([name, text]) => html`<th scope="col" class=${`col-${name}`} aria-sort=${sort[0] === name ? (sort[1] > 0 ? "ascending" : "descending") : "none"}>
     <button class="sort" onClick=${() => setSort([name, sort[0] === name ? -sort[1] : 1])}>${text}${sort[0] === name ? (sort[1] > 0 ? " ↓" : " ↑") : ""}</button></th>`;
   return html`
     <div class="title"><h1>Runs</h1><span class="soft">${listed.length === all.length ? count(total) : `${listed.length} of ${count(total)}`}</span></div>

@@ -7,7 +7,7 @@ const DRAWN = [
   ["trained", "Training", "tokens/s"], ["sampled", "Sampling", "tokens/s"], ["prefilled", "Prompts read", "tokens/s"],
   ["steps", "Optimizer steps", "per second"], ["samples", "Samples", "per second"], ["cached", "Prompt tokens from the cache", "tokens/s"],
   ["waiting", "Training requests in the queue", ""], ["sampling", "Samples in flight", ""], ["failed", "Failed requests", "per second"],
-  ["busy", "Engine at work on training", "of the time"], ["engine_bytes", "Memory of the engine", "bytes"], ["service_bytes", "Memory of the service", "bytes"],
+  ["busy", "Engine at work on training", "of the time"], ["engine_bytes", "Memory of the engine", "", bytes], ["service_bytes", "Memory of the service", "", bytes],
 ];
 
 export function Service({ theme }) {
@@ -23,19 +23,19 @@ export function Service({ theme }) {
   }, []);
   if (!found) return error ? html`<${Notice} kind="bad">${error.message} Trying again…<//>` : html`<p class="soft wait">Loading…</p>`;
   const { engine, disk, counts, history } = found;
-  const plots = DRAWN.filter(([name]) => history[name]?.length > 1).map(([name, title, unit]) => [title, unit, [curve(history, name, zoom)]]);
+  const plots = DRAWN.filter(([name]) => history[name]?.length > 1).map(([name, title, unit, format = value]) => [title, unit, format, [curve(history, name, zoom)]]);
   return html`
     <div class="title"><h1>Service</h1><span class="soft">tinkex ${found.version}, up for ${duration(found.time - found.started)}</span></div>
     ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
     <dl class="facts">
       <div><dt>Engine</dt><dd class="text">${engine.kind} <span class="soft">${engine.state}</span></dd></div>
-      <div><dt>Device</dt><dd class="text">${engine.device} <span class="soft">${engine.dtype}, ${engine.cores} cores</span></dd></div>
-      <div><dt>Queue of this key</dt><dd>${count(found.queue["this key"] ?? 0)}</dd></div><div><dt>Queue of other keys</dt><dd>${count(found.queue["other keys"] ?? 0)}</dd></div>
+      <div><dt>Device</dt><dd class="text">${engine.device} <span class="soft">${engine.cores} cores</span></dd></div>
+      <div><dt>Queue, this key</dt><dd>${count(found.queue["this key"] ?? 0)}</dd></div><div><dt>Queue, other keys</dt><dd>${count(found.queue["other keys"] ?? 0)}</dd></div>
       <div><dt>Samples in flight</dt><dd>${count(found.sampling)}</dd></div><div><dt>Loaded models</dt><dd>${count(counts.live_models)}</dd></div>
       <div><dt>Runs</dt><dd>${count(counts.runs)}</dd></div><div><dt>Checkpoints</dt><dd>${count(counts.checkpoints)}</dd></div>
     </dl>
     <div class="tools"><span class="soft">The last hour</span> <button class="small" disabled=${!zoom} onClick=${() => setZoom(null)}>Show all</button></div>
-    <div class="plots small-plots">${plots.map(([title, unit, curves]) => html`<${Plot} key=${title} title=${title} unit=${unit} curves=${curves} axis="time" smoothing=${0} log=${false} zoom=${zoom} onZoom=${setZoom} height=${120} theme=${theme} />`)}</div>
+    <div class="plots small-plots">${plots.map(([title, unit, format, curves]) => html`<${Plot} key=${title} title=${title} unit=${unit} format=${format} curves=${curves} axis="time" smoothing=${0} log=${false} zoom=${zoom} onZoom=${setZoom} height=${120} theme=${theme} />`)}</div>
     <div class="columns">
       <section><h2>Base models</h2><table class="list"><caption class="hidden">Base models</caption><thead><tr><th scope="col">Name</th><th scope="col">Context</th></tr></thead>
         <tbody>${found.models.map((model) => html`<tr><td><code>${model.name}</code></td><td class="number">${count(model.context_length)} tokens</td></tr>`)}</tbody></table>
