@@ -95,7 +95,11 @@ def train(url: str, model: str, steps: int) -> list[str]:
 
 
 def take(browser: Browser, url: str, ids: list[str], to: Path) -> None:
-    sizes = {"light": (1280, 860, "light"), "dark": (1280, 860, "dark"), "phone": (390, 844, "light")}
+    sizes = {
+        "light": (1280, 860, "light"),
+        "dark": (1280, 860, "dark"),
+        "phone": (390, 844, "light"),
+    }
     parts = {
         "runs": "#/",
         "run": f"#/run/{ids[0]}",
