@@ -192,6 +192,8 @@ SCHEMA_VERSION: Final = 1 + len(_MIGRATIONS)
 _SHARED_CALLS: Final = 100
 #: Execution option of a connection: whether its commits wait until they are on disk.
 _DURABLE: Final = "tinkex_durable"
+#: Note on a connection to SQLite: its current setting of `synchronous`.
+_SYNCHRONOUS: Final = "tinkex_synchronous"
 #: Inserts that can skip existing rows; both dialects have the same methods.
 _INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {
     "sqlite": sqlite.insert,
@@ -398,7 +400,7 @@ class Store:
                 known = _first(connection, SessionRow, _sessions, _keyed(session.idempotency_key))
                 if known is not None:
                     return known
-            connection.execute(_sessions.insert().values(_values(session)))
+            _add(connection, _sessions, session)
         return session
 
     def session_of_key(self, idempotency_key: str) -> SessionRow | None:
@@ -461,7 +463,7 @@ class Store:
         """Add a run; an existing one is not changed."""
         with self._transaction() as connection:
             if _first(connection, RunRow, _runs, _runs.c.run_id == run.run_id) is None:
-                connection.execute(_runs.insert().values(_values(run)))
+                _add(connection, _runs, run)
 
     def run(self, run_id: str) -> RunRow | None:
         with self._transaction() as connection:
@@ -516,7 +518,7 @@ class Store:
         """Add a checkpoint; one with the same name is replaced."""
         with self._transaction() as connection:
             connection.execute(_checkpoints.delete().where(_is(checkpoint)))
-            connection.execute(_checkpoints.insert().values(_values(checkpoint)))
+            _add(connection, _checkpoints, checkpoint)
 
     def checkpoint(self, run_id: str, kind: CheckpointType, name: str) -> CheckpointRow | None:
         with self._transaction() as connection:
@@ -608,7 +610,7 @@ class Store:
             same = _samplers.c.sampler_id == sampler.sampler_id
             known = _first(connection, SamplerRow, _samplers, same)
             if known is None:
-                connection.execute(_samplers.insert().values(_values(sampler)))
+                _add(connection, _samplers, sampler)
         return known or sampler
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
@@ -661,7 +663,7 @@ class Store:
                 same = sa.and_(*(_usage.c[name] == value for name, value in values.items()))
                 more = _usage.update().where(same).values(count=_usage.c.count + count)
                 if not connection.execute(more).rowcount:
-                    connection.execute(_usage.insert().values(_values(row)))
+                    _add(connection, _usage, row)
 
     def usage(self, owner: str | None, start: datetime, end: datetime) -> list[UsageRow]:
         within = sa.and_(_usage.c.bucket_start >= start, _usage.c.bucket_start < end)
@@ -754,11 +756,11 @@ class Store:
             yield self._shared
             return
         try:
-            with (
-                self._engine.connect().execution_options(**{_DURABLE: durable}) as connection,
-                connection.begin(),
-            ):
-                yield connection
+            with self._engine.connect() as connection:
+                if not durable:
+                    connection.execution_options(**{_DURABLE: False})
+                with connection.begin():
+                    yield connection
         except sa.exc.OperationalError as error:
             # Disk errors are raised as OSError; the transaction is rolled back.
             code = getattr(error.orig, "sqlite_errorcode", None)
@@ -779,7 +781,7 @@ class Store:
 
     def _insert(self, table: sa.Table, row: Any) -> None:
         with self._transaction() as connection:
-            connection.execute(table.insert().values(_values(row)))
+            _add(connection, table, row)
 
     def _update(self, table: sa.Table, where: Any, changes: Mapping[str, Any]) -> bool:
         with self._transaction() as connection:
@@ -797,15 +799,16 @@ def _new_engine(url: str) -> Engine:
         # Python's driver would start transactions late, and none for schema changes.
         connection.isolation_level = None
         connection.execute("PRAGMA foreign_keys=ON")
-        connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA journal_mode=WAL")
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         driver: Any = connection.connection.dbapi_connection
-        durable = connection.get_execution_options().get(_DURABLE, True)
         # With FULL every commit waits for the disk; with NORMAL only checkpoints of the write-ahead log do.
-        driver.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        wanted = "FULL" if connection.get_execution_options().get(_DURABLE, True) else "NORMAL"
+        if connection.info.get(_SYNCHRONOUS) != wanted:
+            driver.execute(f"PRAGMA synchronous={wanted}")
+            connection.info[_SYNCHRONOUS] = wanted
         # IMMEDIATE: a transaction that starts with a read cannot write once another has written.
         driver.execute("BEGIN IMMEDIATE")
 
@@ -817,6 +820,11 @@ def _create_closed(file: str | None) -> None:
     if file and file != ":memory:":
         with suppress(OSError):  # SQLite's own error is clearer
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def _add(connection: Connection, table: sa.Table, row: Any) -> None:
+    # The values are parameters, not part of the statement: SQLAlchemy then compiles the statement once.
+    connection.execute(table.insert(), _values(row))
 
 
 def _values(row: Any) -> dict[str, Any]:
