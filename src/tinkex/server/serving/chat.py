@@ -1,0 +1,56 @@
+"""A conversation as a prompt: messages and tools through the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinkex.errors import InvalidInputError
+
+from .answers import Thinking, thinking_of
+from .models import ServedModel
+from .templates import ChatTemplate, Message
+from .tools import ToolUse, explained
+
+__all__ = ["ChatPrompt", "chat_prompt"]
+
+#: Variables of a template that a request cannot choose: they are made from its other parameters.
+_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    tokens: list[int]
+    thinking: Thinking
+
+
+async def chat_prompt(
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: ToolUse | None,
+    variables: Mapping[str, Any],
+) -> ChatPrompt:
+    """The tokens of a conversation; `variables` are the request's own for the template."""
+    _check_variables(template, variables)
+    if not messages:
+        raise InvalidInputError("must have at least one message", field="messages")
+    offered = tools.tools if tools is not None and tools.callable else ()
+    more: dict[str, Any] = dict(variables)
+    if "tools" not in template.variables:
+        messages = explained(messages, offered)
+    elif offered:
+        more["tools"] = [tool.for_template() for tool in offered]
+    text = await template.render(messages, **more)
+    tokens = await model.vocabulary.encode(text, special=False)
+    return ChatPrompt(tokens, thinking_of(template.source, text))
+
+
+def _check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in _OWN or name not in template.variables:
+            raise InvalidInputError(
+                f"the chat template of this model does not use {name!r:.60}",
+                field=f"chat_template_kwargs.{name}",
+            )

@@ -1,0 +1,76 @@
+"""What the text of an answer must match: from `response_format`, from the tools, and after reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tinkex.errors import InvalidInputError
+
+from .answers import Thinking
+from .requests import check_schema
+from .tools import ToolUse
+
+__all__ = ["Format", "constraint", "format_of_response"]
+
+#: A constraint of `SamplingParams`, by the name of its field.
+Format = Mapping[str, Any]
+
+_THOUGHT: Final = r"""
+thought[lazy]: THOUGHT_TEXT "</think>"
+THOUGHT_TEXT: /(.|\n)*/
+BREAKS: /\n{0,2}/
+"""
+
+
+def format_of_response(asked: Mapping[str, Any] | None, field: str = "response_format") -> Format:
+    """The constraint that a `response_format` asks for; empty for plain text."""
+    kind = "text" if asked is None else asked.get("type")
+    if asked is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "json_schema":
+        described = asked.get("json_schema")
+        if not isinstance(described, dict) or "schema" not in described:
+            raise InvalidInputError("needs a schema", field=f"{field}.json_schema")
+        return {"json_schema": check_schema(described["schema"], f"{field}.json_schema.schema")}
+    if kind in {"regex", "grammar"} and isinstance(asked.get(kind), str):
+        return {kind: asked[kind]}
+    raise InvalidInputError(
+        f"must be text, json_object, json_schema, regex or grammar, not {kind!r:.60}",
+        field=f"{field}.type",
+    )
+
+
+def constraint(form: Format, tools: ToolUse | None, thinking: Thinking) -> Format:
+    """The constraint of an answer. Reasoning comes before it and is free."""
+    calls = tools is not None and tools.callable
+    if form and calls:
+        raise InvalidInputError("cannot be combined with tools", field="response_format")
+    if tools is not None and calls:
+        return {"grammar": _after_reasoning(tools.rules(), thinking)}
+    if not form or thinking == "none":
+        return form
+    return {"grammar": _after_reasoning(f"answer: {_rule(form)}", thinking)}
+
+
+def _rule(form: Format) -> str:
+    if "json_schema" in form:
+        schema = {"x-guidance": {"whitespace_flexible": False}, **form["json_schema"]}
+        return f"%json {json.dumps(schema)}"
+    if "regex" in form:
+        escaped = form["regex"].replace("/", r"\/")
+        return f"/{escaped}/"
+    raise InvalidInputError(
+        "this model reasons before it answers, which a grammar of your own must allow; use a schema",
+        field="response_format",
+    )
+
+
+def _after_reasoning(rules: str, thinking: Thinking) -> str:
+    if thinking == "none":
+        return f"%llguidance {{}}\nstart: answer\n{rules}"
+    preface = "thought BREAKS" if thinking == "open" else '("<think>" thought BREAKS)?'
+    return f"%llguidance {{}}\nstart: {preface} answer\n{rules}\n{_THOUGHT}"

@@ -1,0 +1,255 @@
+"""What each endpoint does: from a read request to a whole answer or a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from tinkex.errors import InvalidInputError, NotFoundError
+
+from . import anthropic_requests as anthropic
+from . import openai_requests as openai
+from .anthropic_answers import AnthropicAnswer
+from .chat import chat_prompt
+from .constraints import constraint, format_of_response
+from .generation import Generation, Usage, streamed, whole
+from .models import ServedModel, ServedModels
+from .openai_answers import OpenAIAnswer
+from .tools import ToolUse, tool_use
+
+if TYPE_CHECKING:
+    from tinkex.server.service import Service
+
+__all__ = ["ENDPOINTS", "Asked", "Endpoint", "Stream"]
+
+#: Fields of chat requests by the fields of `SamplingParams`, where they differ.
+_CHAT_FIELDS: Final = {
+    "prompt": "messages",
+    "json_schema": "response_format",
+    "regex": "response_format",
+    "grammar": "response_format",
+    "num_samples": "n",
+    "topk_sample_logprobs": "top_logprobs",
+}
+_COMPLETION_FIELDS: Final = _CHAT_FIELDS | {
+    "prompt": "prompt",
+    "topk_sample_logprobs": "logprobs",
+    "topk_prompt_logprobs": "logprobs",
+}
+_MESSAGES_FIELDS: Final = _CHAT_FIELDS | {
+    "json_schema": "output_config.format",
+    "grammar": "tools",
+    "stop": "stop_sequences",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request to an endpoint."""
+
+    service: Service
+    models: ServedModels
+    owner: str
+    request: Any
+    #: The rest of the path, for endpoints that have one.
+    name: str = ""
+    #: Whether the client speaks Anthropic's API where both have the same path.
+    anthropic: bool = False
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The events of a stream that has been accepted."""
+
+    events: AsyncIterator[bytes]
+
+
+Endpoint = Callable[[Asked], Awaitable[dict[str, Any] | Stream]]
+ENDPOINTS: Final[dict[str, Endpoint]] = {}
+
+
+def _serves(endpoint: Endpoint) -> Endpoint:
+    ENDPOINTS[endpoint.__name__] = endpoint
+    return endpoint
+
+
+# -- OpenAI ---------------------------------------------------------------------------------------
+
+
+@_serves
+async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
+    request: openai.ChatRequest = asked.request
+    model = await asked.models.find(asked.owner, request.model)
+    template = asked.models.template(model)
+    choice, only = request.choice
+    tools = tool_use(
+        openai.chat_tools(request.tools),
+        template,
+        choice,
+        only,
+        parallel=request.parallel_tool_calls,
+        field="tool_choice",
+    )
+    messages = openai.chat_messages(request.messages)
+    prompt = await chat_prompt(model, template, messages, tools, request.template_variables)
+    form = constraint(format_of_response(request.response_format), tools, prompt.thinking)
+    generation = Generation(
+        model,
+        [prompt.tokens],
+        request.params(request.length, **form),
+        count=request.n,
+        stops=request.stops,
+        topk=request.topk,
+        tools=tools,
+        thinking=prompt.thinking,
+        fields=_CHAT_FIELDS,
+    )
+    return await _openai(asked, request, generation, chat=True)
+
+
+@_serves
+async def completions(asked: Asked) -> dict[str, Any] | Stream:
+    request: openai.CompletionRequest = asked.request
+    request.check()
+    model = await asked.models.find(asked.owner, request.model)
+    generation = Generation(
+        model,
+        [await _prompt_tokens(model, prompt) for prompt in request.prompts],
+        request.params(request.max_tokens, **format_of_response(request.response_format)),
+        count=request.n,
+        stops=request.stops,
+        topk=request.logprobs,
+        echo=request.echo,
+        fields=_COMPLETION_FIELDS,
+    )
+    return await _openai(asked, request, generation, chat=False)
+
+
+async def _prompt_tokens(model: ServedModel, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return await model.vocabulary.encode(prompt, special=True)
+    if any(not 0 <= token < model.vocabulary.vocab_size for token in prompt):
+        raise InvalidInputError(
+            f"has a token outside the vocabulary of {model.vocabulary.vocab_size}", field="prompt"
+        )
+    return prompt
+
+
+async def _openai(
+    asked: Asked,
+    request: openai.ChatRequest | openai.CompletionRequest,
+    generation: Generation,
+    *,
+    chat: bool,
+) -> dict[str, Any] | Stream:
+    answer = OpenAIAnswer(
+        generation,
+        chat,
+        int(time.time()),
+        include_usage=request.includes_usage,
+        return_token_ids=request.return_token_ids,
+    )
+    samplers = asked.service.samplers
+    if not request.stream:
+        return answer.whole(await whole(samplers, asked.owner, generation))
+    usage = Usage()
+    updates = await streamed(samplers, asked.owner, generation, usage)
+    return Stream(_with_end(answer.chunks(updates, usage)))
+
+
+async def _with_end(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield chunk
+    yield b"data: [DONE]\n\n"
+
+
+# -- Anthropic ------------------------------------------------------------------------------------
+
+
+@_serves
+async def messages(asked: Asked) -> dict[str, Any] | Stream:
+    request: anthropic.MessagesRequest = asked.request
+    generation = await _anthropic_generation(asked, request)
+    answer = AnthropicAnswer(generation, request.return_token_ids)
+    samplers = asked.service.samplers
+    if not request.stream:
+        (finished,) = await whole(samplers, asked.owner, generation)
+        return answer.whole(finished)
+    usage = Usage()
+    updates = await streamed(samplers, asked.owner, generation, usage)
+    return Stream(answer.events(updates, usage))
+
+
+async def _anthropic_generation(asked: Asked, request: anthropic.MessagesRequest) -> Generation:
+    model, tools, prompt, thinking = await _anthropic_prompt(asked, request)
+    form = constraint(request.format, tools, thinking)
+    return Generation(
+        model,
+        [prompt],
+        request.params(**form),
+        stops=request.stops,
+        tools=tools,
+        thinking=thinking,
+        fields=_MESSAGES_FIELDS,
+    )
+
+
+async def _anthropic_prompt(
+    asked: Asked, request: anthropic.CountTokensRequest
+) -> tuple[ServedModel, ToolUse, list[int], Any]:
+    model = await asked.models.find(asked.owner, request.model)
+    template = asked.models.template(model)
+    choice, only = request.choice
+    tools = tool_use(
+        anthropic.anthropic_tools(request.tools),
+        template,
+        choice,
+        only,
+        parallel=request.parallel,
+        field="tool_choice",
+    )
+    conversation = anthropic.anthropic_messages(request)
+    prompt = await chat_prompt(model, template, conversation, tools, request.template_variables)
+    return model, tools, prompt.tokens, prompt.thinking
+
+
+@_serves
+async def count_tokens(asked: Asked) -> dict[str, Any]:
+    _, _, prompt, _ = await _anthropic_prompt(asked, asked.request)
+    return {"input_tokens": len(prompt)}
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+@_serves
+async def list_models(asked: Asked) -> dict[str, Any]:
+    listed = await asked.models.listed(asked.owner)
+    if not asked.anthropic:
+        return {"object": "list", "data": [_openai_model(model) for model in listed]}
+    data = [_anthropic_model(model) for model in listed]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+
+@_serves
+async def get_model(asked: Asked) -> dict[str, Any]:
+    form = _anthropic_model if asked.anthropic else _openai_model
+    for model in await asked.models.listed(asked.owner):
+        if model["id"] == asked.name:
+            return form(model)
+    found = await asked.models.find(asked.owner, asked.name)
+    if found.model_path is None:
+        raise NotFoundError(f"There is no model {asked.name!r:.200}.")
+    return form({"id": found.name, "created": 0, "root": found.model_path, "parent": None})
+
+
+def _openai_model(model: Any) -> dict[str, Any]:
+    return {"object": "model", "owned_by": "tinkex", **model}
+
+
+def _anthropic_model(model: Any) -> dict[str, Any]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model["created"]))
+    return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}
