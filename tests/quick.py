@@ -35,6 +35,7 @@ HEAVY: Final = frozenset(
         "recovery/test_real_run.py",
         "server/test_imports.py",
         "server/test_pool_training.py",
+        "serving",
         "telemetry/test_example.py",
         "telemetry/test_joined_traces.py",
         "test_docs.py",

@@ -19,6 +19,7 @@ from tinkex._wire.operations import OPERATIONS, Body
 from tinkex.errors import DecodeError, InvalidInputError, RateLimitError
 from tinkex.server.dashboard.api import CALLS as LOCAL_CALLS
 from tinkex.server.openapi import document
+from tinkex.server.serving.table import SERVING
 
 DOCUMENT = document("1.2.3")
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -117,7 +118,13 @@ def test_every_operation_is_documented_exactly_once():
     ]
     own = ["list_telemetry", "list_tokenizer_files", "get_tokenizer_file"]
     own += [call.name for call in LOCAL_CALLS]
-    assert sorted(calls) == sorted([*OPERATIONS, *own])
+    own += ["list_aliases", "put_alias", "delete_alias"]
+    serving = [
+        row.name if not place else f"{row.name}_{place + 1}"
+        for row in SERVING.values()
+        for place, _ in enumerate(row.paths)
+    ]
+    assert sorted(calls) == sorted([*OPERATIONS, *own, *serving])
 
 
 @pytest.mark.parametrize("row", OPERATIONS.values(), ids=lambda row: row.name)

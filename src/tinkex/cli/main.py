@@ -16,6 +16,7 @@ __all__ = ["cli", "main", "run"]
 
 #: Commands by name: their module and their summary. The summary is here so that `--help` loads no module.
 _COMMANDS: Final = {
+    "alias": ("tinkex.cli.alias", "Names of checkpoints for programs that ask for a model."),
     "auth": ("tinkex.cli.auth", "The API key for a service: store, delete, show it."),
     "backup": ("tinkex.cli.backup", "Copy the data of a local service, even while it runs."),
     "billing": ("tinkex.cli.billing", "Hourly usage and storage, also as CSV."),

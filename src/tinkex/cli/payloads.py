@@ -29,6 +29,19 @@ from tinkex.types import (
 __all__ = ["PAYLOADS", "json_schema"]
 
 
+# -- aliases -----------------------------------------------------------------------------------------
+
+
+class AliasInfo(TypedDict):
+    name: str
+    path: str
+    created_at: str
+
+
+class AliasList(TypedDict):
+    aliases: list[AliasInfo]
+
+
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
@@ -314,6 +327,7 @@ class Version(TypedDict):
 
 #: The output type of each command that has `--format json`.
 PAYLOADS: Final[dict[str, Any]] = {
+    "alias": AliasList,
     "auth login": AuthLogin,
     "auth logout": AuthLogout,
     "auth status": AuthStatus,

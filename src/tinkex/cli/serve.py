@@ -141,7 +141,7 @@ def command(
 ) -> None:
     """Run the local service until Ctrl-C.
 
-    Prints one line with its URL when the service is ready.
+    When the service is ready, prints its URL, and the base URL for programs that speak OpenAI's or Anthropic's API.
     """
     from tinkex._local import check_platform
 
@@ -176,5 +176,10 @@ def command(
         host,
         port,
         leased=leased,
-        on_ready=lambda url: click.echo(f"tinkex is serving {served} at {url}"),
+        on_ready=lambda url: _say_ready(served, url),
     )
+
+
+def _say_ready(served: str, url: str) -> None:
+    click.echo(f"tinkex is serving {served} at {url}")
+    click.echo(f"For OpenAI clients: base_url={url}/v1    For Anthropic clients: base_url={url}")

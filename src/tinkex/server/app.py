@@ -45,6 +45,8 @@ from .names import validate_name
 from .ranges import asked_range
 from .routes import HANDLERS, Call, base_url, owner_of
 from .service import Service
+from .serving import alias_routes
+from .serving.app import serving_routes
 from .tars import Tar
 from .tracing import Tracing
 
@@ -123,7 +125,11 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
     # Routes are tried in this order.
     by_priority = sorted(OPERATIONS.values(), key=lambda row: row.priority, reverse=True)
     routes = [_route(service, row, metrics, tracing) for row in by_priority]
+    routes += serving_routes(service, metrics, tracing)
     routes += [
+        Route(alias_routes.PATH, _answering(service, alias_routes.listed)),
+        Route(alias_routes.PATH, _answering(service, alias_routes.put), methods=["PUT"]),
+        Route(alias_routes.ONE, _answering(service, alias_routes.delete), methods=["DELETE"]),
         Route("/", home),
         Route("/about", front_page),
         Route("/static/{name:path}", _open_to_all(static.serve)),
@@ -198,6 +204,20 @@ def _open_to_all(serve: Any) -> Any:
         except Exception as error:
             return _error_response(error, "page")
         return response
+
+    return endpoint
+
+
+def _answering(service: Service, serve: Any) -> Any:
+    """An endpoint whose result depends on the owner of the key, and is sent as JSON."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            owner = owner_of(service, request.headers)
+            result = await serve(service, owner, request)
+        except Exception as error:
+            return _error_response(error, "aliases")
+        return Response(json_codec.encode(result), media_type="application/json")
 
     return endpoint
 

@@ -16,7 +16,7 @@ from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import DecodeError, InvalidInputError, PayloadTooLargeError
 from tinkex.types import TelemetrySendRequest, telemetry_event
 
-__all__ = ["JSON", "PROTO", "decode", "peek"]
+__all__ = ["JSON", "PROTO", "checked_json", "decode", "peek"]
 
 JSON: Final = "application/json"
 PROTO: Final = "application/x-protobuf"
@@ -37,12 +37,7 @@ def decode(row: Operation[Any], body: bytes, media: str) -> Any:
         ):
             raise _too_many(row, "fields")
         return proto_codec.decode_forward_backward_request(body)
-    containers = body.count(b"{") + body.count(b"[")
-    if containers > row.limits.items:
-        raise _too_many(row, "objects and lists")
-    content = json_codec.parse(body)
-    if containers > MAX_DEPTH and _is_deeper(content, MAX_DEPTH):
-        raise DecodeError(f"is nested more than {MAX_DEPTH} levels deep", field="body")
+    content = checked_json(row, body)
     if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
         # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
         with contextlib.suppress(ValueError):
@@ -60,6 +55,17 @@ def decode(row: Operation[Any], body: bytes, media: str) -> Any:
             raise
         complaint = str(error).removeprefix(f"{error.field}: ")
         raise InvalidInputError(complaint, field=error.field) from error
+
+
+def checked_json(row: Operation[Any], body: bytes) -> Any:
+    """The JSON of a body that has neither too many objects and lists nor too many levels of them."""
+    containers = body.count(b"{") + body.count(b"[")
+    if containers > row.limits.items:
+        raise _too_many(row, "objects and lists")
+    content = json_codec.parse(body)
+    if containers > MAX_DEPTH and _is_deeper(content, MAX_DEPTH):
+        raise DecodeError(f"is nested more than {MAX_DEPTH} levels deep", field="body")
+    return content
 
 
 def _too_many(row: Operation[Any], what: str) -> PayloadTooLargeError:

@@ -24,12 +24,18 @@ from tinkex.types.tensors import tensor_to_object
 from . import reports, tokenizers
 from .dashboard.api import CALLS, LocalCall
 from .dashboard.playground import PlaygroundRequest
+from .serving import alias_routes
+from .serving.table import SERVING, ServingRow
 
 __all__ = ["document"]
 
 Schema: TypeAlias = dict[str, Any]
 
 _REF: Final = "#/components/schemas/{model}"
+_SERVING_TAG: Final = {
+    "name": "Serving",
+    "description": "Endpoints of OpenAI's and Anthropic's APIs, for programs that use a model.",
+}
 _JSON, _PROTOBUF, _EVENTS = "application/json", "application/x-protobuf", "text/event-stream"
 
 
@@ -50,7 +56,10 @@ def document(version: str) -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "security": [{"ApiKey": []}],
-        "tags": [{"name": theme.title, "description": theme.about} for theme in Theme],
+        "tags": [
+            *({"name": theme.title, "description": theme.about} for theme in Theme),
+            dict(_SERVING_TAG),
+        ],
         "paths": _paths(),
         "components": {
             "securitySchemes": {
@@ -91,7 +100,13 @@ def _paths() -> dict[str, dict[str, Any]]:
     for row in OPERATIONS.values():
         path = row.path.replace(*_CHECKPOINT_ID)
         paths.setdefault(path, {})[row.method.lower()] = _operation(row, path)
+    for endpoint in SERVING.values():
+        for path in endpoint.paths:
+            described = _serving(endpoint, path)
+            paths.setdefault(_plain(path), {})[endpoint.operation.method.lower()] = described
     return paths | {
+        alias_routes.PATH: {"get": _list_aliases(), "put": _put_alias()},
+        _plain(alias_routes.ONE): {"delete": _delete_alias()},
         reports.PATH: {"get": _list_telemetry()},
         _plain(tokenizers.PATH): {"get": _list_tokenizer_files()},
         _plain(tokenizers.FILES_PATH): {"get": _get_tokenizer_file()},
@@ -136,13 +151,84 @@ def _local_call(call: LocalCall) -> dict[str, Any]:
     return described
 
 
+def _serving(row: ServingRow, path: str) -> dict[str, Any]:
+    """An endpoint of OpenAI's or Anthropic's API, at one of its paths."""
+    maker = "OpenAI" if row.dialect == "openai" else "Anthropic"
+    place = row.paths.index(path)
+    described: dict[str, Any] = {
+        "operationId": row.name if not place else f"{row.name}_{place + 1}",
+        "tags": [_SERVING_TAG["name"]],
+        "summary": row.operation.summary,
+        "description": f"As in {maker}'s API, with its answers and errors.",
+    }
+    if "{name" in path:
+        described["parameters"] = [_string_parameter("name", "The name of a model.")]
+    if row.operation.body is Body.JSON:
+        described["requestBody"] = _request_body(row.operation)
+    content = _content(_JSON, {"type": "object"})
+    if row.operation.body is Body.JSON and row.name != "count_tokens":
+        content |= _content(_EVENTS, {"type": "string"})
+    error = _answer(f"An error in the form of {maker}'s API.", _content(_JSON, {"type": "object"}))
+    statuses = ("400", "401", "404", "413", "429", "500")
+    described["responses"] = {
+        "200": _answer("The answer.", content),
+        **dict.fromkeys(statuses, error),
+    }
+    return described
+
+
+def _list_aliases() -> dict[str, Any]:
+    return {
+        "operationId": "list_aliases",
+        "tags": [_SERVING_TAG["name"]],
+        "summary": "List the aliases of the key",
+        "responses": {
+            "200": _answer(
+                "Answered at once.", _content(_JSON, _schema_of(alias_routes.AliasList))
+            ),
+            **_errors_of(401),
+        },
+    }
+
+
+def _put_alias() -> dict[str, Any]:
+    return {
+        "operationId": "put_alias",
+        "tags": [_SERVING_TAG["name"]],
+        "summary": "Let an alias stand for a checkpoint",
+        "requestBody": {
+            "required": True,
+            "content": _content(_JSON, _schema_of(alias_routes.AliasRequest)),
+        },
+        "responses": {
+            "200": _answer(
+                "Answered at once.", _content(_JSON, _schema_of(alias_routes.AliasInfo))
+            ),
+            **_errors_of(400, 401, 404),
+        },
+    }
+
+
+def _delete_alias() -> dict[str, Any]:
+    return {
+        "operationId": "delete_alias",
+        "tags": [_SERVING_TAG["name"]],
+        "summary": "Delete an alias",
+        "parameters": [_string_parameter("name", "The alias.")],
+        "responses": {
+            "200": _answer("Answered at once.", _content(_JSON, {"type": "object"})),
+            **_errors_of(401, 404),
+        },
+    }
+
+
 def _list_tokenizer_files() -> dict[str, Any]:
     return {
         "operationId": "list_tokenizer_files",
         "tags": [Theme.SERVICE.title],
         "summary": "List the tokenizer files of a base model",
         "description": "With their checksums. The answer has an ETag, and 304 to who has it already.",
-        "parameters": [_tokenizer_parameter("base_model", "A base model; it may contain slashes.")],
+        "parameters": [_string_parameter("base_model", "A base model; it may contain slashes.")],
         "responses": {
             "200": _answer(
                 "Answered at once.", _content(_JSON, _schema_of(TokenizerFilesResponse))
@@ -159,8 +245,8 @@ def _get_tokenizer_file() -> dict[str, Any]:
         "summary": "Download one of these files",
         "description": "Its checksum is its ETag.",
         "parameters": [
-            _tokenizer_parameter("base_model", "A base model; it may contain slashes."),
-            _tokenizer_parameter("name", "A file from the list."),
+            _string_parameter("base_model", "A base model; it may contain slashes."),
+            _string_parameter("name", "A file from the list."),
         ],
         "responses": {
             "200": _answer(
@@ -172,7 +258,7 @@ def _get_tokenizer_file() -> dict[str, Any]:
     }
 
 
-def _tokenizer_parameter(name: str, about: str) -> dict[str, Any]:
+def _string_parameter(name: str, about: str) -> dict[str, Any]:
     schema = {"type": "string"}
     return {"name": name, "in": "path", "required": True, "description": about, "schema": schema}
 
@@ -529,6 +615,10 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     reports.ListTelemetryResponse,
     TokenizerFilesResponse,
     PlaygroundRequest,
+    alias_routes.AliasRequest,
+    alias_routes.AliasInfo,
+    alias_routes.AliasList,
+    *(row.operation.request for row in SERVING.values() if row.operation.body is Body.JSON),
 )
 
 

@@ -421,12 +421,21 @@ class Samplers:
         return self._stream(sampler, job)
 
     async def draw(
-        self, owner: str, request: SampleRequest, on_token: OnToken
+        self,
+        owner: str,
+        request: SampleRequest,
+        on_token: OnToken | None = None,
+        end_tokens: tuple[int, ...] | None = None,
     ) -> asyncio.Task[SampledResult]:
-        """Start sampling, with a call for every token; an invalid request is refused before that."""
+        """Start sampling without a promise; an invalid request is refused before that.
+
+        `on_token` is called for every token. Stop strings of the request are in addition to `end_tokens`.
+        """
         sampler = await self._sampler_of(owner, request)
         self._promises.check_room(owner)
-        job = replace(self._job(sampler, request), stream=True)
+        job = replace(self._job(sampler, request), stream=on_token is not None)
+        if end_tokens is not None:
+            job = replace(job, stop_tokens=end_tokens)
         return asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
 
     async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:

@@ -45,6 +45,7 @@ from .quotas import Limits, Quotas
 from .reports import Reports
 from .retention import Retention
 from .samplers import UNNAMED_LIMIT, Samplers
+from .serving.aliases import Aliases
 from .sessions import Sessions
 from .set_aside import SetAside
 from .signing import Signer
@@ -250,6 +251,12 @@ class Service:
             quotas.checkpoint_bytes,
             settings.now,
             clock.expiry,
+        )
+        self.aliases = Aliases(
+            self.database,
+            self.checkpoints,
+            lambda: [model.name for model in self.engine.catalog.models],
+            settings.now,
         )
         self.reports = Reports(self.database, quotas.telemetry_bytes)
         self.samplers = Samplers(

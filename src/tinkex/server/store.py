@@ -28,6 +28,7 @@ from sqlalchemy.engine import Connection, Engine, make_url
 from tinkex.types import CheckpointType
 
 __all__ = [
+    "AliasRow",
     "AuditRow",
     "CheckpointRow",
     "Database",
@@ -153,6 +154,14 @@ _telemetry = sa.Table(
     sa.Column("event_id", sa.String),
     sa.Index("telemetry_once", "owner", "session_id", "event_id", unique=True),
 )
+_aliases = sa.Table(
+    "aliases",
+    _metadata,
+    sa.Column("owner", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("path", sa.String, nullable=False),
+    sa.Column("created_at", _UTC, nullable=False),
+)
 _version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, primary_key=True))
 #: A table of one row: the identity that this database shares with its data directory.
 _identity = sa.Table("identity", _metadata, sa.Column("identity", sa.String, primary_key=True))
@@ -259,6 +268,16 @@ class SamplerRow:
     def has_weights(self) -> bool:
         """Whether it has weights besides the base model."""
         return self.unnamed or self.model_path is not None
+
+
+@dataclass(frozen=True)
+class AliasRow:
+    """A name that an owner gave to a checkpoint."""
+
+    owner: str
+    name: str
+    path: str
+    created_at: datetime
 
 
 @dataclass(frozen=True)
@@ -602,6 +621,28 @@ class Store:
             due = _checkpoints.c.expires_at <= now
             return _all(connection, CheckpointRow, _checkpoints, due, _checkpoints.c.expires_at)
 
+    # -- aliases -----------------------------------------------------------------------------
+
+    def alias(self, owner: str, name: str) -> AliasRow | None:
+        with self._transaction() as connection:
+            return _first(connection, AliasRow, _aliases, _is_alias(owner, name))
+
+    def aliases(self, owner: str) -> list[AliasRow]:
+        with self._transaction() as connection:
+            return _all(connection, AliasRow, _aliases, _aliases.c.owner == owner, _aliases.c.name)
+
+    def put_alias(self, alias: AliasRow) -> None:
+        """Add an alias, or replace the one with its name."""
+        with self._transaction() as connection:
+            connection.execute(_aliases.delete().where(_is_alias(alias.owner, alias.name)))
+            connection.execute(_aliases.insert().values(_values(alias)))
+
+    def delete_alias(self, owner: str, name: str) -> bool:
+        with self._transaction() as connection:
+            return bool(
+                connection.execute(_aliases.delete().where(_is_alias(owner, name))).rowcount
+            )
+
     # -- samplers ----------------------------------------------------------------------------
 
     def add_sampler(self, sampler: SamplerRow) -> SamplerRow:
@@ -833,6 +874,10 @@ def _values(row: Any) -> dict[str, Any]:
 
 def _made(kind: type[R], row: Any) -> R:
     return kind(**row._mapping)
+
+
+def _is_alias(owner: str, name: str) -> sa.ColumnElement[bool]:
+    return sa.and_(_aliases.c.owner == owner, _aliases.c.name == name)
 
 
 def _first(connection: Connection, kind: type[R], table: sa.Table, where: Any) -> R | None:

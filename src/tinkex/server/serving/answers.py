@@ -59,8 +59,9 @@ class AnswerParser:
     def end(self) -> list[Piece]:
         """The rest. A call that is cut off is content: it is no call."""
         pieces = list(self._advance())
+        calls = self._whole_answer
         rest, self._held = self._held, ""
-        if self._whole_answer:
+        if calls:
             pieces += list(self._calls_in(rest))
         elif self._state == "call":
             pieces.append(Piece("content", self._format.before.strip() + rest))
@@ -97,7 +98,11 @@ class AnswerParser:
                 yield from self._call()
             elif self._tools is not None and self._format.mark:
                 yield from self._until(self._format.mark, "content", "call")
-            elif not self._whole_answer and self._held and not (self._tools and not self._held.strip()):
+            elif (
+                not self._whole_answer
+                and self._held
+                and not (self._tools and not self._held.strip())
+            ):
                 piece, self._held = Piece("content", self._held), ""
                 yield piece
             if (self._state, self._held) == before:

@@ -50,11 +50,13 @@ class AnthropicAnswer:
 
     async def events(self, updates: AsyncIterator[Update], usage: Usage) -> AsyncIterator[bytes]:
         (prompt,) = self.generation.prompts
-        usage.prompt_tokens = len(prompt)  # known before the first token
-        yield event("message_start", message=self._head(usage))
-        usage.prompt_tokens = 0
-        place, kind = -1, ""
+        place, kind, started = -1, "", False
         async for update in updates:
+            if (
+                not started
+            ):  # not earlier: a request that the engine refuses gets a status, not a stream
+                started = True
+                yield event("message_start", message=self._head(Usage(len(prompt))))
             for piece in update.pieces:
                 if piece.kind != kind or piece.kind == "call":
                     if kind:

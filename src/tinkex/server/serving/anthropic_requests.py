@@ -45,7 +45,8 @@ class CountTokensRequest(ServingRequest):
         }
         if kind not in choices:
             raise InvalidInputError(
-                f"must be auto, any, none or tool with a name, not {kind!r:.60}", field="tool_choice"
+                f"must be auto, any, none or tool with a name, not {kind!r:.60}",
+                field="tool_choice",
             )
         return choices[kind], None
 
@@ -120,7 +121,9 @@ def anthropic_messages(request: CountTokensRequest) -> list[Message]:
         field = f"messages.{place}"
         role, content = given.get("role"), given.get("content")
         for name in given.keys() - {"role", "content"}:
-            raise InvalidInputError("this service does not support this key", field=f"{field}.{name}")
+            raise InvalidInputError(
+                "this service does not support this key", field=f"{field}.{name}"
+            )
         if role not in {"user", "assistant"}:
             raise InvalidInputError(
                 f"must be user or assistant, not {role!r:.60}", field=f"{field}.role"
@@ -130,7 +133,9 @@ def anthropic_messages(request: CountTokensRequest) -> list[Message]:
         elif isinstance(content, list):
             messages += _blocks(role, content, f"{field}.content")
         else:
-            raise InvalidInputError("must be a string or a list of blocks", field=f"{field}.content")
+            raise InvalidInputError(
+                "must be a string or a list of blocks", field=f"{field}.content"
+            )
     return messages
 
 
@@ -146,7 +151,9 @@ def _blocks(role: str, blocks: Sequence[Any], field: str) -> list[Message]:
             calls.append(_call(block, where))
         elif kind == "tool_result" and role == "user":
             text = text_of(block.get("content"), f"{where}.content", _TEXT)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            )
         elif kind == "thinking" and role == "assistant":
             thoughts.append(text_of([block], where, {"thinking": "thinking"}))
         else:

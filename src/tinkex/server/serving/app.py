@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -43,7 +43,9 @@ def serving_routes(service: Service, metrics: Metrics, tracing: Tracing) -> list
         endpoint = _Endpoint(service, models, row, metrics, tracing)
         methods = [row.operation.method]
         routes += [Route(path, endpoint.answer, methods=methods) for path in row.paths]
-        if row.operation.method == "GET":  # Anthropic's clients look for models under their own prefix
+        if (
+            row.operation.method == "GET"
+        ):  # Anthropic's clients look for models under their own prefix
             path = row.paths[0].replace("/v1", "/anthropic/api/v1", 1)
             routes.append(Route(path, endpoint.answer, methods=methods))
     return routes
@@ -137,7 +139,9 @@ class _ServedStream(StreamingResponse):
     """A stream of events. Calls `done` when it ends, also if the client hangs up."""
 
     def __init__(self, events: AsyncIterator[bytes], done: Any) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
         self._events = events
         self._done = done
 
@@ -170,7 +174,7 @@ async def _events(
             await rest.aclose()  # type: ignore[attr-defined]  # a generator
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; it is cancelled when the client hangs up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -51,7 +51,9 @@ def constraint(form: Format, tools: ToolUse | None, thinking: Thinking) -> Forma
         raise InvalidInputError("cannot be combined with tools", field="response_format")
     if tools is not None and calls:
         return {"grammar": _after_reasoning(tools.rules(), thinking)}
-    if not form or thinking == "none":
+    if (
+        not form or thinking == "none" or "grammar" in form
+    ):  # a grammar says itself what comes first
         return form
     return {"grammar": _after_reasoning(f"answer: {_rule(form)}", thinking)}
 
@@ -60,13 +62,8 @@ def _rule(form: Format) -> str:
     if "json_schema" in form:
         schema = {"x-guidance": {"whitespace_flexible": False}, **form["json_schema"]}
         return f"%json {json.dumps(schema)}"
-    if "regex" in form:
-        escaped = form["regex"].replace("/", r"\/")
-        return f"/{escaped}/"
-    raise InvalidInputError(
-        "this model reasons before it answers, which a grammar of your own must allow; use a schema",
-        field="response_format",
-    )
+    escaped = form["regex"].replace("/", r"\/")
+    return f"/{escaped}/"
 
 
 def _after_reasoning(rules: str, thinking: Thinking) -> str:

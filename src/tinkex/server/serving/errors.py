@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from tinkex._wire.failures import response_from_error
-from tinkex.errors import DecodeError, InternalServerError, InvalidInputError, TinkerError
+from tinkex.errors import (
+    DecodeError,
+    InternalServerError,
+    InvalidInputError,
+    NotFoundError,
+    TinkerError,
+)
 from tinkex.server.disk import as_client_error
 
 __all__ = ["Dialect", "failure", "parameter"]
@@ -43,18 +49,24 @@ def failure(error: BaseException, dialect: Dialect) -> tuple[int, dict[str, str]
     status, headers, _ = response_from_error(error)
     if isinstance(error, DecodeError | InvalidInputError):
         status = 400
-    message = str(error)
+    message = str(getattr(error, "message", error))
     if dialect == "openai":
         kind, code = _OPENAI.get(status, ("server_error", None))
         body = {"message": message, "type": kind, "param": parameter(error), "code": code}
         return status, headers, {"error": body}
     kind = _ANTHROPIC.get(status, "api_error")
     request_id = f"req_{secrets.token_hex(12)}"
-    answer = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    answer = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
     return status, {**headers, "request-id": request_id}, answer
 
 
 def parameter(error: TinkerError) -> str | None:
-    """The parameter of the request that is to blame."""
+    """The parameter of the request that is to blame. What is not found is always the model."""
+    if isinstance(error, NotFoundError):
+        return "model"
     field = getattr(error, "field", None)
     return field if isinstance(field, str) and field != "body" else None

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tinkex.engine.process import Token
-from tinkex.engine.values import Array, SampledResult
+from tinkex.engine.values import Array, SampledResult, StreamedToken
 from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
 from tinkex.server.samplers import Samplers
 from tinkex.types import ModelInput, SampleRequest, SamplingParams
@@ -102,7 +101,9 @@ class Answer:
         vocabulary, tools = self.generation.model.vocabulary, self.generation.tools
         marks = [] if tools is None else [tools.format.before.strip(), tools.format.after.strip()]
         shown = [vocabulary.token_id(mark) for mark in marks if mark]
-        self._decoder = TextDecoder(vocabulary, frozenset(each for each in shown if each is not None))
+        self._decoder = TextDecoder(
+            vocabulary, frozenset(each for each in shown if each is not None)
+        )
         self._filter = StopFilter(self.generation.stops)
         self._parser = AnswerParser(self.generation.thinking, tools)
         #: The text of all pieces before they were taken apart.
@@ -184,7 +185,9 @@ def _answers(generation: Generation, place: int, result: SampledResult) -> list[
     ):
         answer = Answer(place * generation.count + index, generation)
         topk = None if result.topk_sampled is None else result.topk_sampled[index]
-        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for row, (token, logprob) in enumerate(
+            zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
             answer.add(token, logprob, None if topk is None else (topk[0][row], topk[1][row]))
         answer.end(reason)
         answers.append(answer)
@@ -196,10 +199,10 @@ async def streamed(
 ) -> AsyncIterator[Update]:
     """The answers to one prompt as they are drawn. What is invalid is refused before the first update."""
     generation.check_room()
-    queues: asyncio.Queue[tuple[int, Token] | None] = asyncio.Queue()
+    queues: asyncio.Queue[tuple[int, StreamedToken] | None] = asyncio.Queue()
     answers: dict[int, Answer] = {}
 
-    def hear(place: int) -> Callable[[Token], None]:
+    def hear(place: int) -> Callable[[StreamedToken], None]:
         return lambda token: queues.put_nowait((place, token))
 
     drawing = [
@@ -214,7 +217,7 @@ async def streamed(
 async def _updates(
     generation: Generation,
     drawing: Sequence[asyncio.Future[SampledResult]],
-    news: asyncio.Queue[tuple[int, Token] | None],
+    news: asyncio.Queue[tuple[int, StreamedToken] | None],
     answers: dict[int, Answer],
     usage: Usage,
 ) -> AsyncIterator[Update]:
@@ -253,11 +256,11 @@ async def _drawn(
     owner: str,
     generation: Generation,
     prompt: Sequence[int],
-    on_token: Callable[[Token], None] | None = None,
+    on_token: Callable[[StreamedToken], None] | None = None,
 ) -> SampledResult:
     stops = generation.model.vocabulary.stop_tokens
     try:
-        return await samplers.draw(owner, generation.request(prompt), stops, on_token)
+        return await (await samplers.draw(owner, generation.request(prompt), on_token, stops))
     except InvalidInputError as error:
         raise _renamed(error, generation.fields) from error
     except RequestFailedError as error:

@@ -43,9 +43,13 @@ class ServedModels:
         """The model of this name; NotFoundError says that there is none, never another model."""
         base_model, path = await self._resolved(owner, name)
         try:
-            prepared = await self._service.engine.model(base_model, "model")
+            prepared = await self._service.engine.catalog.model(base_model, "model")
         except InvalidInputError as error:
-            raise NotFoundError(f"There is no model {name!r:.200}: {error}") from error
+            known = [model.name for model in self._service.engine.catalog.models]
+            raise NotFoundError(
+                f"There is no model {name!r:.200}: it is neither a base model ({', '.join(known)}), "
+                "nor an alias, nor the path of a checkpoint."
+            ) from error
         vocabulary = await self._vocabularies.of(prepared)
         return ServedModel(name, base_model, path, vocabulary)
 
@@ -59,7 +63,7 @@ class ServedModels:
     async def _resolved(self, owner: str, name: str) -> tuple[str, str | None]:
         if not name.strip():
             raise InvalidInputError("must name a model", field="model")
-        if any(model.name == name for model in self._service.engine.models):
+        if any(model.name == name for model in self._service.engine.catalog.models):
             return name, None
         base, separator, path = name.partition(_SEPARATOR)
         if not separator:
@@ -96,7 +100,7 @@ class ServedModels:
         bases = [
             {"id": model.name, "created": started, "root": model.name, "parent": None}
             | {"max_model_len": model.context_length}
-            for model in self._service.engine.models
+            for model in self._service.engine.catalog.models
         ]
         aliases = [
             {"id": row.name, "created": _seconds(row.created_at), "root": row.path, "parent": None}

@@ -109,7 +109,8 @@ class OpenAIAnswer:
             if self.return_token_ids:
                 extra["token_ids"] = answer.tokens[-update.tokens :]
         if extra:
-            first = deltas[0] if deltas else {"delta": {}} if self.chat else {"text": ""}
+            empty: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            first = deltas[0] if deltas else empty
             deltas[:1] = [{**first, **extra}]
         return deltas
 
@@ -125,17 +126,21 @@ class OpenAIAnswer:
     def _chunk(self, index: int, choice: dict[str, Any]) -> bytes:
         head = self._head(streamed=True)
         filled = {"index": index, "finish_reason": None, "logprobs": None, **choice}
-        return _event({**head, "choices": [filled], **({"usage": None} if self.include_usage else {})})
+        return _event(
+            {**head, "choices": [filled], **({"usage": None} if self.include_usage else {})}
+        )
 
     # -- logprobs ----------------------------------------------------------------------------
 
     def _chat_logprobs(self, answer: Answer, first: int) -> dict[str, Any] | None:
         if self.generation.topk is None:
             return None
-        rows = answer.topk or [None] * len(answer.tokens)
+        rows: list[tuple[Array, Array] | None] = [*answer.topk] or [None] * len(answer.tokens)
         entries = [
             {**self._entry(token, logprob), "top_logprobs": [] if row is None else self._top(row)}
-            for token, logprob, row in list(zip(answer.tokens, answer.logprobs, rows, strict=True))[first:]
+            for token, logprob, row in list(zip(answer.tokens, answer.logprobs, rows, strict=True))[
+                first:
+            ]
         ]
         return {"content": entries, "refusal": None}
 
@@ -150,7 +155,7 @@ class OpenAIAnswer:
         return [self._entry(token, logprob) for token, logprob in pairs]
 
     def _sampled_logprobs(self, answer: Answer, first: int) -> dict[str, Any]:
-        rows = answer.topk or [None] * len(answer.tokens)
+        rows: list[tuple[Array, Array] | None] = [*answer.topk] or [None] * len(answer.tokens)
         tokens = answer.tokens[first:]
         return {
             "tokens": [_text(self._vocabulary, token) for token in tokens],
@@ -172,7 +177,9 @@ class OpenAIAnswer:
             place += len(text)
         return {**logprobs, "text_offset": offsets}
 
-    def _prompt_logprobs(self, prompt: Sequence[int], result: SampledResult) -> dict[str, list[Any]]:
+    def _prompt_logprobs(
+        self, prompt: Sequence[int], result: SampledResult
+    ) -> dict[str, list[Any]]:
         scores = result.prompt_logprobs_T
         assert scores is not None
         found = [None if np.isnan(score) else float(score) for score in scores.tolist()]
@@ -190,7 +197,9 @@ class OpenAIAnswer:
         """Alternatives by their text; of several tokens with the same text, the most likely."""
         ids, logprobs = row
         found: dict[str, float] = {}
-        for token, logprob in zip(np.atleast_1d(ids).tolist(), np.atleast_1d(logprobs).tolist(), strict=True):
+        for token, logprob in zip(
+            np.atleast_1d(ids).tolist(), np.atleast_1d(logprobs).tolist(), strict=True
+        ):
             if logprob > _EMPTY:
                 found.setdefault(_text(self._vocabulary, token), logprob)
         return found

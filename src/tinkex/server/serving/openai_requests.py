@@ -20,7 +20,16 @@ __all__ = ["ChatRequest", "CompletionRequest", "chat_messages", "chat_tools"]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"text": "text", "refusal": "refusal", "input_text": "text"}
 _KEYS = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal")
+    (
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "reasoning",
+        "refusal",
+    )
 )
 _EMPTY = frozenset(("audio", "function_call", "annotations"))
 
@@ -106,7 +115,9 @@ class ChatRequest(_Sampled):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
         return {**effort, **self.chat_template_kwargs}
 
     @property
@@ -118,7 +129,8 @@ class ChatRequest(_Sampled):
         name = function.get("name") if isinstance(function, dict) else None
         if self.tool_choice.get("type") != "function" or not isinstance(name, str):
             raise InvalidInputError(
-                'must be "auto", "none", "required" or a function with its name', field="tool_choice"
+                'must be "auto", "none", "required" or a function with its name',
+                field="tool_choice",
             )
         return "required", name
 
@@ -137,12 +149,14 @@ class CompletionRequest(_Sampled):
         if not self.prompt:
             raise InvalidInputError("is empty", field="prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]  # pydantic has checked that all are numbers
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt
 
     def check(self) -> None:
         if self.best_of not in {None, self.n}:
-            raise InvalidInputError("must be n: the service returns what it samples", field="best_of")
+            raise InvalidInputError(
+                "must be n: the service returns what it samples", field="best_of"
+            )
         if self.stream and self.echo:
             raise InvalidInputError("cannot be combined with stream", field="echo")
 
@@ -167,7 +181,8 @@ def _message(given: dict[str, Any], field: str) -> Message:
         return {"role": "tool", "content": content} | _kept(message, "tool_call_id", "name")
     if role not in _ROLES:
         raise InvalidInputError(
-            f"must be system, developer, user, assistant or tool, not {role!r:.60}", field=f"{field}.role"
+            f"must be system, developer, user, assistant or tool, not {role!r:.60}",
+            field=f"{field}.role",
         )
     made: Message = {"role": _ROLES[role], "content": content} | _kept(message, "name")
     if role == "assistant":

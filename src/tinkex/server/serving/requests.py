@@ -50,7 +50,9 @@ def check_schema(schema: Any, field: str) -> dict[str, Any]:
     except ValueError as error:
         complaint = str(error)
     if complaint:
-        raise InvalidInputError(f"is not a JSON schema that can be followed: {complaint}"[:400], field=field)
+        raise InvalidInputError(
+            f"is not a JSON schema that can be followed: {complaint}"[:400], field=field
+        )
     return schema
 
 
@@ -69,7 +71,7 @@ def text_of(content: Any, field: str, kinds: Mapping[str, str]) -> str:
     for place, part in enumerate(content):
         where = f"{field}.{place}"
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise InvalidInputError(
                 f"is a part of type {kind!r:.60}; the models of this service read only text",
                 field=where,

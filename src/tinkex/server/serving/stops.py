@@ -30,7 +30,10 @@ class StopFilter:
             passed, self._held = self._held[:place], ""
             return passed
         kept = max(overlap(self._held, stop) for stop in self._stops)
-        passed, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        passed, self._held = (
+            self._held[: len(self._held) - kept],
+            self._held[len(self._held) - kept :],
+        )
         return passed
 
     def end(self) -> str:

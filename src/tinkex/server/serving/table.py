@@ -33,9 +33,7 @@ class ServingRow:
         return self.operation.name
 
 
-def _row(
-    name: str, summary: str, path: str, request: type | None, dialect: Dialect
-) -> ServingRow:
+def _row(name: str, summary: str, path: str, request: type | None, dialect: Dialect) -> ServingRow:
     prefixes = _OPENAI if dialect == "openai" else _ANTHROPIC
     paths = tuple(f"{prefix}{path}" for prefix in prefixes)
     operation: Operation[object] = Operation(

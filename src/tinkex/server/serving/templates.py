@@ -94,7 +94,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _as_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 

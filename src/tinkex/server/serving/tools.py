@@ -152,7 +152,8 @@ def explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
             continue
         calls = message.get("tool_calls") or ()
         written = [
-            HERMES.written(call["function"]["name"], call["function"]["arguments"]) for call in calls
+            HERMES.written(call["function"]["name"], call["function"]["arguments"])
+            for call in calls
         ]
         content = "\n".join([*([message["content"]] if message["content"] else []), *written])
         kept = {name: value for name, value in message.items() if name != "tool_calls"}

@@ -1,0 +1,47 @@
+"""`tinkex alias`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import click
+
+from .connection import Connection, connected, formatted
+from .output import Output, say
+
+if TYPE_CHECKING:
+    from .payloads import AliasList
+
+__all__ = ["command"]
+
+_PATH: Final = "/local/aliases"
+
+
+@click.command("alias")
+@click.argument("name", required=False)
+@click.argument("path", required=False)
+@click.option("--delete", is_flag=True, help="Delete the alias NAME.")
+@connected
+@formatted
+def command(
+    name: str | None, path: str | None, delete: bool, connection: Connection, output: Output
+) -> None:
+    """Let NAME stand for the checkpoint PATH (tinker://…) where programs ask for a model by name.
+
+    An existing alias then stands for the new checkpoint. Without arguments, lists the aliases.
+    """
+    if delete and (name is None or path is not None):
+        raise click.UsageError("--delete takes the NAME of an alias alone")
+    if not delete and (name is None) != (path is None):
+        raise click.UsageError("give NAME and PATH, or neither to list the aliases")
+    with connection.service(patient=False) as service:
+        if delete and name is not None:
+            service.http.delete(f"{_PATH}/{quote(name)}").result()
+            say(f"The alias {name} is deleted.")
+        elif name is not None:
+            service.http.put(_PATH, {"name": name, "path": path}).result()
+            say(f"{name} stands for {path}.")
+        payload: AliasList = service.http.get(_PATH).result()
+    rows = [[alias["name"], alias["path"], alias["created_at"]] for alias in payload["aliases"]]
+    output.table(["Alias", "Checkpoint", "Made at"], rows, payload)

@@ -1,0 +1,65 @@
+"""The calls behind `tinkex alias`: list, make and delete aliases. The protocol has none, so the paths are our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from tinkex._wire.operations import Body, Operation, Pool
+from tinkex.server.decoding import checked_json
+
+from .aliases import PATH
+from .requests import ServingRequest, read
+
+if TYPE_CHECKING:
+    from tinkex.server.service import Service
+    from tinkex.server.store import AliasRow
+
+__all__ = ["ONE", "PATH", "AliasInfo", "AliasList", "AliasRequest", "delete", "listed", "put"]
+
+ONE: Final = f"{PATH}/{{name:path}}"
+
+
+class AliasRequest(ServingRequest):
+    name: str
+    path: str
+
+
+class AliasInfo(BaseModel):
+    name: str
+    path: str
+    created_at: str
+
+
+class AliasList(BaseModel):
+    aliases: list[AliasInfo]
+
+
+_PUT: Final[Operation[AliasInfo]] = Operation(
+    "put_alias", "PUT", PATH, AliasRequest, AliasInfo, Pool.REST, body=Body.JSON
+)
+
+
+async def listed(service: Service, owner: str, _: Request) -> AliasList:
+    return AliasList(aliases=[_info(row) for row in await service.aliases.listed(owner)])
+
+
+async def put(service: Service, owner: str, request: Request) -> AliasInfo:
+    hold = service.bodies.budget.hold(owner)
+    try:
+        received = await service.bodies.receive(_PUT, request, hold)
+        asked = read(AliasRequest, checked_json(_PUT, received.body))
+        return _info(await service.aliases.put(owner, asked.name, asked.path))
+    finally:
+        hold.release()
+
+
+async def delete(service: Service, owner: str, request: Request) -> dict[str, Any]:
+    await service.aliases.delete(owner, request.path_params["name"])
+    return {}
+
+
+def _info(row: AliasRow) -> AliasInfo:
+    return AliasInfo(name=row.name, path=row.path, created_at=row.created_at.isoformat())
