@@ -91,8 +91,8 @@ def test_prompt_over_the_context_says_by_how_much(http):
 
 def test_misspelt_parameter_is_guessed(http):
     assert (
-        "did you mean temperature?"
-        in http.refused(CHAT, 400, model=TINY, messages=HI, temprature=1)["message"]
+        "did you mean max_tokens?"
+        in http.refused(CHAT, 400, model=TINY, messages=HI, max_token=1)["message"]
     )
 
 
