@@ -47,15 +47,16 @@ class Matcher:
         self._model_ends = np.array(model_ends, np.int64)
         self._ends = np.array(sorted(ends), np.int64)
         self._threads = threads
+        self._error = ""
         self._next: Future[Array] = threads.submit(self._compute)
 
     @property
     def failure(self) -> RequestFailedError | None:
-        """Why the sequence cannot go on; the grammar reached a limit of llguidance."""
-        if not self._matcher.is_error():
+        """Why the sequence cannot go on: the grammar reached a limit of llguidance."""
+        if not self._error:
             return None
         return RequestFailedError(
-            f"The constraint cannot be followed further: {_first_lines(self._matcher.get_error())}; simplify it.",
+            f"The constraint cannot be followed further: {self._error}; simplify it.",
             category=RequestErrorCategory.User,
         )
 
@@ -67,24 +68,29 @@ class Matcher:
         """Advance by a drawn token; True if nothing may follow it."""
         if token in self._ends:
             return True
-        self._next.result()  # the mask of a row that draws nothing may still be in progress
+        self._next.result()  # until then, the thread that computes the mask owns the matcher
         self._matcher.consume_token(token)
+        self._note_error()
         if self._matcher.is_stopped():
             return True
         self._next = self._threads.submit(self._compute)
         return False
 
+    def _note_error(self) -> None:
+        if self._matcher.is_error():
+            self._error = _first_lines(self._matcher.get_error())
+
     def _compute(self) -> Array:
         """The allowed tokens. Where the text may end, these include the tokens that end this sequence."""
         bits = np.full(-(-self._vocab_size // 32), -1, np.int32)
-        if not self._matcher.is_error():
+        if not self._error:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            self._note_error()
         allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size]
         mask: Array = allowed.astype(bool)
-        may_end = self._matcher.is_error() or self._matcher.is_accepting()
         model_ends = mask[self._model_ends]
         mask[self._model_ends] = False  # they end the text only if the request says so
-        mask[self._ends] = may_end
+        mask[self._ends] = bool(self._error) or self._matcher.is_accepting()
         if not mask.any():
             mask[self._model_ends] = model_ends
         return mask

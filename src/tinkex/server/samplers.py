@@ -127,7 +127,7 @@ class Samplers:
         self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
         self._passing: dict[str, _Passing] = {}
         self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         promises.on_finish.append(self._put_in_feed)
 
     async def restore(self) -> None:
@@ -436,7 +436,10 @@ class Samplers:
         job = replace(self._job(sampler, request), stream=on_token is not None)
         if end_tokens is not None:
             job = replace(job, stop_tokens=end_tokens)
-        return asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
+        drawing = asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
+        self._tasks.add(drawing)
+        drawing.add_done_callback(self._tasks.discard)
+        return drawing
 
     async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:
         queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
