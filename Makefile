@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The variable hides the notice about its successor (docs/decisions/0002). Not --quiet: it would disable --strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install demo quick test wheel check fix chaos bench cookbook docs clean
+.PHONY: install demo quick test browser wheel check fix chaos bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -27,6 +27,11 @@ quick: install
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# The dashboard in a real browser. Installs Debian's chromium where it can; without a browser the tests say so.
+browser: install
+	@command -v chromium >/dev/null || apt-get install -y -qq chromium >/dev/null 2>&1 || echo "chromium could not be installed"
+	$(BIN)/python -m pytest tests/browser --browser
 
 # The wheel as users install it, without dev extras: the base, and [local], which downloads a gigabyte of torch.
 wheel: install
@@ -58,6 +63,7 @@ bench: install
 	$(BIN)/python benchmarks/local_service.py
 	$(BIN)/python benchmarks/cli.py
 	$(BIN)/python benchmarks/telemetry.py
+	$(BIN)/python benchmarks/dashboard.py
 
 cookbook: install
 	$(BIN)/python scripts/run_cookbook.py

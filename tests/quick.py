@@ -22,6 +22,7 @@ _TESTS: Final = Path(__file__).parent
 HEAVY: Final = frozenset(
     _TESTS / name
     for name in (
+        "browser",
         "chaos",
         "cli/test_chat.py",
         "cli/test_checkpoint_files.py",

@@ -63,10 +63,11 @@ def run(
 
 
 class ServiceThread:
-    """A service in a thread of this process, for tests and tools; it listens on a free loopback port."""
+    """A service in a thread of this process, for tests and tools; it listens on a loopback port, by default a free one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, port: int = 0) -> None:
         self._settings = settings
+        self._port = port
         self._ready: Future[str] = Future()
         self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run, name="tinkex-service", daemon=True)
@@ -84,7 +85,9 @@ class ServiceThread:
         async def serve() -> None:
             stop, loop = asyncio.Event(), asyncio.get_running_loop()
             self._stop = lambda: loop.is_closed() or loop.call_soon_threadsafe(stop.set)
-            await _serve(self._settings, "127.0.0.1", 0, stop, on_ready=self._ready.set_result)
+            await _serve(
+                self._settings, "127.0.0.1", self._port, stop, on_ready=self._ready.set_result
+            )
 
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -36,7 +36,7 @@ export function Runs({ runs, total, error }) {
     return found.sort((a, b) => { const x = key(a), y = key(b); return (x < y ? -1 : x > y ? 1 : 0) * sort[1]; });
   }, [all, search, state, tag, sort]);
 
-  if (error && !runs) return html`<${Notice} kind="bad">${error.message}<//>`;
+  if (error && error.status !== 401 && !runs) return html`<${Notice} kind="bad">${error.message}<//>`;
   if (!runs) return html`<h1>Runs</h1><p class="soft wait">Loading…</p>`;
   if (!all.length) return html`<${Empty} />`;
   const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-10));

@@ -1,0 +1,19 @@
+"""A first look: the page opens in a browser, lists a run and draws its loss."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+from .conftest import trained
+
+
+def test_a_run_is_listed_and_its_loss_is_drawn(served, client, page):
+    training = trained(client, "first look")
+    page.goto(served.url)
+    row = page.get_by_role("row", name="first look")
+    row.wait_for()
+    assert "tiny" in row.inner_text()
+    page.get_by_role("link", name="first look").click()
+    page.get_by_role("heading", name="first look").wait_for()
+    page.get_by_role("figure", name="loss,").locator("canvas").wait_for()
+    assert training.model_id in unquote(page.url)
