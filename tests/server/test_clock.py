@@ -102,6 +102,6 @@ def test_work_is_measured_by_the_steady_clock(tmp_path):
                 step = {"model_id": model_id, "seq_id": number, "adam_params": {}}
                 await told(client, "optim_step", step)
                 await asyncio.gather(*made.models._tasks)
-            assert model.snapshot is not None
+            assert model.past.snapshot is not None
 
     asyncio.run(scenario())

@@ -131,7 +131,7 @@ def test_the_journal_of_a_run_that_never_steps_is_bounded(tmp_path):
             for number in range(1, 7):
                 await passed(made, client, model_id, number)
             [model] = made.models
-            kept = len(model.history)
+            kept = len(model.past.history)
         async with housed(data_dir, snapshot_every=1e9) as (_, client):
             return await outcome(client, model_id, 7), kept
 
@@ -150,7 +150,7 @@ def test_a_snapshot_waits_for_the_last_request_of_a_pass(tmp_path):
             for number, part in enumerate(("a 1/2", "a 2/2", "b 1/2"), 1):
                 await passed(made, client, model_id, number, part)
                 [model] = made.models
-                kept.append(len(model.history))
+                kept.append(len(model.past.history))
         async with housed(data_dir, snapshot_every=1e9) as (made, client):
             await passed(made, client, model_id, 4, "b 2/2")
             return await outcome(client, model_id, 5), kept

@@ -61,7 +61,7 @@ SERVER = Path(tinkex.server.__file__).parent
 #: Strings that are no names of operations, though they are spelled like some.
 OTHER_MEANINGS = {
     ("store.py", "telemetry"): "a table of the database",
-    ("model_work.py", "forward"): "a key of the journal",
+    ("replay.py", "forward"): "a key of the journal",
 }
 
 

@@ -157,12 +157,12 @@ def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: 
             model_id = await new_model(client)
             (model,) = made.models
             number = 0
-            while model.snapshot is None:  # written in the background
+            while model.past.snapshot is None:  # written in the background
                 number += 1
                 await told(client, "optim_step", {"model_id": model_id, "seq_id": number, **STEP})
             await made.keep_house()
             assert made.promises.duplicate(model_id, 0) is None
-            changes = model.changes
+            changes = model.past.changes
             session, _, seq = model_id.split(":")
             body = {"session_id": session, "model_seq_id": int(seq), "base_model": "tinkex/tiny"}
             with full(os.getpid()):
@@ -174,7 +174,7 @@ def test_a_retried_create_model_after_eviction_returns_the_live_model(tmp_path: 
             assert list(made.models) == [model]
         async with housed(tmp_path) as (made, client):
             (model,) = made.models
-            assert model.changes == changes
+            assert model.past.changes == changes
             body = {"model_id": model_id, "seq_id": number + 1, **STEP}
             assert "metrics" in await told(client, "optim_step", body)
 

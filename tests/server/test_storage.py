@@ -209,12 +209,10 @@ def test_runs_can_be_listed_on_a_full_disk(tmp_path):
             with full(os.getpid()):
                 for path in ("training_runs", f"training_runs/{model}"):
                     assert (await client.get(path)).status_code == 200
-            (each,) = made.models
-            asked = each.last_request_at
-            assert asked is not None
+            asked = made.models._asked_at[model]
             run = (await client.get(f"training_runs/{model}")).json()
             assert datetime.fromisoformat(run["last_request_time"]) == asked
-            assert each.last_request_at is None
+            assert not made.models._asked_at
 
     asyncio.run(scenario())
 

@@ -1,8 +1,6 @@
-"""What the requests of a model do: values to the engine, values back, and bringing a model back when it is lost.
+"""Runs the requests of models on the engine, and restores a model that its engine has lost.
 
-A model's state is what its requests made of it. When the engine forgets the model — it died, or the service was
-restarted — its last snapshot is loaded and the requests that changed it since are run again from the journal. A pass
-depends on its request alone, so what comes out is the same to the last bit.
+`replay` decides what a restore consists of.
 """
 
 from __future__ import annotations
@@ -11,20 +9,17 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tinkex._wire.pass_parts import PassPart
 from tinkex.engine import directories
-from tinkex.engine.interface import Engines, Lease
-from tinkex.engine.values import LoraSpec
+from tinkex.engine.interface import Engines
 from tinkex.errors import (
     DecodeError,
     InvalidInputError,
-    RequestErrorCategory,
-    RequestFailedError,
     TinkerError,
 )
 from tinkex.types import (
@@ -54,75 +49,19 @@ from .exports import export
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
 from .losses import Losses
+from .model import Ending, Model
 from .samplers import Samplers
-from .scheduling import Sequencer
 from .snapshots import Snapshot, Snapshots
 from .store import Database, RunRow
 from .usage import UsageKind, UsageMeter
 
-__all__ = [
-    "Model",
-    "ModelWork",
-    "answer_to",
-    "change_of",
-    "changes_model",
-    "completes_pass",
-    "forward_mark",
-    "reader_of",
-]
+__all__ = ["ModelWork", "answer_to", "reader_of"]
 
 logger = logging.getLogger("tinkex.server")
 
-#: Key of the journal on requests that compute a loss without gradients. As protobuf they have the same message and
-#: path as those with gradients, so the operation alone does not tell.
-_FORWARD: Final = "forward"
-
-
-@dataclass(eq=False)
-class Model:
-    """One model and the line of its requests."""
-
-    model_id: str
-    session_id: str
-    owner: str
-    base_model: str
-    lora: LoraSpec | None = None
-    line: Sequencer[Promise] = field(default_factory=lambda: Sequencer(next_seq=0))
-    history: list[Promise] = field(default_factory=list)  # what changed it since its snapshot
-    changes: int = 0
-    snapshot: Snapshot | None = None
-    unsaved_seconds: float = 0.0  # of work that a crash would cost
-    saving: bool = False
-    #: Held while the snapshot is replaced, and while the model is made again from it.
-    kept: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lease: Lease | None = None  # of the engine that has this model
-    running: bool = False
-    waiting_since: float = 0.0
-    failure: str | None = None  # why it can do nothing any more
-    corrupted: bool = False
-    made: asyncio.Event = field(default_factory=asyncio.Event)
-    last_request_at: Any = None
-
-    def give_up(self, why: str = "it was found damaged before") -> None:
-        """What is kept of it does not make it again; whoever asks for something hears so."""
-        self.corrupted = True
-        self.failure = (
-            f"This run is corrupted, its state cannot be brought back: {why}. "
-            "Go on from its last checkpoint."
-        )
-
-    def check(self) -> None:
-        """Refuse what is asked of a model that can do nothing any more."""
-        if self.failure is not None:
-            raise RequestFailedError(self.failure, category=self.whose_failure)
-
-    @property
-    def whose_failure(self) -> RequestErrorCategory:
-        return RequestErrorCategory.Server if self.corrupted else RequestErrorCategory.User
-
 
 class ModelWork:
-    """Does what is asked of models, one request at a time for each."""
+    """Runs the requests of models; the caller runs at most one per model at a time."""
 
     def __init__(
         self,
@@ -146,8 +85,8 @@ class ModelWork:
         self._snapshots = snapshots
         self._now = now
         self._began = now().timestamp()
-        #: Requests that were done before a restart, and are to be done again because a result is lost.
-        self.counted: set[Promise] = set()
+        #: Requests that run again after a restart; the usage meter has counted them before.
+        self.usage_counted: set[Promise] = set()
         self._work_on: dict[type[Any], Callable[[Model, Any, Promise], Awaitable[Any]]] = {
             CreateModelRequest: self._create_model,
             LoadWeightsRequest: self._load_weights,
@@ -161,10 +100,10 @@ class ModelWork:
         }
 
     async def do(self, model: Model, promise: Promise) -> Any:
-        """Run the request of a promise; if the engine dies meanwhile, run it again."""
+        """Run a request; if the engine dies meanwhile, restore the model and run the request again."""
 
         async def work() -> Any:
-            await self._bring_back(model)
+            await self._restore(model)
             return await self._once(model, promise)
 
         return await self._engine.persist(work)
@@ -198,77 +137,73 @@ class ModelWork:
             )
         return await self._checkpoints.readable(owner, path)
 
-    # -- losing and bringing back ---------------------------------------------------------------
+    # -- snapshots and restoring ----------------------------------------------------------------
 
     async def take_snapshot(self, model: Model, changes: int, next_seq: int) -> None:
-        """Have a snapshot written beside the work that goes on, then let it count."""
+        """Write a snapshot while later requests run, and use it from then on."""
         place = self._snapshots.place(model.model_id, changes)
         try:
             await self._trainer.snapshot(model.model_id, place)
             model.check()
-            # Else a request that the snapshot holds could seem not to be done yet, and be done twice.
+            # Otherwise a request in the snapshot could look as if it had not run yet, and run twice.
             await self._promises.settled()
-            async with model.kept:
+            async with model.restoring:
                 snapshot = Snapshot(place, changes, next_seq)
                 await self._db(self._snapshots.commit, model.model_id, snapshot)
-                model.snapshot = snapshot
-                covered = [each for each in model.history if change_of(each) <= changes]
-                model.history = [each for each in model.history if change_of(each) > changes]
+                covered = model.past.replace_snapshot(snapshot)
         except Exception as error:  # the journal still has everything
-            if model.failure is None:
+            if model.ending is None:
                 logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
             return
         finally:
-            model.saving = False
-            if model.failure is not None and not model.corrupted:
-                # It was unloaded meanwhile, and its directory may have been written anew since.
+            model.past.saving = False
+            if model.ending is not None and not model.corrupted:
+                # It was unloaded meanwhile, and this snapshot may have written its directory again.
                 await self._db(self._snapshots.forget, model.model_id)
         await self._drop_loaded(model, covered)
 
-    async def _bring_back(self, model: Model) -> None:
-        """Make the engine know a model that it has forgotten."""
+    async def _restore(self, model: Model) -> None:
+        """Load a model that no engine has any more."""
         model.check()
-        if model.lease is not None and not model.lease.lost:
+        if model.held:
             return
         model.lease = None
-        if model.snapshot is not None or model.history:
-            # If there is no base model to be had, that says nothing of what was made of it.
+        if not model.past.empty:
+            # Outside of `try`: a base model that cannot be loaded does not make the run corrupted.
             await self._engine.catalog.model(model.base_model, "base_model")
         try:
-            async with model.kept:
-                await self._make_again(model)
+            async with model.restoring:
+                await self._replay(model)
         except TinkerError as error:
-            model.check()  # it was unloaded meanwhile, and what made it is gone as it should be
-            await self.call_corrupted(model, error)
+            model.check()  # it was unloaded meanwhile, so its files are gone
+            await self.mark_corrupted(model, str(error))
             model.check()
         except BaseException:
             model.lease = None  # the model may be restored in part
             raise
 
-    async def call_corrupted(self, model: Model, why: TinkerError) -> None:
-        """Give a model up for good, and say so wherever it is asked for."""
+    async def mark_corrupted(self, model: Model, why: str) -> None:
+        """Give up a model for good, also in the database."""
         logger.error("%s is corrupted: %s", model.model_id, why)
-        model.give_up(str(why))
+        model.ending = Ending.by_damage(why)
         await self._db(self._store.update_run, model.model_id, corrupted=True)
 
-    async def _make_again(self, model: Model) -> None:
-        kept = 0 if model.snapshot is None else model.snapshot.changes
-        lost = set(range(kept + 1, model.changes + 1)).difference(map(change_of, model.history))
-        if lost:
-            raise DecodeError(f"the journal lacks change {min(lost)} of this model")
-        if model.snapshot is not None:
-            directory = model.snapshot.directory
+    async def _replay(self, model: Model) -> None:
+        past = model.past
+        if past.missing is not None:
+            raise DecodeError(f"the journal lacks change {past.missing} of this model")
+        if past.snapshot is not None:
             model.lease = await self._trainer.restore_snapshot(
-                model.model_id, model.base_model, directory
+                model.model_id, model.base_model, past.snapshot.directory
             )
-        for promise in model.history:
+        for promise in past.history:
             await self._once(model, promise)
 
     async def forget(self, model: Model) -> None:
-        """Let go of what is kept on disk to bring a model back."""
-        await self._drop_loaded(model, model.history)
+        """Delete the files from which a model would be restored."""
+        await self._drop_loaded(model, model.past.history)
         await self._db(self._snapshots.forget, model.model_id)
-        model.history.clear()
+        model.past.history.clear()
 
     def _loaded(self, model: Model, promise: Promise) -> Path:
         """The copy of the checkpoint that a request loads; it is kept while the request may be replayed."""
@@ -294,7 +229,7 @@ class ModelWork:
     async def _load_weights(
         self, model: Model, request: LoadWeightsRequest, promise: Promise
     ) -> CreateModelResponse | LoadWeightsResponse:
-        # The checkpoint may be replaced or deleted later; what was loaded is needed to do it again.
+        # A replay needs the weights, and the checkpoint may be replaced or deleted by then.
         kept = self._loaded(model, promise)
         if not kept.is_dir():
             checkpoint, directory = await self._trainable(reader_of(promise), request.path)
@@ -313,7 +248,7 @@ class ModelWork:
                 )
             await asyncio.to_thread(directories.copy, directory, kept)
         if model.lora is None:
-            # Here too, because a restart may have come after the copy. The run outlives its checkpoints.
+            # Not only after copying: the service may have restarted since. A run outlives its checkpoints.
             source = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
             run = await self._db(self._store.run, source)
             assert run is not None
@@ -426,7 +361,7 @@ class ModelWork:
             raise InvalidInputError(
                 f"this session has a sampler {number} already", field="sampling_session_seq_id"
             )
-        # A training loop makes one after another: those that have expired make room.
+        # A training loop creates many: expired ones make room.
         await self._samplers.delete_expired()
         if known is None:
             self._samplers.check_room(model.owner)
@@ -441,7 +376,7 @@ class ModelWork:
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
 
     def _made_by(self, promise: Promise, moment: datetime) -> bool:
-        """Whether something can be the work of a request that a restart has interrupted."""
+        """Whether a request that a restart interrupted can have made something at this time."""
         return promise.accepted_at <= moment.timestamp() < self._began
 
     async def _save_weights_external(
@@ -477,9 +412,9 @@ class ModelWork:
         return UnloadModelResponse(model_id=model.model_id)
 
     def _count(self, model: Model, promise: Promise, kind: UsageKind, amount: int) -> None:
-        """Count what was used, unless it was before: what is done again is not asked for again."""
-        if promise in self.counted:
-            self.counted.remove(promise)
+        """Count usage, except of a request that runs again."""
+        if promise in self.usage_counted:
+            self.usage_counted.remove(promise)
         elif not promise.done:
             self._usage.add(model.owner, model.session_id, model.base_model, kind, amount)
 
@@ -504,7 +439,7 @@ class ModelWork:
 def answer_to(
     request: CreateModelRequest | LoadWeightsRequest, model_id: str
 ) -> CreateModelResponse | LoadWeightsResponse:
-    """What is said to whoever asked for a model, now that it is there."""
+    """The result of a request that created a model."""
     if isinstance(request, CreateModelRequest):
         return CreateModelResponse(model_id=model_id)
     return LoadWeightsResponse(path=request.path, model_id=model_id)
@@ -514,23 +449,3 @@ def reader_of(promise: Promise) -> str:
     """Who may read the checkpoint that a request loads: who asked, or whose token came with it."""
     reader: str = promise.extra.get("reader", promise.owner)
     return reader
-
-
-def change_of(promise: Promise) -> int:
-    assert promise.result is not None
-    return promise.result.change or 0
-
-
-def changes_model(promise: Promise) -> bool:
-    return promise.operation.changes_model and not promise.extra.get(_FORWARD)
-
-
-def forward_mark(request: Any) -> dict[str, Any]:
-    """What the journal notes of a request so that `changes_model` needs not decode it."""
-    return {_FORWARD: True} if isinstance(request, ForwardRequest) else {}
-
-
-def completes_pass(promise: Promise) -> bool:
-    """Whether a request that was done leaves no pass half done in the engine, of which a snapshot would know nothing."""
-    part = promise.extra.get("part")
-    return part is None or PassPart.parse(part).is_last

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from tinkex.engine.files import write_whole
-from tinkex.errors import DecodeError
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -39,13 +38,15 @@ class Snapshots:
     def place(self, model_id: str, changes: int) -> Path:
         return self._of(model_id) / str(changes)
 
-    def current(self, model_id: str) -> Snapshot:
-        """The current snapshot of a model that has one."""
+    def find(self, model_id: str) -> Snapshot | str | None:
+        """The current snapshot of a model, or why it cannot be read; None if the model has none."""
         try:
             content = json.loads((self._of(model_id) / _CURRENT).read_text())
             changes, next_seq = int(content["changes"]), int(content["next_seq"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DecodeError(f"the file {_CURRENT} of its snapshot is damaged") from error
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            return f"the file {_CURRENT} of its snapshot is damaged"
         return Snapshot(self.place(model_id, changes), changes, next_seq)
 
     def commit(self, model_id: str, snapshot: Snapshot) -> None:
