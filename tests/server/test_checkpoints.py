@@ -11,6 +11,7 @@ import pytest
 from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
+from tinkex.server.file_threads import FileThreads
 from tinkex.server.quotas import Limits, Quota, Quotas
 from tinkex.server.service import Service, Settings
 from tinkex.server.store import Database, RunRow, SessionRow, Store
@@ -50,8 +51,15 @@ def quota() -> Quota:
 
 
 @pytest.fixture
-def checkpoints(tmp_path, database, clock):
-    return Checkpoints(tmp_path / "checkpoints", database, quota(), now=clock)
+def files():
+    files = FileThreads()
+    yield files
+    files.close()
+
+
+@pytest.fixture
+def checkpoints(tmp_path, database, files, clock):
+    return Checkpoints(tmp_path / "checkpoints", database, files, quota(), now=clock)
 
 
 async def save(checkpoints, name="a", kind="training", ttl_seconds=None):
@@ -293,7 +301,11 @@ def test_housekeeping_deletes_expired_checkpoints(tmp_path):
             run = RunRow(RUN, "s", "me", "tinkex/tiny", {"rank": 8}, None, START, START)
             await service.database(store.add_run, run)
             past = Checkpoints(
-                tmp_path / "checkpoints", service.database, quota(), now=lambda: START
+                tmp_path / "checkpoints",
+                service.database,
+                service.files,
+                quota(),
+                now=lambda: START,
             )
             await save(past, "old", ttl_seconds=3600)
             await save(past, "kept")

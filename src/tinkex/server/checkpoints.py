@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
 
+from .file_threads import FileThreads
 from .inputs import check_ttl
 from .names import validate_name
 from .quotas import Quota
 from .store import AuditRow, CheckpointRow, Database
 
 __all__ = ["Checkpoints", "checkpoint_of", "tinker_path"]
+
+T = TypeVar("T")
 
 _KINDS: Final[dict[str, CheckpointType]] = {
     "weights": "training",
@@ -40,15 +44,19 @@ class Checkpoints:
         self,
         directory: Path,
         database: Database,
+        files: FileThreads,
         quota: Quota,
         now: Callable[[], datetime] = now_utc,
         expiry: Callable[[], datetime] | None = None,
     ) -> None:
         self._directory = directory
         self._quota = quota
-        self._db = database
+        self._db, self._files = database, files
         self._store = database.store
         self._now = now
+        #: By place: held while files and row of a checkpoint change together.
+        self._locks: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        self._changes: set[asyncio.Future[Any]] = set()
         self._expiry = expiry or now  # checkpoints that expire up to this time are expired
 
     async def restore(self) -> None:
@@ -158,24 +166,43 @@ class Checkpoints:
             user_metadata=user_metadata,
             request_id=request_id,
         )
-        replaced = await self._db(self._put, row, written)
+        replaced = await self._whole(self._put(row, written))
         self._quota.add(owner, size_bytes - replaced)
         return row
 
-    def _put(self, row: CheckpointRow, written: Path | None) -> int:
+    async def _put(self, row: CheckpointRow, written: Path | None) -> int:
         """Move a checkpoint into place and add its row; return the size of the one it replaces.
 
-        Both happen in one database call: otherwise the old checkpoint could expire in between, and its deletion
-        would remove the new files. If adding the row fails, the old files are put back.
+        The lock keeps both together: otherwise the old checkpoint could expire in between, and its deletion would
+        remove the new files. If adding the row fails, the old files are put back.
         """
-        there = self._store.checkpoint(row.run_id, row.kind, row.name)
         place = self.place(row.run_id, row.kind, row.name)
-        with (
-            nullcontext() if written is None else directories.placed(written, place),
-            self._noted(row, "checkpoint_created", {"size_bytes": row.size_bytes}),
-        ):
+        placed = nullcontext() if written is None else directories.placed(written, place)
+        async with self._lock(row), self._files.within(placed):
+            return await self._db(self._insert, row)
+
+    def _insert(self, row: CheckpointRow) -> int:
+        there = self._store.checkpoint(row.run_id, row.kind, row.name)
+        with self._noted(row, "checkpoint_created", {"size_bytes": row.size_bytes}):
             self._store.put_checkpoint(row)
         return 0 if there is None else there.size_bytes
+
+    def _lock(self, row: CheckpointRow) -> asyncio.Lock:
+        place = self.place(row.run_id, row.kind, row.name)
+        lock = self._locks.get(place)
+        if lock is None:
+            lock = self._locks[place] = asyncio.Lock()
+        return lock
+
+    async def _whole(self, change: Awaitable[T]) -> T:
+        """Finish a change of files and row even if its request is cancelled in the middle."""
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*self._changes, return_exceptions=True)
 
     async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
         """Delete the row and files of a checkpoint, unless another one has replaced it.
@@ -185,18 +212,22 @@ class Checkpoints:
         """
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
-            if await self._db(self._take_off, row, doomed, event):
+            if await self._whole(self._take_off(row, doomed, event)):
                 self._quota.release(row.owner, row.size_bytes)
         finally:
-            await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
+            await self._files.remove(doomed)
 
-    def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
-        """Rename the files and delete the row in one call, so that no other checkpoint appears in between."""
-        there = self._there(row)
-        if there is None or there.expires_at != row.expires_at:
-            return False
-        with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
-            self.place(row.run_id, row.kind, row.name).replace(doomed)
+    async def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
+        """Rename the files and delete the row; the lock makes sure that no other checkpoint appears in between."""
+        async with self._lock(row):
+            there = await self._db(self._there, row)
+            if there is None or there.expires_at != row.expires_at:
+                return False
+            with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
+                await self._files(self.place(row.run_id, row.kind, row.name).replace, doomed)
+            return await self._db(self._delete_row, row, event)
+
+    def _delete_row(self, row: CheckpointRow, event: str) -> bool:
         with self._noted(row, event):
             return self._store.delete_checkpoint(row.run_id, row.kind, row.name)
 
@@ -207,13 +238,16 @@ class Checkpoints:
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         event = "checkpoint_published" if public else "checkpoint_unpublished"
-        await self._db(self._change, row, event, {}, {"public": public})
+        async with self._lock(row):
+            await self._db(self._change, row, event, {}, {"public": public})
 
     async def set_ttl(self, row: CheckpointRow, ttl_seconds: int | None) -> None:
         check_ttl(ttl_seconds)
         expires_at = _expiry(self._now(), ttl_seconds)
         details = {"ttl_seconds": ttl_seconds}
-        await self._db(self._change, row, "checkpoint_ttl_set", details, {"expires_at": expires_at})
+        changes = {"expires_at": expires_at}
+        async with self._lock(row):
+            await self._db(self._change, row, "checkpoint_ttl_set", details, changes)
 
     def _change(
         self, row: CheckpointRow, event: str, details: Mapping[str, Any], changes: dict[str, Any]
@@ -234,7 +268,7 @@ class Checkpoints:
         target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
         source = self.place(row.run_id, row.kind, row.name)
         try:
-            await asyncio.to_thread(directories.copy, source, target)
+            await self._files(directories.copy, source, target)
         except FileNotFoundError:
             raise NotFoundError(
                 f"The checkpoint {tinker_path(row)!r:.300} was deleted meanwhile."

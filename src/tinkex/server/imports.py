@@ -6,7 +6,6 @@ uploaded files are not kept: the engine loads them, which checks that they fit t
 
 from __future__ import annotations
 
-import asyncio
 import io
 import secrets
 import shutil
@@ -35,6 +34,7 @@ from tinkex.types import (
 )
 
 from .checkpoints import checkpoint_of
+from .file_threads import FileThreads
 from .names import ADAPTER_FILES, validate_name
 from .nearness import is_near, was_forwarded
 from .service import Service
@@ -77,15 +77,15 @@ async def receive(
     # In a place that the service cleans up after a crash.
     scratch = service.checkpoints.place("imports", "training", f".{secrets.token_hex(8)}")
     try:
-        await asyncio.to_thread(scratch.mkdir, parents=True)
+        await service.files(scratch.mkdir, parents=True)
         with _reserved(service, owner, request, limit) as size:
             archive, files = scratch / "archive.tar", scratch / "files"
-            await _store(request, archive, size)
-            await asyncio.to_thread(unpack, archive, files, limit=size)
+            await _store(service.files, request, archive, size)
+            await service.files(unpack, archive, files, limit=size)
             await _rewritten(service, asked, files, scratch)
         return await _listed(service, owner, asked, scratch)
     finally:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        await service.files.remove(scratch)
 
 
 @contextmanager
@@ -151,15 +151,15 @@ def _asked(request: Request) -> _Asked:
 # -- the archive -----------------------------------------------------------------------------------
 
 
-async def _store(request: Request, file: Path, limit: int) -> None:
+async def _store(files: FileThreads, request: Request, file: Path, limit: int) -> None:
     """Write the body to a file; refuse one over the limit."""
     size = 0
-    with await asyncio.to_thread(file.open, "wb") as target:
+    with await files(file.open, "wb") as target:
         async for part in request.stream():
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
-            await asyncio.to_thread(target.write, part)
+            await files(target.write, part)
 
 
 def unpack(archive: Path, target: Path, *, limit: int = LIMIT) -> None:
@@ -231,9 +231,9 @@ async def _rewritten(service: Service, asked: _Asked, files: Path, scratch: Path
 
 async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) -> dict[str, Any]:
     """Add the checkpoints to a new run whose session is finished."""
-    manifest = await asyncio.to_thread(directories.checked_manifest, scratch / asked.kinds[0])
+    manifest = await service.files(directories.checked_manifest, scratch / asked.kinds[0])
     assert manifest.spec is not None
-    sizes = {kind: await asyncio.to_thread(_size, scratch / kind) for kind in asked.kinds}
+    sizes = {kind: await service.files(_size, scratch / kind) for kind in asked.kinds}
     service.checkpoints.check_room(owner, sum(sizes.values()))
     session_id = await service.sessions.create(
         owner, CreateSessionRequest(tags=["import"], sdk_version=""), None
@@ -245,7 +245,7 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     rows = []
     for kind in asked.kinds:
         place = await service.checkpoints.check_free(owner, run_id, kind, asked.name)
-        await asyncio.to_thread(_move, scratch / kind, place)
+        await service.files(_move, scratch / kind, place)
         rows.append(
             await service.checkpoints.add(
                 run_id, kind, asked.name, owner, sizes[kind], ttl_seconds=None

@@ -18,10 +18,10 @@ from tinkex.engine.values import TracedGraph
 from tinkex.errors import InvalidInputError
 from tinkex.types import CreateCustomLossRequest, CreateCustomLossResponse
 
+from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .quotas import Quota
 from .sessions import Sessions
-from .store import Database
 
 __all__ = ["Losses"]
 
@@ -32,7 +32,7 @@ class Losses:
     def __init__(
         self,
         directory: Path,
-        database: Database,
+        files: FileThreads,
         sessions: Sessions,
         promises: Promises,
         engine: Engines,
@@ -41,7 +41,7 @@ class Losses:
         self._directory = directory
         self._quota = quota
         self._of_session: Counter[tuple[str, str]] = Counter()  # by owner and session
-        self._db = database
+        self._files = files
         self._sessions = sessions
         self._promises = promises
         self._engine = engine
@@ -76,7 +76,7 @@ class Losses:
             loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
             graph = _graph(request)
             await self._engine.persist(lambda: self._engine.trainer.check_traced(graph))
-            await self._db(self._write, loss_id, json.dumps(asdict(graph)))
+            await self._files(self._write, loss_id, json.dumps(asdict(graph)))
         except Exception as error:
             self._count(promise.owner, promise.scope.removesuffix(":loss"), -1)
             self._promises.fail(promise, error)
@@ -85,7 +85,7 @@ class Losses:
 
     async def restore(self) -> None:
         """Count the losses of active sessions."""
-        names = await self._db(
+        names = await self._files(
             lambda: [file.stem for file in self._directory.glob("*:loss:*.json")]
         )
         for name in names:
@@ -107,7 +107,7 @@ class Losses:
                 field="loss_fn_config.loss_id",
             )
         try:
-            content = await self._db(self._place(loss_id).read_text)
+            content = await self._files(self._place(loss_id).read_text)
         except OSError:
             raise InvalidInputError(
                 f"there is no loss {loss_id!r:.100}", field="loss_fn_config.loss_id"
@@ -126,7 +126,7 @@ class Losses:
             for file in self._directory.glob(f"{session_id}:loss:*.json"):
                 file.unlink(missing_ok=True)
 
-        await self._db(forget)
+        await self._files(forget)
         for owner, session in [key for key in self._of_session if key[1] == session_id]:
             self._quota.release(owner, self._of_session.pop((owner, session)))
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -46,6 +44,7 @@ from tinkex.types import (
 
 from .checkpoints import Checkpoints, tinker_path
 from .exports import export
+from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .inputs import adam_step, check_optimizer, check_ttl, lora_of, lora_spec, training_pass
 from .losses import Losses
@@ -66,6 +65,7 @@ class ModelWork:
     def __init__(
         self,
         database: Database,
+        files: FileThreads,
         checkpoints: Checkpoints,
         samplers: Samplers,
         promises: Promises,
@@ -76,6 +76,7 @@ class ModelWork:
         now: Callable[[], datetime],
     ) -> None:
         self._db, self._store = database, database.store
+        self._files = files
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._promises = promises
@@ -149,7 +150,7 @@ class ModelWork:
             await self._promises.settled()
             async with model.restoring:
                 snapshot = Snapshot(place, changes, next_seq)
-                await self._db(self._snapshots.commit, model.model_id, snapshot)
+                await self._files(self._snapshots.commit, model.model_id, snapshot)
                 covered = model.past.replace_snapshot(snapshot)
         except Exception as error:  # the journal still has everything
             if model.ending is None:
@@ -159,7 +160,7 @@ class ModelWork:
             model.past.saving = False
             if model.ending is not None and not model.corrupted:
                 # It was unloaded meanwhile, and this snapshot may have written its directory again.
-                await self._db(self._snapshots.forget, model.model_id)
+                await self._files(self._snapshots.forget, model.model_id)
         await self._drop_loaded(model, covered)
 
     async def _restore(self, model: Model) -> None:
@@ -202,7 +203,7 @@ class ModelWork:
     async def forget(self, model: Model) -> None:
         """Delete the files from which a model would be restored."""
         await self._drop_loaded(model, model.past.history)
-        await self._db(self._snapshots.forget, model.model_id)
+        await self._files(self._snapshots.forget, model.model_id)
         model.past.history.clear()
 
     def _loaded(self, model: Model, promise: Promise) -> Path:
@@ -213,7 +214,7 @@ class ModelWork:
         for promise in promises:
             if promise.operation.request is LoadWeightsRequest:
                 kept = self._loaded(model, promise)
-                await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+                await self._files.remove(kept)
 
     # -- what requests do ----------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class ModelWork:
                     f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
                     field="path",
                 )
-            await asyncio.to_thread(directories.copy, directory, kept)
+            await self._files(directories.copy, directory, kept)
         if model.lora is None:
             # Not only after copying: the service may have restarted since. A run outlives its checkpoints.
             source = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
@@ -321,7 +322,7 @@ class ModelWork:
                 written=scratch,
             )
         finally:
-            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            await self._files.remove(scratch)
         self._count(model, promise, "checkpoint", 1)
         return SaveWeightsResponse(path=tinker_path(row))
 
@@ -390,9 +391,9 @@ class ModelWork:
         try:
             await self._trainer.save_state(model.model_id, scratch, optimizer=False)
             recipients = request.age_encryption_recipients or ()
-            size = await asyncio.to_thread(export, scratch, place, recipients)
+            size = await self._files(export, scratch, place, recipients)
         finally:
-            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            await self._files.remove(scratch)
         row = await self._checkpoints.add(
             model.model_id,
             "external",

@@ -23,6 +23,7 @@ from tinkex.errors import (
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
 from .damage import Lost
+from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .inputs import lora_of
 from .model import Ending, Model
@@ -56,6 +57,7 @@ class Models:
     def __init__(
         self,
         database: Database,
+        files: FileThreads,
         sessions: Sessions,
         promises: Promises,
         engine: Engines,
@@ -69,6 +71,7 @@ class Models:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._store = database, database.store
+        self._files = files
         self._sessions = sessions
         self._promises = promises
         self._engine = engine
@@ -408,7 +411,7 @@ class Models:
         requests: dict[str, list[Promise]] = {}
         for promise in promises:
             requests.setdefault(promise.scope, []).append(promise)
-        saved = await self._db(lambda: list(self._snapshots.model_ids()))
+        saved = await self._files(self._snapshots.model_ids)
         damaged = await self._damaged_runs(lost)
         for model_id in dict.fromkeys([*saved, *requests, *damaged]):
             asked = requests.get(model_id, [])
@@ -417,13 +420,18 @@ class Models:
                     if not promise.done:
                         gone = NotFoundError(f"There is no model {model_id!r}.")
                         self._promises.fail(promise, gone)
-        await self._db(
-            self._snapshots.forget_others,
-            set(self._models),
-            lambda model_id: model_id in requests or self._store.run(model_id) is not None,
-            self._set_aside.move,
-        )
+        for model_id in await self._files(self._snapshots.all_ids):
+            if model_id not in self._models:
+                await self._clear_snapshots(model_id, known=model_id in requests)
         self._schedule()
+
+    async def _clear_snapshots(self, model_id: str, *, known: bool) -> None:
+        """Delete the snapshots of a model that has ended; keep those of an unknown model in another place."""
+        if known or await self._db(self._store.run, model_id) is not None:
+            await self._files(self._snapshots.forget, model_id)
+        else:
+            why = "neither the database nor the journal knows this run"
+            await self._files(self._set_aside.move, self._snapshots.of_model(model_id), why)
 
     async def _damaged_runs(self, lost: Lost) -> list[str]:
         """Runs that are corrupted though the journal may have nothing of them: their clients must hear of it."""
@@ -471,7 +479,7 @@ class Models:
         owner = run.owner if run is not None else requests[0].owner if requests else ""
         return Sources(
             requests,
-            await self._db(self._snapshots.find, model_id),
+            await self._files(self._snapshots.find, model_id),
             run is not None,
             run is not None and run.corrupted,
             await self._is_active(_session_of(model_id), owner),

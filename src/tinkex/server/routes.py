@@ -488,7 +488,7 @@ async def _tokenizer_of(call: Call, directory: Path) -> dict[str, str]:
     official clients can load; ours load the files that have the checksum.
     """
     name = None if call.is_near else tokenizers.hub_id(directory)
-    files = await asyncio.to_thread(tokenizers.tokenizer_files, directory)
+    files = await call.service.files(tokenizers.tokenizer_files, directory)
     return {
         "tokenizer_id": name or str(directory),
         "tokenizer_sha256": tokenizer_digest(files),

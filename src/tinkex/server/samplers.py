@@ -43,6 +43,7 @@ from tinkex.types import (
 )
 
 from .checkpoints import Checkpoints, tinker_path
+from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
 from .inputs import SampleLimits, sample_job
 from .quotas import Quota
@@ -97,6 +98,7 @@ class Samplers:
         self,
         directory: Path,
         database: Database,
+        files: FileThreads,
         sessions: Sessions,
         checkpoints: Checkpoints,
         promises: Promises,
@@ -112,6 +114,7 @@ class Samplers:
     ) -> None:
         self._directory = directory
         self._db, self._store = database, database.store
+        self._files = files
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._promises = promises
@@ -201,7 +204,7 @@ class Samplers:
                     field="base_model",
                 )
             await self._engine.catalog.model(run.base_model, "model_path")
-            await self._db(directories.link, source, self.place(sampler_id))
+            await self._files(directories.link, source, self.place(sampler_id))
             path = tinker_path(checkpoint)
             return SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
         if base_model is None:
@@ -321,7 +324,7 @@ class Samplers:
                 task.cancel()
             # Even if it is not marked as open: a call that opens it may be in flight.
             await self._engine.sampler.close_sampler(sampler_id)
-        await asyncio.to_thread(shutil.rmtree, self.place(sampler_id), ignore_errors=True)
+        await self._files.remove(self.place(sampler_id))
 
     # -- without a session ---------------------------------------------------------------------
 

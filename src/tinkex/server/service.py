@@ -33,6 +33,7 @@ from .dashboard.history import History, Reading
 from .dashboard.recorder import Recorder
 from .dashboard.store import MetricStore
 from .engines import engine_count, make_engines
+from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
@@ -211,6 +212,7 @@ class Service:
         self._lock = _Lock(data / "lock")
         url = settings.database_url or f"sqlite:///{data / 'tinkex.db'}"
         self.database = Database(Store(url))
+        self.files = FileThreads()
         self.bodies = Bodies(
             max_body_bytes=settings.max_body_bytes,
             max_decoded_bytes=settings.max_decoded_bytes,
@@ -248,6 +250,7 @@ class Service:
         self.checkpoints = Checkpoints(
             data / "checkpoints",
             self.database,
+            self.files,
             quotas.checkpoint_bytes,
             settings.now,
             clock.expiry,
@@ -262,6 +265,7 @@ class Service:
         self.samplers = Samplers(
             data / "samplers",
             self.database,
+            self.files,
             self.sessions,
             self.checkpoints,
             self.promises,
@@ -275,7 +279,7 @@ class Service:
         )
         self.losses = Losses(
             data / "losses",
-            self.database,
+            self.files,
             self.sessions,
             self.promises,
             self.engine,
@@ -289,6 +293,7 @@ class Service:
         self.snapshots = Snapshots(data / "snapshots")
         work = ModelWork(
             self.database,
+            self.files,
             self.checkpoints,
             self.samplers,
             self.promises,
@@ -300,6 +305,7 @@ class Service:
         )
         self.models = Models(
             self.database,
+            self.files,
             self.sessions,
             self.promises,
             self.engine,
@@ -341,7 +347,7 @@ class Service:
             self.checkpoints.clear_scratch()
             self.snapshots.clear_scratch()
             self.samplers.clear_scratch()
-            records = await asyncio.to_thread(lambda: list(self.journal.open()))
+            records = await self.files(lambda: list(self.journal.open()))
             await self.engine.start()
             await self.sessions.restore()
             await self.samplers.restore()
@@ -398,6 +404,7 @@ class Service:
         await self.models.stop()
         await self.samplers.stop()
         await self.losses.stop()
+        await self.checkpoints.stop()
         await self.engine.stop()
         if self.database.store.is_open:
             try:
@@ -407,6 +414,7 @@ class Service:
                 logger.warning("What was used last is not counted: %s", error)
         await self.run_metrics.stop()
         self.bodies.close()
+        self.files.close()
         self.database.close()
         self.journal.close()
         self._lock.release()

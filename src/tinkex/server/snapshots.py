@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,12 +35,12 @@ class Snapshots:
         self._directory = directory
 
     def place(self, model_id: str, changes: int) -> Path:
-        return self._of(model_id) / str(changes)
+        return self.of_model(model_id) / str(changes)
 
     def find(self, model_id: str) -> Snapshot | str | None:
         """The current snapshot of a model, or why it cannot be read; None if the model has none."""
         try:
-            content = json.loads((self._of(model_id) / _CURRENT).read_text())
+            content = json.loads((self.of_model(model_id) / _CURRENT).read_text())
             changes, next_seq = int(content["changes"]), int(content["next_seq"])
         except FileNotFoundError:
             return None
@@ -52,8 +51,8 @@ class Snapshots:
     def commit(self, model_id: str, snapshot: Snapshot) -> None:
         """Make a written snapshot the current one and delete the others."""
         content = {"changes": snapshot.changes, "next_seq": snapshot.next_seq}
-        write_whole(self._of(model_id) / _CURRENT, json.dumps(content))
-        for other in self._of(model_id).iterdir():
+        write_whole(self.of_model(model_id) / _CURRENT, json.dumps(content))
+        for other in self.of_model(model_id).iterdir():
             if other.name.isdigit() and other != snapshot.directory:
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -66,31 +65,18 @@ class Snapshots:
                 leftover.unlink()
 
     def forget(self, model_id: str) -> None:
-        shutil.rmtree(self._of(model_id), ignore_errors=True)
+        shutil.rmtree(self.of_model(model_id), ignore_errors=True)
 
-    def forget_others(
-        self,
-        needed: Container[str],
-        known: Callable[[str], bool],
-        set_aside: Callable[[Path, str], object],
-    ) -> None:
-        """Delete the snapshots of models that have ended; set aside those of models that are not `known`."""
-        for entry in self._entries():
-            if entry.name in needed:
-                continue
-            if known(entry.name):
-                self.forget(entry.name)
-            else:
-                set_aside(entry, "neither the database nor the journal knows this run")
+    def all_ids(self) -> list[str]:
+        """The models that have a directory here, with a complete snapshot or without."""
+        if not self._directory.is_dir():
+            return []
+        return sorted(entry.name for entry in self._directory.iterdir())
 
-    def model_ids(self) -> Iterator[str]:
+    def model_ids(self) -> list[str]:
         """The models that have a snapshot."""
-        for entry in self._entries():
-            if (entry / _CURRENT).is_file():
-                yield entry.name
+        return [each for each in self.all_ids() if (self.of_model(each) / _CURRENT).is_file()]
 
-    def _entries(self) -> list[Path]:
-        return sorted(self._directory.iterdir()) if self._directory.is_dir() else []
-
-    def _of(self, model_id: str) -> Path:
+    def of_model(self, model_id: str) -> Path:
+        """The directory of a model's snapshots."""
         return self._directory / model_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ _known: dict[Path, tuple[_Stamp, list[TokenizerFile]]] = {}
 async def listed(service: Service, request: Request) -> Response:
     """The names, sizes and checksums of a model's tokenizer files."""
     base = await _base_model(service, request)
-    files = await asyncio.to_thread(tokenizer_files, base.directory)
+    files = await service.files(tokenizer_files, base.directory)
     answer = TokenizerFilesResponse(
         base_model=base.name, sha256=tokenizer_digest(files), files=files
     )
@@ -51,7 +50,7 @@ async def file(service: Service, request: Request) -> Response:
     """One tokenizer file; its checksum is its ETag."""
     base = await _base_model(service, request)
     name = request.path_params["name"]
-    for known in await asyncio.to_thread(tokenizer_files, base.directory):
+    for known in await service.files(tokenizer_files, base.directory):
         if known.name == name:  # only a name from the list is ever opened
             headers = _caching(known.sha256)
             if _has_it(request.headers, headers):
