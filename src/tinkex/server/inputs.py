@@ -220,7 +220,7 @@ def sample_job(
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,
-        target_prompt_tokens=None if targets is None else _targets(targets, len(prompt)),
+        target_prompt_tokens=None if targets is None else targets.to_numpy(pad_value=-1),
         min_p=params.min_p or 0.0,
         presence_penalty=params.presence_penalty or 0.0,
         frequency_penalty=params.frequency_penalty or 0.0,
@@ -237,18 +237,6 @@ def _constraint(params: SamplingParams) -> Constraint | None:
     if params.regex is not None:
         return Constraint("regex", params.regex)
     return None if params.grammar is None else Constraint("grammar", params.grammar)
-
-
-def _targets(targets: TensorData, prompt_length: int) -> Array:
-    field = "target_prompt_logprobs"
-    shape = targets.shape or []
-    if len(shape) != 2 or shape[0] != prompt_length - 1:
-        raise InvalidInputError(
-            f"must be {prompt_length - 1} rows, one per prompt token after the first; "
-            f"its shape is {list(shape)}",
-            field=field,
-        )
-    return targets.to_numpy(pad_value=-1)
 
 
 def _stops(
