@@ -85,7 +85,8 @@ class Models:
         self._models: dict[str, Model] = {}
         #: Models with requests in their queue, and since when each waits.
         self._waiting: dict[Model, float] = {}
-        self._running: set[Model] = set()
+        #: Models with a request that is in the engine.
+        self.running: set[Model] = set()
         #: When models were last sent a request, until it is in the database.
         self._asked_at: dict[str, datetime] = {}
         self._shares = Shares()
@@ -260,7 +261,7 @@ class Models:
             ready = [
                 Candidate(model.model_id, model.owner, since)
                 for model, since in self._waiting.items()
-                if model not in self._running
+                if model not in self.running
                 and model.line.ready(now)
                 and self._engine.trainer.has_room(model.model_id)
             ]
@@ -270,7 +271,7 @@ class Models:
             model = self._models[chosen.model_id]
             promise = model.line.take(now)
             assert promise is not None
-            self._running.add(model)
+            self.running.add(model)
             turn = self._engine.trainer.take_turn(model.model_id)
             self._start_task(self._serve(model, promise, turn))
         self._wake_for_gaps(now)
@@ -284,9 +285,7 @@ class Models:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        moments = [
-            model.line.wakes_at(now) for model in self._waiting if model not in self._running
-        ]
+        moments = [model.line.wakes_at(now) for model in self._waiting if model not in self.running]
         soonest = min((moment for moment in moments if moment is not None), default=None)
         if soonest is not None:
             loop = asyncio.get_running_loop()
@@ -300,7 +299,7 @@ class Models:
         finally:
             self._shares.serve(model.owner, self._clock() - started + turn.helped_seconds)
             turn.end()
-            self._running.discard(model)
+            self.running.discard(model)
             model.made.set()  # the first request is the one that creates it
             if model.corrupted:
                 self._fail_waiting(model)

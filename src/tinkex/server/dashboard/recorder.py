@@ -24,7 +24,7 @@ from tinkex.types import (
 )
 
 from ..futures import Promise
-from ..model_work import changes_model
+from ..replay import changes_model
 from .store import MetricPoint, MetricStore
 
 __all__ = ["Progress", "Recorder"]

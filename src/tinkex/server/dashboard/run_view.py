@@ -15,7 +15,7 @@ from tinkex.errors import NotFoundError
 from ..checkpoints import checkpoint_of
 from ..futures import Promise
 from ..inputs import lora_of
-from ..model_work import Model
+from ..model import Model
 from ..store import RunRow, SessionRow
 
 if TYPE_CHECKING:
@@ -162,11 +162,12 @@ class RunViews:
     def state(self, row: RunRow) -> dict[str, Any]:
         """What a run is doing: training, waiting, idle, ended or failed, and a few words about it."""
         model = self._model(row.run_id)
-        if row.corrupted or (model is not None and model.failure is not None):
-            return {"kind": "failed", "about": "" if model is None else model.failure or ""}
+        ending = None if model is None else model.ending
+        if row.corrupted or ending is not None:
+            return {"kind": "failed", "about": "" if ending is None else ending.message}
         if model is None:
             return {"kind": "ended", "about": "Its session has ended; its checkpoints are kept."}
-        if model.running:
+        if model in self._service.models.running:
             return {"kind": "training", "about": ""}
         if len(model.line):
             return {"kind": "waiting", "about": self._awaited(model)}
@@ -178,7 +179,7 @@ class RunViews:
     def _awaited(self, model: Model) -> str:
         if model.line.missing is not None:
             return f"for request {model.line.missing} of its client, which has not arrived"
-        others = sum(1 for each in self._service.models if each.running and each is not model)
+        others = len(self._service.models.running - {model})
         return f"for the engine, which works on {others} other run{'s' if others != 1 else ''}"
 
     def _queue(self, run_id: str) -> dict[str, Any]:
