@@ -1,7 +1,7 @@
 """The service over HTTP: a Starlette application made from the table of operations.
 
-Bodies are read by the codecs of the wire — JSON, protobuf, compressed or not — and errors are written by them, so
-that both halves of the package say the same thing in the same words.
+The codecs of `_wire` read the bodies (JSON or protobuf, compressed or not) and write the errors, so client and
+service use the same formats and messages.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ __all__ = ["build_app"]
 
 logger = logging.getLogger("tinkex.server")
 
-#: Seconds for which the counts on the front page are shown before they are taken again.
+#: Seconds for which the front page shows the same counts before it asks the database again.
 COUNTS_KEPT: Final = 1.0
 
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
-    """The application of a service that whoever calls starts and stops."""
+    """The application of a service; the caller starts and stops the service."""
     counted: tuple[float, tuple[int, int, int]] | None = None
 
     async def front_page(request: Request) -> Response:
         nonlocal counted
-        # Anybody can ask for the page, and counting takes the database from others.
+        # The page needs no key, and counting keeps the database busy.
         if counted is None or time.monotonic() - counted[0] > COUNTS_KEPT:
             counted = time.monotonic(), await service.database(service.database.store.counts)
         sessions, runs, checkpoints = counted[1]
@@ -155,7 +155,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
 
 class _KeepsPagesAway:
-    """Middleware that answers what the guard refuses, on all routes and on paths that are none."""
+    """Middleware that answers requests that the guard refuses, also on unknown paths."""
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
         self._app = app
@@ -182,7 +182,7 @@ _OF_BROWSERS: Final = frozenset(
 
 
 def _with_key(service: Service, serve: Any) -> Any:
-    """An endpoint for whoever has a key."""
+    """An endpoint that needs a key."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -244,7 +244,7 @@ def _lease(service: Service, leases: Leases) -> Any:
     return endpoint
 
 
-# Kept: anybody can ask for them without a key, and making them takes tens of milliseconds.
+# Cached: the documents need no key, and making them takes tens of milliseconds.
 @cache
 def _docs_page() -> bytes:
     return pages.docs_page(openapi.document(__version__)).encode()
@@ -256,7 +256,7 @@ def _openapi_document() -> bytes:
 
 
 class _CheckpointId(Convertor[str]):
-    """`<kind>/<name>`: two segments, or one, of which it can be said what is missing."""
+    """`<kind>/<name>`: two segments. A single one matches too, so that the error can say what is missing."""
 
     regex = "[^/]+(?:/[^/]+)?"
 
@@ -362,7 +362,7 @@ def _note_refusal(service: Service, owner: str, refused: Any) -> None:
 
 
 def _guarded(service: Service, serve: Any) -> Any:
-    """A link without a key: its signature says who made it and until when it is good."""
+    """A download link that needs no key: its signature says who made it and when it expires."""
 
     async def endpoint(request: Request) -> Response:
         query = request.query_params
@@ -395,12 +395,12 @@ async def _directory(service: Service, request: Request) -> Path:
 
 
 async def _archive(service: Service, request: Request) -> Response:
-    """A checkpoint as a tar, or the part of it that a transfer still lacks."""
+    """A checkpoint as a tar, or the range of it that the client asks for."""
     directory = await _directory(service, request)
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
     tar = Tar.of(directory, names)
     tag = f'"{tar.tag}"'
-    asked_about = request.method == "HEAD"  # which knows no parts
+    asked_about = request.method == "HEAD"  # which does not support ranges
     part = None if asked_about else asked_range(request.headers, tar.size, tag)
     sent = range(tar.size) if part is None else part
     headers = {
@@ -429,7 +429,7 @@ async def _file(service: Service, request: Request) -> Response:
 
 
 async def _trace(service: Service, request: Request) -> Response:
-    """The requests of a session on a time line, in the form that trace viewers read."""
+    """The requests of a session over time, in the format of trace viewers."""
     session_id = request.path_params["session_id"]
     events = []
     for promise in service.promises:

@@ -114,7 +114,7 @@ class ModelWork:
         return await self._work_on[type(request)](model, request, promise)
 
     async def base_model(self, owner: str, request: CreateModelRequest | LoadWeightsRequest) -> str:
-        """The base model of a new model; a request that cannot work is refused here."""
+        """The base model of a new model; refuses a request that cannot succeed."""
         check_optimizer(request.optimizer_config)
         if isinstance(request, CreateModelRequest):
             self._engine.catalog.check(request.base_model, "base_model")
@@ -134,7 +134,7 @@ class ModelWork:
     async def _trainable(self, owner: str, path: str) -> Any:
         if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "training":
             raise InvalidInputError(
-                f"{path!r:.300} is no training checkpoint (…/weights/…)", field="path"
+                f"{path!r:.300} is not a training checkpoint (…/weights/…)", field="path"
             )
         return await self._checkpoints.readable(owner, path)
 
@@ -447,6 +447,6 @@ def answer_to(
 
 
 def reader_of(promise: Promise) -> str:
-    """Who may read the checkpoint that a request loads: who asked, or whose token came with it."""
+    """The owner who may read the checkpoint that a request loads: its sender, or the owner of the token in it."""
     reader: str = promise.extra.get("reader", promise.owner)
     return reader

@@ -40,7 +40,7 @@ _JSON, _PROTOBUF, _EVENTS = "application/json", "application/x-protobuf", "text/
 
 
 def document(version: str) -> dict[str, Any]:
-    """The whole document, as OpenAPI 3.1; the same for the same release, to the byte."""
+    """The OpenAPI 3.1 document; the same bytes for the same release."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -316,7 +316,7 @@ def _query_parameters(request: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def _not_null(schema: Schema) -> Schema:
-    """The schema without null, which a query string cannot hold: there one leaves the name out."""
+    """The schema without null: a query string leaves the parameter out instead."""
     rest = {key: value for key, value in schema.items() if key not in {"anyOf", "default"}}
     if schema.get("default") is not None:
         rest["default"] = schema["default"]
@@ -431,7 +431,7 @@ def _success(row: Operation[Any]) -> dict[str, Any]:
 
 
 def _retrieved() -> list[type[Any]]:
-    """What a future may turn out to be, each once, in the order of the table."""
+    """The possible results of a future, each once, in the order of the table."""
     results = dict.fromkeys(row.result for row in OPERATIONS.values() if row.queued)
     return [*results, types.MetadataOnlyResponse, types.RequestFailedResponse]
 
@@ -478,7 +478,7 @@ _INTEGER: Final[Schema] = {"type": "integer"}
 _NUMBER: Final[Schema] = {"type": "number"}
 _TOKENS: Final = _list({"type": "integer", "format": "int32"})
 _TENSORS: Final = _map(_schema_of(types.TensorData))
-# JSON has no NaN: what was not computed, or came out as none, is null.
+# JSON has no NaN: values that are NaN or were not computed are null.
 _NUMBER_OR_NULL: Final = _or_null(_NUMBER)
 _TOPK_ROWS: Final = _list(
     _or_null(
@@ -604,7 +604,7 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
 
 # -- schemas of models ---------------------------------------------------------------------------
 
-# Models that no row names.
+# Models that are in no row.
 _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     types.UntypedAPIFuture,
     types.TryAgainResponse,
@@ -638,15 +638,15 @@ def _schemas() -> dict[str, Schema]:
     )
     schemas = {**generated["$defs"], **_BY_HAND}
     for schema in schemas.values():
-        schema.pop("title", None)  # the name it stands under, once more
+        schema.pop("title", None)  # repeats the name of the schema
     return dict(sorted(schemas.items()))
 
 
 class _Generator(GenerateJsonSchema):
-    """pydantic's schemas, told what pydantic cannot know of our codecs."""
+    """pydantic's schemas, corrected where our codecs differ from pydantic."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # a field's name is title enough
+        return False  # the name of the field is enough
 
     def normalize_name(self, name: str) -> str:
         return super().normalize_name(name).lstrip("_")
@@ -656,7 +656,7 @@ class _Generator(GenerateJsonSchema):
         if described.get("additionalProperties") is False:
             del described[
                 "additionalProperties"
-            ]  # that is for callers; off the wire they are ignored
+            ]  # callers may not add fields; the service ignores unknown ones
         return described
 
     def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
@@ -664,7 +664,9 @@ class _Generator(GenerateJsonSchema):
 
     def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
         described = super().tagged_union_schema(schema)
-        if "discriminator" not in described:  # told apart by a function: several may fit on paper
+        if (
+            "discriminator" not in described
+        ):  # our codec chooses by a function; by schema several may match
             described["anyOf"] = described.pop("oneOf")
         return described
 
@@ -673,7 +675,7 @@ class _Generator(GenerateJsonSchema):
     ) -> JsonSchemaValue:
         if schema.get("serialization", {}).get("function") is not tensor_to_object:
             return super().function_plain_schema(schema)
-        # Registered among pydantic's own names, because pydantic follows every reference it meets.
+        # Added to pydantic's own names, because pydantic follows every reference.
         name, reference = self.get_cache_defs_ref_schema(CoreRef("TensorData"))
         self.definitions[name] = _BY_HAND["TensorData"]
         return reference

@@ -1,8 +1,8 @@
-"""What each operation does: a function with the operation's name.
+"""The handlers of the operations: one function each, with the operation's name.
 
-A function gets a `Call` (the decoded request, who asks, and the service) and returns a value of the protocol, or a
-response where HTTP itself is the answer. Its errors are the typed ones; the app turns them into status and body.
-Requests that only have to join the queue of their model have no function of their own.
+A function gets a `Call` (the decoded request, its owner, and the service) and returns a value of the protocol, or an HTTP
+response. It raises typed errors; the app turns them into status and body. Requests that only join the queue of their
+model share one function.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = ["HANDLERS", "Call", "owner_of", "promise_response"]
 
 logger = logging.getLogger("tinkex.server")
 
-#: Results from here on are announced by their size first, so that a client can make room for them.
+#: From this many bytes on, a poll first gets the size of the result, so that the client can reserve memory for it.
 LARGE_RESULT: Final = 8 << 20
-#: Clients before this release cannot read of external weights.
+#: Older clients cannot parse checkpoints of the kind "external".
 _EXTERNAL_SINCE: Final = (0, 28)
 _TOKEN_LIFETIME: Final = timedelta(hours=1)
 _AGENT: Final = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def base_url(self) -> str:
-        """The service's own address, as the client writes it."""
+        """The address of the service as the client knows it."""
         return base_url(self.http)
 
     @property
@@ -105,7 +105,7 @@ def base_url(http: Request) -> str:
 
 
 def owner_of(service: Service, headers: Mapping[str, str]) -> str:
-    """Whose request this is. Tokens do not count: they can be lent, and lending one must not lend the account."""
+    """The owner of a request. Tokens are refused: they can be lent, and a borrower must not get the account."""
     return service.settings.keys.owner(headers)
 
 
@@ -175,7 +175,7 @@ async def get_server_capabilities(call: Call) -> types.GetServerCapabilitiesResp
 @_handles
 async def client_config(call: Call) -> types.ClientConfigResponse:
     return types.ClientConfigResponse(
-        use_pyqwest_transport=False,  # on loopback it only costs
+        use_pyqwest_transport=False,  # that transport has no advantage on loopback
         proto_write_fwdbwd=True,
         create_model_via_load_weights=True,
         sample_join_sampling_session=True,
@@ -194,9 +194,8 @@ async def client_dynamic_config(_: Call) -> types.ClientDynamicConfigResponse:
 async def auth_token(call: Call) -> types.AuthTokenResponse:
     signer = call.service.signer
     assert signer is not None
-    digest = (
-        call.service.settings.keys.digest(call.owner) or b""
-    )  # nobody has a key where none is needed
+    # A service without keys has no digest.
+    digest = call.service.settings.keys.digest(call.owner) or b""
     token = signer.token(call.owner, digest, call.now() + _TOKEN_LIFETIME)
     return types.AuthTokenResponse(jwt=token)
 
@@ -254,7 +253,7 @@ async def list_sessions(call: Call) -> types.ListSessionsResponse:
 
 
 def _countable(number: int) -> int:
-    """A number of rows that a database can be asked for."""
+    """A limit or offset that the database accepts."""
     return min(number, (1 << 63) - 1)
 
 
@@ -378,7 +377,7 @@ async def load_weights(call: Call) -> types.UntypedAPIFuture:
     request: types.LoadWeightsRequest = call.request
     reader = await _reader(call, request.path, request.weights_access_token)
     if request.weights_access_token is not None:
-        # It may be somebody's key, which has no place in the journal.
+        # It may be a key, and keys must not be written to the journal.
         request = request.model_copy(update={"weights_access_token": None})
         call = replace(call, request=request, body=json_codec.encode(request))
     if request.model_id is not None:
@@ -394,7 +393,7 @@ async def load_weights(call: Call) -> types.UntypedAPIFuture:
 
 
 async def _reader(call: Call, path: str, token: str | None) -> str | None:
-    """Who reads a checkpoint for a caller who may not: the owner of the key or token that the caller was lent."""
+    """The owner of the key or token that a request brings to read a checkpoint of someone else."""
     if not token or not call.service.settings.keys.needed:
         return None
     with contextlib.suppress(NotFoundError):
@@ -407,7 +406,7 @@ async def _reader(call: Call, path: str, token: str | None) -> str | None:
             return keys.owner({"x-api-key": token})
         return signer.token_owner(token, keys.digest, call.now())
     except AuthenticationError as error:
-        # Not 401: the caller's own key is good.
+        # Not 401: the caller's own key is valid.
         raise PermissionDeniedError(
             "weights_access_token: must be a key, or a token of auth/token, whose owner may read the weights; "
             f"{error.message}"
@@ -523,7 +522,7 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
                 + json_codec.encode(fields)
                 + b"\n\n"
             )
-    except Exception as error:  # the status is long sent
+    except Exception as error:  # the status has been sent already
         yield b"event: error\ndata: " + json_codec.encode(failure_body(error)) + b"\n\n"
 
 
@@ -563,7 +562,7 @@ def _try_again(promise: Promise) -> Response:
 async def promise_response(
     service: Service, promise: Promise, *, binary: bool, metadata_only: bool = False
 ) -> Response:
-    """The result of a promise in the form a client can read."""
+    """The result of a promise in a format that the client accepts."""
     result = promise.result
     assert result is not None
     if metadata_only and result.place.length >= LARGE_RESULT and not result.failed:
@@ -627,7 +626,7 @@ def _completion(promise: Promise) -> types.FutureFinished | types.FutureFailed:
 async def cancel_future(call: Call) -> types.EmptyResponse:
     try:
         promise = call.service.promises.get(call.request.request_id, call.owner)
-    except Exception:  # what is not there needs no cancelling
+    except Exception:  # nothing to cancel
         return types.EmptyResponse()
     if promise.on_cancel is not None:
         promise.on_cancel()
@@ -638,7 +637,7 @@ async def cancel_future(call: Call) -> types.EmptyResponse:
 
 
 async def _run(call: Call, run_id: str) -> RunRow:
-    """A run of one's own, or one of which something was published."""
+    """A run of the caller, or one with a public checkpoint."""
     database = call.service.database
     row = await database(database.store.run, run_id)
     if row is None:
@@ -677,13 +676,13 @@ def _training_run(
         last_request_time=row.last_request_at,
         last_checkpoint=None if training is None else checkpoint_of(training),
         last_sampler_checkpoint=None if sampler is None else checkpoint_of(sampler),
-        # What was published are checkpoints, with what was said of them; not what was said of the run.
+        # The checkpoints are public, not the metadata of the run.
         user_metadata=text_map(row.user_metadata) if mine else None,
     )
 
 
 async def _write_times(call: Call) -> None:
-    with contextlib.suppress(OSError):  # a full disk; what was written last can be read
+    with contextlib.suppress(OSError):  # disk full: the last written times can still be read
         await call.service.models.write_times()
 
 
@@ -810,7 +809,7 @@ def _place(row: CheckpointRow) -> str:
 
 
 def _signed(call: Call, path: str) -> tuple[str, datetime]:
-    """A URL that needs no key, and until when."""
+    """A URL that needs no key, and when it expires."""
     signer = call.service.signer
     assert signer is not None
     expires = call.now() + timedelta(seconds=call.service.settings.url_lifetime)

@@ -1,4 +1,4 @@
-"""The service: all its parts, put together from settings, with a beginning and an end."""
+"""The service: creates its parts from settings, starts and stops them."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def default_data_dir() -> Path:
-    """Where a service keeps its runs unless told otherwise."""
+    """The default data directory."""
     named = read_env("TINKEX_DATA_DIR")
     return Path(named).expanduser() if named else Path.home() / ".tinkex"
 
 
 def default_cache_dir() -> Path:
-    """Where prepared base models are kept; every service of this user shares it."""
+    """The directory of prepared base models; all services of this user share it."""
     cache = read_env("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "models"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a service is made of. Times are seconds, sizes bytes."""
+    """The settings of a service. Times are in seconds, sizes in bytes."""
 
     data_dir: Path
     base_models: tuple[str, ...] = (DEFAULT_MODEL,)
@@ -90,56 +90,56 @@ class Settings:
     engine_in_process: bool = False
     #: Engine processes; `auto` is one per GPU, and one on a machine without.
     engines: int | Literal["auto"] = 1
-    #: Whether a base model is fetched when a client first names it; for services of one user.
+    #: Whether a base model is downloaded when a client first asks for it; for services of one user.
     on_demand: bool = False
     device: str = "auto"
     dtype: str = "auto"
-    #: Seconds that one piece of the engine's work may take: a micro-batch, a step of the sampler, a save. After that
-    #: the engine is killed and the request fails that it was working on.
+    #: Seconds that one step of the engine's work may take: a micro-batch, a sampling step, a save. After that the
+    #: engine is killed, and the request that it was working on fails.
     engine_deadline: float = 600.0
     database_url: str | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
     keys: Keys = field(default_factory=Keys.open)
-    #: Names beyond loopback that requests to a service without keys may have in their `Host` header.
+    #: Host names besides loopback that a service without keys accepts in the `Host` header.
     allowed_hosts: tuple[str, ...] = ()
-    #: Seconds of work on a model after which a snapshot is due; a crash costs about as much.
+    #: Seconds of work on a model between two snapshots; after a crash, about as much work is repeated.
     snapshot_every: float = 30.0
-    #: A session of which nothing is heard for so long has ended.
+    #: A session without a request or heartbeat for this long has ended.
     session_expiry: float = 6 * 3600
     #: What each key may use at a time.
     limits: Limits = field(default_factory=Limits)
     #: How long a result can be fetched, while its key has at most `kept_results`.
     result_retention: float = 6 * 3600
-    #: Above this number of results of a key (about 100 MB of memory), those go that were fetched `told_retention`
-    #: seconds ago: a client that lost an answer on its way asks again within a minute and a half.
+    #: If a key has more results than this (about 100 MB of memory), those that were fetched `told_retention` seconds
+    #: ago are evicted: a client that lost a response asks again within a minute and a half.
     kept_results: int = 100_000
     told_retention: float = 120.0
-    #: A key at its limit of results loses those that nobody has fetched for so long. Clients poll all the time, so
-    #: the client of such a result is gone.
+    #: If a key is at its limit of results, those that were not fetched for this long are evicted. Clients poll all the
+    #: time, so the client of such a result is gone.
     abandoned_after: float = 600.0
     telemetry_retention: float = 30 * 86_400
     #: How long a poll is held open; clients give up after 45.
     hold: float = 30.0
     housekeeping_interval: float = 60.0
     url_lifetime: float = 3600.0
-    #: Upper bounds of any body, as received and decompressed. Each operation has limits of its own below them
-    #: (`Operation.limits`), which `body_limits` replaces by name.
+    #: Upper limits of any body, as received and decompressed. Each operation has lower limits (`Operation.limits`);
+    #: `body_limits` replaces them by name.
     max_body_bytes: int = 64 << 20
     max_decoded_bytes: int = 64 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of bodies, received and decompressed, of requests that are being read or checked.
+    #: Bytes of request bodies that are being read or checked, as received and decompressed.
     max_inflight_bytes_per_key: int = 256 << 20
     max_inflight_bytes: int = 1 << 30
     #: Examples in one training request; clients send at most 1,024.
     max_examples: int = 2048
-    #: Connections, and the head of a request. The number is lowered where fewer files can be open.
+    #: Open connections (fewer if the process may open fewer files), and bytes of the head of a request.
     max_connections: int = 10_000
     max_head_bytes: int = 64 << 10
-    #: How long a peer may take: for the head of a request, for each 16 KiB of its body, to take any of an answer.
+    #: Time limits of a peer: for the head of a request, for each 16 KiB of its body, for reading any of a response.
     head_timeout: float = 20.0
     body_timeout: float = 30.0
     send_timeout: float = 60.0
-    #: Limits of one request to sample; what each is for stands at `SampleLimits`.
+    #: Limits of one sampling request; see `SampleLimits`.
     max_samples: int = SampleLimits.max_samples
     max_stop_strings: int = SampleLimits.max_stop_strings
     max_stop_bytes: int = SampleLimits.max_stop_bytes
@@ -148,15 +148,15 @@ class Settings:
     max_alternatives: int = SampleLimits.max_alternatives
     max_grammar_bytes: int = SampleLimits.max_grammar_bytes
     max_biases: int = SampleLimits.max_biases
-    #: Samplers without a name that a session keeps; beyond it, those not used for longest are deleted.
+    #: Unnamed samplers that a session keeps; beyond this number, the least recently used are deleted.
     max_unnamed_samplers: int = UNNAMED_LIMIT
-    #: What a traced loss may cost; see `LossLimits`.
+    #: Limits of a traced loss; see `LossLimits`.
     max_loss_bytes: int = LossLimits.max_loss_bytes
     max_loss_work: int = LossLimits.max_loss_work
     use_retrieve_futures: bool = False
-    #: Whether a proxy on this machine forwards requests of others: then no request counts as made on this machine.
+    #: Whether a proxy on this machine forwards requests of other machines: then no request counts as local.
     behind_proxy: bool = False
-    #: What time it is, and a clock that nobody sets. What expires does so when both say that its time is over.
+    #: The wall clock, and one that is never set. Something expires when both say that its time is over.
     now: Callable[[], datetime] = now_utc
     monotonic: Callable[[], float] = time.monotonic
 
@@ -184,7 +184,7 @@ class Settings:
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """A field of `Settings` that is a number, written as NAME=NUMBER."""
+    """Parse NAME=NUMBER: a numeric field of `Settings`."""
     kinds = {each.name: type(each.default) for each in fields(Settings)}
     known = [name for name, kind in kinds.items() if kind in {int, float}]
     name, _, value = text.partition("=")
@@ -204,7 +204,7 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 
 class Service:
-    """One running service; `start` and `stop` are its life."""
+    """One service, from `start` to `stop`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -334,7 +334,7 @@ class Service:
     # -- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open everything, wait for the engine, go on with what was accepted before."""
+        """Open everything, wait for the engine, and continue the requests accepted before a restart."""
         data = self.settings.data_dir
         make_directory(data, 0o700)
         self._lock.take()
@@ -360,7 +360,7 @@ class Service:
             await self.stop()
             raise
         self.started_at = time.time()
-        # The journal has a turn of its own: under load its rewriting takes longer than the others can wait.
+        # Compaction has its own task: under load it takes longer than the other chores can wait.
         for chore in (self.keep_house, self._compact):
             self._housekeeping.append(asyncio.create_task(self._repeat(chore)))
         self._housekeeping.append(asyncio.create_task(self.history.watch(self._reading)))
@@ -395,7 +395,7 @@ class Service:
             )
 
     async def stop(self) -> None:
-        """Leave everything as it is; what was accepted and not done is done after the next start."""
+        """Stop all parts. Accepted requests that did not run stay in the journal and run after the next start."""
         self.stopping.set()
         self.engine.stopping = True
         for task in self._housekeeping:
@@ -410,8 +410,10 @@ class Service:
             try:
                 await self.models.write_times()
                 await self.usage.write()
-            except Exception as error:  # no room, no database: the rest has to end all the same
-                logger.warning("What was used last is not counted: %s", error)
+            except (
+                Exception
+            ) as error:  # disk full, or database gone: the rest must stop all the same
+                logger.warning("The last usage could not be written: %s", error)
         await self.run_metrics.stop()
         self.bodies.close()
         self.files.close()
@@ -422,7 +424,7 @@ class Service:
     async def finish_session(
         self, session_id: str, owner: str, request: FinishSessionRequest
     ) -> None:
-        """End a session and let go of what belongs to it."""
+        """End a session; unload its models and close its samplers."""
         if await self.sessions.finish(session_id, owner, request):
             await self._close_session(session_id)
 
@@ -438,7 +440,7 @@ class Service:
         idempotency_key: str | None,
         reader: str | None = None,
     ) -> str:
-        """Copy a checkpoint one may read, or was lent a token for, into a run of one's own."""
+        """Copy a checkpoint that the owner or `reader` may read into a new run of the owner."""
         source, _ = await self.checkpoints.readable(reader or owner, request.source_path)
         check_ttl(request.ttl_seconds)
         self.checkpoints.check_room(owner, source.size_bytes)
@@ -454,7 +456,7 @@ class Service:
         store = self.database.store
         done = await self.database(store.checkpoint, run_id, source.kind, source.name)
         if done is not None:
-            return tinker_path(done)  # the same request again
+            return tinker_path(done)  # a retry of the same request
         run = await self.database(store.run, source.run_id)
         assert run is not None
         metadata = run.user_metadata if run.owner == owner else None
@@ -464,7 +466,7 @@ class Service:
             session_id=session_id,
             owner=owner,
             user_metadata=metadata,
-            corrupted=False,  # the run is; its checkpoints are what one goes on from
+            corrupted=False,  # the run is corrupted, its checkpoints are not
         )
         await self.database(store.add_run, copied)
         return tinker_path(await self.checkpoints.copy(source, run_id, owner, request.ttl_seconds))
@@ -502,9 +504,9 @@ class Service:
             await chore()
 
     async def keep_house(self) -> None:
-        """Let go of what has expired and of old results, write down what is counted.
+        """Delete what has expired, evict old results, write counters to the database.
 
-        What gives room back comes before what needs some, and nothing that fails stands in the way of the rest.
+        Steps that free disk space come before those that need some, and a failed step does not stop the others.
         Without the lease of the database nothing is done: what looks expired may belong to another service.
         """
         if not await self._has_database():
@@ -524,7 +526,7 @@ class Service:
         try:
             has = await self.database(self.database.store.take_lease)
         except Exception as error:
-            logger.warning("The database does not answer, so nothing is cleared up: %s", error)
+            logger.warning("The database does not respond; housekeeping is skipped: %s", error)
             return False
         if not has:
             logger.error("Another service is using the database of this one; stop one of them.")
@@ -555,19 +557,19 @@ async def _attempt(step: Callable[[], Awaitable[object]]) -> None:
 
 @dataclass
 class _Lock:
-    """One data directory, one service: the lock goes with the process, however it ends."""
+    """Lets only one service use a data directory; the lock ends with the process, even after a crash."""
 
     path: Path
     _descriptor: int | None = None
 
     def take(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        # Who only looks whether the directory is free has the lock for a moment.
+        # A process that only checks whether the directory is in use holds the lock for a moment.
         for _ in range(20):
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._descriptor = descriptor
-                with suppress(OSError):  # a full disk: it is only for the message below
+                with suppress(OSError):  # disk full: the number is only for the message below
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                 return
