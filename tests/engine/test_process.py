@@ -25,6 +25,7 @@ import pytest
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.calls import (
     AddBaseModel,
+    AddSample,
     CallFrame,
     CancelSample,
     CloseSampler,
@@ -35,9 +36,8 @@ from tinkex.engine.calls import (
     Reply,
     RestoreModel,
     RunPass,
-    Sample,
     SaveState,
-    Snapshot,
+    TakeSnapshot,
     Token,
     UnloadModel,
 )
@@ -221,7 +221,7 @@ def passing(call_id: int, model_id: str, count: int) -> CallFrame:
 
 def drawing(call_id: int, max_tokens: int = 1, **options: Any) -> CallFrame:
     job = SampleJob("s", np.zeros(1, np.int32), max_tokens=max_tokens, **options)
-    return CallFrame(call_id, Sample(job))
+    return CallFrame(call_id, AddSample(job))
 
 
 def by_id(sent: list[list[Reply | Token]]) -> dict[int, Reply]:
@@ -329,7 +329,7 @@ def test_snapshot_is_written_while_the_engine_works():
 
     engine.write_snapshot = slow_write
     engine.when["a done"] = writing.set
-    sent = engine.work(CallFrame(1, Snapshot("a", Path("d"))), passing(2, "a", 2), replies=2)
+    sent = engine.work(CallFrame(1, TakeSnapshot("a", Path("d"))), passing(2, "a", 2), replies=2)
     assert list(by_id(sent)) == [2, 1]
     assert by_id(sent)[1].value == 42
 
@@ -391,7 +391,7 @@ def test_error_is_sent_to_its_caller_and_the_loop_continues():
         CallFrame(5, CloseSampler("s")),
         CallFrame(6, UnloadModel("a")),
         CallFrame(7, EngineCall()),
-        CallFrame(9, Sample(SampleJob("missing", np.zeros(1)))),
+        CallFrame(9, AddSample(SampleJob("missing", np.zeros(1)))),
         drawing(10, max_tokens=9, temperature=-1.0),
         passing(11, "a", 1),
         replies=10,
@@ -522,7 +522,7 @@ def train(pipe: Pipe) -> None:
     assert pipe.ask(CallFrame(3, OptimStep("m", AdamStep())))["grad_norm"] > 0
     pipe.ask(CallFrame(4, OpenSampler("s", "tinkex/tiny", model_id="m")))
     job = SampleJob("s", np.arange(3, dtype=np.int32), 2, 4, stop_tokens=(), stream=True)
-    pipe.send(CallFrame(5, Sample(job)))
+    pipe.send(CallFrame(5, AddSample(job)))
     tokens: dict[int, list[int]] = {0: [], 1: []}
     while isinstance(message := pipe.reply(), Token):
         tokens[message.index].append(message.token)
@@ -631,7 +631,7 @@ def test_process_ends_in_the_middle_of_a_pass_when_its_pipe_closes(cache_dir):
         endless = TrainingPass([example(256)] * 10_000, "cross_entropy")
         pipe.send(CallFrame(3, RunPass("m", endless)))
         job = SampleJob("s", np.arange(3, dtype=np.int32), 1, 5, stop_tokens=(), stream=True)
-        pipe.send(CallFrame(4, Sample(job)))
+        pipe.send(CallFrame(4, AddSample(job)))
         assert isinstance(pipe.reply(), Token)
         pipe.close()
         assert last_words(process) == (0, b"")

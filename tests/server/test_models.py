@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,21 @@ def test_a_snapshot_waits_for_the_last_request_of_a_pass(tmp_path):
     told, kept = asyncio.run(scenario(tmp_path / "always", 0.0))
     assert told == expected
     assert kept[1:] == [0, 1]
+
+
+def test_a_corrupted_run_without_its_journal_counts_towards_the_limit_of_models(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model_id = await new_model(client)
+            await made.database(made.database.store.update_run, model_id, corrupted=True)
+            [model] = made.models
+        shutil.rmtree(tmp_path / "journal")
+        async with housed(tmp_path) as (made, client):
+            [model] = made.models
+            assert model.corrupted
+            assert made.models._quota.used(model.owner) == 1
+            session = model_id.partition(":")[0]
+            await told(client, f"sessions/{session}/finish", {"reason": {"type": "success"}})
+            assert made.models._quota.used(model.owner) == 0
+
+    asyncio.run(scenario())

@@ -54,15 +54,6 @@ def test_a_repeated_number_returns_the_first_request():
     assert not sequencer.knows(2)
 
 
-def test_late_requests_can_be_removed():
-    sequencer: Sequencer[int] = Sequencer(next_seq=4)
-    for number in (2, 6, 3, 4):
-        sequencer.offer(number, number)
-    assert sequencer.drop_done() == [2, 3]
-    assert drain(sequencer) == [4]
-    assert sequencer.drop_done() == []
-
-
 def test_replayed_requests_run_before_all_others():
     sequencer: Sequencer[int] = Sequencer(next_seq=4)
     sequencer.run_again([2, 3])

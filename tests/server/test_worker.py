@@ -25,7 +25,7 @@ from tinkex.engine.calls import (
     OptimStep,
     RunPass,
 )
-from tinkex.engine.interface import EngineDiedError, Lease
+from tinkex.engine.interface import EngineDiedError, EngineLease
 from tinkex.engine.process import Ready, Setup
 from tinkex.engine.values import (
     AdamStep,
@@ -540,7 +540,7 @@ def test_errors_of_the_engine_are_not_retried(cache_dir):
 def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
-            leases: list[Lease] = []
+            leases: list[EngineLease] = []
 
             async def slow() -> Any:
                 leases.append(await engine.create_model("m", TINY, LoraSpec(4)))

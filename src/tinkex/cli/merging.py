@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.base_models import PreparedModel
-    from tinkex.engine.checkpoint import Saved
+    from tinkex.engine.checkpoint import LoadedCheckpoint
 
 __all__ = ["merge", "merge_loaded"]
 
@@ -118,7 +118,7 @@ class _Plan:
     untied: bool
 
 
-def _plan(directory: Path, saved: Saved) -> _Plan | None:
+def _plan(directory: Path, saved: LoadedCheckpoint) -> _Plan | None:
     """The tensors of each new file; None if the files lack an adapted layer."""
     index = directory / _INDEX
     names = ["model.safetensors"]
@@ -164,7 +164,7 @@ def _add_head(files: Mapping[str, list[_Part]]) -> bool:
     return True
 
 
-def _fits(part: _Part, saved: Saved) -> bool:
+def _fits(part: _Part, saved: LoadedCheckpoint) -> bool:
     if part.layer is None:
         return True
     a, b = saved.tensors[part.layer]
@@ -174,7 +174,9 @@ def _fits(part: _Part, saved: Saved) -> bool:
 # -- writing ----------------------------------------------------------------------------------------
 
 
-def _write_file(source: Path, target: Path, parts: list[_Part], saved: Saved) -> Iterator[int]:
+def _write_file(
+    source: Path, target: Path, parts: list[_Part], saved: LoadedCheckpoint
+) -> Iterator[int]:
     """Write a file of tensors; yields the bytes of each piece."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -207,7 +209,7 @@ def _copy(reader: BinaryIO, writer: BinaryIO, size: int) -> Iterator[int]:
         yield len(piece)
 
 
-def _updated(data: bytes, part: _Part, saved: Saved) -> bytes:
+def _updated(data: bytes, part: _Part, saved: LoadedCheckpoint) -> bytes:
     import torch
 
     assert part.layer is not None

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["FILE", "Run", "Saved", "Settings", "fingerprint"]
+__all__ = ["FILE", "Run", "SavedStep", "Settings", "fingerprint"]
 
 FILE: Final = "run.json"
 _FORMAT: Final = 1
@@ -46,7 +46,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStep:
     """A training checkpoint: the state after `step` steps."""
 
     step: int
@@ -64,7 +64,7 @@ class Run:
     status: str = "running"
     losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    checkpoints: list[Saved] = field(default_factory=list)
+    checkpoints: list[SavedStep] = field(default_factory=list)
     resumed_from: str | None = None
     seconds: float = 0.0
     #: Tokens by kind, including repeated steps.
@@ -77,10 +77,10 @@ class Run:
         return len(self.losses)
 
     @property
-    def last(self) -> Saved | None:
+    def last(self) -> SavedStep | None:
         return self.checkpoints[-1] if self.checkpoints else None
 
-    def back_to(self, saved: Saved | None) -> None:
+    def back_to(self, saved: SavedStep | None) -> None:
         """Drop all progress after a checkpoint; without one, all progress."""
         step = 0 if saved is None else saved.step
         self.losses = self.losses[:step]
@@ -108,7 +108,7 @@ class Run:
             if content.pop("format") != _FORMAT:
                 raise ValueError("another format")
             content["settings"] = Settings(**content["settings"])
-            content["checkpoints"] = [Saved(**saved) for saved in content["checkpoints"]]
+            content["checkpoints"] = [SavedStep(**saved) for saved in content["checkpoints"]]
             content["evaluations"] = [(int(at), float(loss)) for at, loss in content["evaluations"]]
             return cls(**content)
         except FileNotFoundError:

@@ -21,7 +21,7 @@ from .connection import Connection, connected, formatted
 from .human import clock
 from .output import Output, say
 from .prices import priced
-from .run_file import FILE, Run, Saved, Settings, fingerprint
+from .run_file import FILE, Run, SavedStep, Settings, fingerprint
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient, TrainingClient
@@ -198,7 +198,7 @@ class _Start:
     run: Run
     directory: Path
     data: Path
-    saved: Saved | None = None
+    saved: SavedStep | None = None
 
 
 def _fresh(

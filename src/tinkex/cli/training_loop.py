@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tinkex.errors import InvalidInputError
 
 from .lessons import Lesson
-from .run_file import Run, Saved
+from .run_file import Run, SavedStep
 from .training_plan import is_evaluated, learning_rate
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Trainer:
             held_out = total / sum(lesson.count for lesson in self._held_out)
             run.evaluations.append((sent.step, held_out))
         if sent.saving is not None:
-            run.checkpoints.append(Saved(sent.step, sent.saving.result().path))
+            run.checkpoints.append(SavedStep(sent.step, sent.saving.result().path))
         run.seconds = self._seconds_before + self._clock() - self._started
         if sent.saving is not None or sent.evaluation:
             self._keep()
@@ -170,7 +170,7 @@ class Trainer:
         """Save the current state unless it is saved already; at the end also for sampling."""
         run = self._run
         if run.step and (run.last is None or run.last.step != run.step):
-            run.checkpoints.append(Saved(run.step, self._save_state(run.step).result().path))
+            run.checkpoints.append(SavedStep(run.step, self._save_state(run.step).result().path))
         if ended:
             run.sampler_path = self._client.save_weights_for_sampler(run.name).result().path
         self._keep()

@@ -28,6 +28,7 @@ from .values import (
 
 __all__ = [
     "AddBaseModel",
+    "AddSample",
     "CallFrame",
     "CancelSample",
     "CheckTraced",
@@ -47,10 +48,9 @@ __all__ = [
     "RestoreSnapshot",
     "RunPass",
     "RunShards",
-    "Sample",
     "SaveState",
     "SharedPasses",
-    "Snapshot",
+    "TakeSnapshot",
     "Token",
     "UnloadModel",
 ]
@@ -272,7 +272,7 @@ class SaveState(DirectCall[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot(EngineCall[int]):
+class TakeSnapshot(EngineCall[int]):
     """Copies the model in its turn; a thread writes the copy while the engine works, and then replies."""
 
     timed = False
@@ -307,7 +307,7 @@ class CloseSampler(DirectCall[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample(EngineCall[SampledResult]):
+class AddSample(EngineCall[SampledResult]):
     job: SampleJob
 
 

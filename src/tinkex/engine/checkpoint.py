@@ -24,7 +24,7 @@ from .lora import Adapter
 from .optim import AdamW
 from .values import LoraSpec
 
-__all__ = ["Saved", "load", "save"]
+__all__ = ["LoadedCheckpoint", "load", "save"]
 
 _PREFIX: Final = "base_model.model."
 #: PEFT settings that can change what an adapter computes, with the values that do not. Unset values are fine too.
@@ -48,7 +48,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Saved:
+class LoadedCheckpoint:
     """The content of a checkpoint."""
 
     spec: LoraSpec
@@ -146,7 +146,7 @@ def load(
     optimizer: bool = False,
     gradients: bool = False,
     largest: Callable[[int], int] | None = None,
-) -> Saved:
+) -> LoadedCheckpoint:
     """Read a checkpoint of this service or a PEFT adapter; the error names a damaged or unknown file.
 
     `largest` returns the maximum size in bytes of an adapter with a given rank on the base model; a larger file is
@@ -182,7 +182,7 @@ def load(
         with directories.reading(GRADIENTS):
             check_regular(directory / GRADIENTS, limit)
             accumulated = load_file(directory / GRADIENTS)
-    return Saved(spec, pairs, manifest.steps, moments, accumulated)
+    return LoadedCheckpoint(spec, pairs, manifest.steps, moments, accumulated)
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:

@@ -356,7 +356,9 @@ class TorchEngine:
     def _model(self, model_id: str) -> TrainedModel:
         return self._named(model_id)[1]
 
-    def _adapter(self, saved: checkpoint.Saved, layers: dict[str, LoraLinear]) -> Adapter:
+    def _adapter(
+        self, saved: checkpoint.LoadedCheckpoint, layers: dict[str, LoraLinear]
+    ) -> Adapter:
         for name, (a, b) in saved.tensors.items():
             layer = layers.get(name)
             if layer is None or (layer.in_features, layer.out_features) != (a.shape[1], b.shape[0]):

@@ -4,7 +4,7 @@ The service knows nothing else of engines: not how many there are, nor in which 
 `docs/architecture.md` names the implementations.
 
 An engine keeps everything in memory and may die at any time. Whoever has loaded something into an engine holds a
-`Lease` of it. When the engine dies, the lease is lost and the holder loads it again. Every call inside `Engines.persist`
+`EngineLease` of it. When the engine dies, the lease is lost and the holder loads it again. Every call inside `Engines.persist`
 is retried by itself after a death.
 
 A `Path` is a directory of the service's own disk. An engine on another machine has to send the files' content: only
@@ -34,11 +34,11 @@ from .values import (
 __all__ = [
     "IN_LINE",
     "EngineDiedError",
+    "EngineLease",
     "EngineState",
     "EngineStatus",
     "EngineStuckError",
     "Engines",
-    "Lease",
     "OnToken",
     "SamplingEngine",
     "TrainingEngine",
@@ -73,7 +73,7 @@ class EngineStuckError(EngineDiedError):
         self.deadline = deadline
 
 
-class Lease(Protocol):
+class EngineLease(Protocol):
     """Something that was loaded into an engine."""
 
     @property
@@ -103,15 +103,17 @@ class TrainingEngine(Protocol):
     def take_turn(self, model_id: str) -> Turn:
         """Join the line of the engine that trains this model; a new model gets its engine here."""
 
-    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> Lease:
+    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         """Create a new adapter; one of this name is replaced."""
 
     async def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
-    ) -> Lease:
+    ) -> EngineLease:
         """Create a model from a checkpoint, with the saved optimizer or a new one."""
 
-    async def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> Lease:
+    async def restore_snapshot(
+        self, model_id: str, base_model: str, directory: Path
+    ) -> EngineLease:
         """Create a model from a snapshot, with optimizer and accumulated gradients."""
 
     async def unload_model(self, model_id: str) -> None:
@@ -143,7 +145,7 @@ class SamplingEngine(Protocol):
         directory: Path | None,
         *,
         trained_as: str | None = None,
-    ) -> Lease:
+    ) -> EngineLease:
         """Open a sampler on the weights in `directory`, or on the base model.
 
         `trained_as` names a model with the same weights at this moment: an engine that has it need not read the files.

@@ -34,14 +34,14 @@ from . import base_models
 from .base_models import PreparedModel
 from .calls import (
     AddBaseModel,
+    AddSample,
     CallFrame,
     CancelSample,
     DirectCall,
     Engine,
     PassCall,
     Reply,
-    Sample,
-    Snapshot,
+    TakeSnapshot,
     Token,
 )
 from .ending import be_killed_first, die_with
@@ -142,7 +142,7 @@ class Loop:
             self._out.append(message)
             return
         match message.call:
-            case Sample(job):
+            case AddSample(job):
                 self._add_sample(message.call_id, job)
             case CancelSample(call_id):
                 self._samples.discard(call_id)
@@ -229,7 +229,7 @@ class Loop:
             match call:
                 case AddBaseModel(name):
                     value: object = self._add_model(name)
-                case Snapshot():
+                case TakeSnapshot():
                     write = call.copy(self._engine)
                     threading.Thread(target=self._write, args=(frame.call_id, write)).start()
                     return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from tinkex.engine.interface import Lease
+from tinkex.engine.interface import EngineLease
 from tinkex.engine.values import LoraSpec
 from tinkex.errors import RequestErrorCategory, RequestFailedError
 
@@ -47,7 +47,7 @@ class Model:
     lora: LoraSpec | None = None
     line: Sequencer[Promise] = field(default_factory=lambda: Sequencer(next_seq=0))
     past: Past = field(default_factory=Past)
-    lease: Lease | None = None  # of the engine that has this model
+    lease: EngineLease | None = None  # of the engine that has this model
     ending: Ending | None = None
     #: Held while the snapshot is replaced, and while the model is restored from it.
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)

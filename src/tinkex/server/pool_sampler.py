@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tinkex.engine import directories
-from tinkex.engine.interface import Lease, OnToken
+from tinkex.engine.interface import EngineLease, OnToken
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import NotFoundError
 
@@ -40,7 +40,7 @@ class _Adapter:
 class _Opened:
     """An adapter on one engine."""
 
-    lease: Lease | None = None
+    lease: EngineLease | None = None
     users: int = 0
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -73,7 +73,7 @@ class PoolSampler:
         directory: Path | None,
         *,
         trained_as: str | None = None,
-    ) -> Lease:
+    ) -> EngineLease:
         name = f"base {base_model}"
         if directory is not None:
             name = f"{await asyncio.to_thread(directories.content_name, directory)} {base_model}"

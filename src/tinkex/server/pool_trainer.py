@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.engine.interface import IN_LINE, EngineDiedError, Lease
+from tinkex.engine.interface import IN_LINE, EngineDiedError, EngineLease
 from tinkex.engine.parcels import Depot, Parcel, PublishedAdapter
 from tinkex.engine.shards import Shard, ShardSums, divide
 from tinkex.engine.values import (
@@ -41,7 +41,7 @@ class _Home:
     model_id: str
     member: Member
     base_model: str = ""
-    lease: Lease | None = None
+    lease: EngineLease | None = None
     turn: _Turn | None = None
 
     @property
@@ -121,14 +121,14 @@ class PoolTrainer:
 
     # -- models ------------------------------------------------------------------------------
 
-    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> Lease:
+    async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         home.lease = await home.member.engine.create_model(model_id, base_model, spec)
         return home
 
     async def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
-    ) -> Lease:
+    ) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         engine = home.member.engine
         home.lease = await engine.restore_model(
@@ -136,7 +136,9 @@ class PoolTrainer:
         )
         return home
 
-    async def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> Lease:
+    async def restore_snapshot(
+        self, model_id: str, base_model: str, directory: Path
+    ) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         engine = home.member.engine
         home.lease = await engine.restore_snapshot(model_id, base_model, directory)

@@ -21,7 +21,7 @@ import numpy as np
 
 from tinkex._wire.operations import Operation
 from tinkex.engine import directories
-from tinkex.engine.interface import EngineDiedError, Engines, Lease, OnToken
+from tinkex.engine.interface import EngineDiedError, EngineLease, Engines, OnToken
 from tinkex.engine.values import SampledResult, SampleJob, StreamedToken
 from tinkex.errors import (
     InternalServerError,
@@ -71,7 +71,7 @@ _FeedKey = tuple[str, int]  # sampler id and client number
 class _Sampler:
     row: SamplerRow
     directory: Path | None
-    lease: Lease | None = None  # of the engine that has it open
+    lease: EngineLease | None = None  # of the engine that has it open
     closed: bool = False  # for good: its session has ended, or it has expired
     drawing: set[asyncio.Task[Any]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -223,7 +223,7 @@ class Samplers:
         sampler_id: str,
         base_model: str,
         ttl_seconds: int | None,
-        lease: Lease,
+        lease: EngineLease,
     ) -> None:
         """Add a sampler whose weights are in place and which an engine has open."""
         now = self._now()

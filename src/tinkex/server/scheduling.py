@@ -92,11 +92,6 @@ class Sequencer(Generic[T]):
         settled = self.next_seq < self._settled
         return self._gap_since + (SETTLED_GAP_LIMIT if settled else GAP_LIMIT)
 
-    def drop_done(self) -> list[T]:
-        """Remove and return requests that arrived too late: later numbers have already run."""
-        over = sorted(seq_id for seq_id in self._pending if seq_id < self.next_seq)
-        return [self._pending.pop(seq_id) for seq_id in over]
-
     def run_again(self, requests: Iterable[T]) -> None:
         """Queue requests whose work was lost; they run before all others, in this order."""
         self._again.extend(requests)

@@ -266,7 +266,7 @@ class Supervisor:
 
     async def snapshot(self, model_id: str, directory: Path) -> int:
         self._check_held(self._models.get(model_id))
-        return await self._worker.call(calls.Snapshot(model_id, directory))
+        return await self._worker.call(calls.TakeSnapshot(model_id, directory))
 
     async def check_traced(self, graph: TracedGraph) -> None:
         await self._worker.call(calls.CheckTraced(graph))

@@ -22,7 +22,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Final, TypeVar, cast
 
-from tinkex.engine.calls import CallFrame, CancelSample, EngineCall, Reply, Sample, Token
+from tinkex.engine.calls import AddSample, CallFrame, CancelSample, EngineCall, Reply, Token
 from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
 from tinkex.engine.process import Ready, Setup, encode_frame, serve
 from tinkex.engine.progress import Progress
@@ -180,7 +180,7 @@ class Worker:
         if on_token is not None:
             self._on_token[call_id] = on_token
         try:
-            return cast("SampledResult", await self._send(CallFrame(call_id, Sample(job))))
+            return cast("SampledResult", await self._send(CallFrame(call_id, AddSample(job))))
         except asyncio.CancelledError:
             with contextlib.suppress(EngineDiedError):  # its death has cancelled everything
                 self._write(CallFrame(self._next_id(), CancelSample(call_id)))
