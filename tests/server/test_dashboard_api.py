@@ -260,6 +260,42 @@ def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):
     assert len(long["tokens"]) == len(long["token_texts"]) == SHOWN_TOKENS
 
 
+def test_a_few_samples_of_each_step_are_kept_without_being_logged(api):
+    model = api.model()
+    model.step()
+    path = model.save("mid", "save_weights_for_sampler")
+    sampler = api.sampler(model.session_id, model_path=path)
+    drawn = sampler.tokens(num_samples=5) + sampler.tokens(num_samples=5)
+    api.sampler(model.session_id, 1, base_model=TINY).tokens()  # not of this run
+    found = local(api, f"runs/{model.model_id}/samples")
+    assert (found["step"], found["total"]) == (1, 8)
+    assert [sample["tokens"] for sample in found["samples"]] == drawn[:8]
+    assert all(len(sample["logprobs"]) == 5 for sample in found["samples"])
+    assert found["samples"][0]["prompt_tokens"] == [5, 6, 7]
+    log(api, model.model_id, {"step": 1, "samples": [{"text": "mine"}]})
+    model.step()
+    sampler.tokens()
+    assert local(api, f"runs/{model.model_id}/sample_steps")["steps"][-1]["step"] == 1
+
+
+def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
+    with (
+        service("fake", keys=Keys.from_file(file)) as started,
+        Api(started.url, "tml-ann-key-1") as ann,
+        Api(started.url, "tml-bob-key-1") as bob,
+    ):
+        model = ann.model()
+        path = model.save("open", "save_weights_for_sampler")
+        checkpoint = f"training_runs/{model.model_id}/checkpoints/sampler_weights/open"
+        assert ann.post(f"{checkpoint}/publish").status_code == 200
+        assert bob.sampler(model_path=path).tokens()
+        assert ann.sampler(model_path=path).tokens()
+        steps = local(ann, f"runs/{model.model_id}/sample_steps")["steps"]
+        assert [each["samples"] for each in steps] == [1]
+
+
 # -- events --------------------------------------------------------------------------------------------
 
 

@@ -283,6 +283,11 @@ class Samplers:
             raise NotFoundError(f"There is no sampler {sampler_id!r:.200}.")
         return sampler
 
+    def known(self, sampler_id: str) -> SamplerRow | None:
+        """The row of a sampler that is in memory."""
+        sampler = self._samplers.get(sampler_id)
+        return None if sampler is None else sampler.row
+
     async def join(self, sampler_id: str, owner: str) -> int:
         await self._find(sampler_id, owner)
         number = await self._db(self._store.next_clone, sampler_id)

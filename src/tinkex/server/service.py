@@ -29,6 +29,7 @@ from .bodies import Bodies
 from .checkpoints import Checkpoints, now_utc, tinker_path
 from .clock import ServiceClock
 from .damage import Lost
+from .dashboard.captured import Capture
 from .dashboard.history import History, Reading
 from .dashboard.recorder import Recorder
 from .dashboard.store import MetricStore
@@ -288,7 +289,12 @@ class Service:
         self.run_metrics = MetricStore(data / "metrics", quotas.metric_bytes)
         self.recorder = Recorder(self.run_metrics, self.promises.clock)
         self.history = History(self.promises.clock)
-        self.promises.on_value += [self.recorder.finished, self.history.valued]
+        self.captured = Capture(self)
+        self.promises.on_value += [
+            self.recorder.finished,
+            self.history.valued,
+            self.captured.finished,
+        ]
         self.promises.on_finish.append(self.history.finished)
         self.snapshots = Snapshots(data / "snapshots")
         work = ModelWork(
@@ -414,6 +420,7 @@ class Service:
                 Exception
             ) as error:  # disk full, or database gone: the rest must stop all the same
                 logger.warning("The last usage could not be written: %s", error)
+        await self.captured.flush()
         await self.run_metrics.stop()
         self.bodies.close()
         self.files.close()

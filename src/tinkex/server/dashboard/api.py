@@ -198,12 +198,14 @@ async def list_run_checkpoints(asked: Asked) -> dict[str, Any]:
 
 async def list_sample_steps(asked: Asked) -> dict[str, Any]:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
     return {"steps": await asyncio.to_thread(log.steps)}
 
 
 async def list_samples(asked: Asked) -> dict[str, Any]:
     run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
     wanted: SamplesOf = asked.query
     step = wanted.step

@@ -67,14 +67,14 @@ class Recorder:
     def __init__(self, store: MetricStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[tuple[str, str], Progress] = {}  # by owner and run
 
     def progress(self, owner: str, run_id: str) -> Progress:
-        found = self._progress.get(run_id)
+        found = self._progress.get((owner, run_id))
         if found is None:
             # Pages ask from threads; whoever is first decides.
             read = Progress.of(self._store.state(owner, run_id))
-            found = self._progress.setdefault(run_id, read)
+            found = self._progress.setdefault((owner, run_id), read)
         return found
 
     def finished(self, promise: Promise, value: Any) -> None:

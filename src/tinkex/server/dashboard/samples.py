@@ -37,6 +37,8 @@ _INDEX: Final = np.dtype(
 #: Characters of a text, and tokens, that a list of samples shows.
 SHOWN_CHARACTERS: Final = 4_000
 SHOWN_TOKENS: Final = 1_000
+#: Bytes of samples that one page reads, or a single longer sample.
+_READ_BYTES: Final = 32 << 20
 
 
 class SampleLog:
@@ -98,8 +100,14 @@ class SampleLog:
                 ranked = np.where(np.isnan(reward), math.inf, reward)
                 by_reward = np.argsort(ranked, kind="stable")
             places = places[by_reward]
-        shown = places[offset : offset + limit]
-        return [self._short(int(place), index[place]) for place in shown], len(places)
+        shown: list[dict[str, Any]] = []
+        left = _READ_BYTES
+        for place in places[offset : offset + limit]:
+            shown.append(self._short(int(place), index[place]))
+            left -= shown[-1]["bytes"]
+            if left < 0:  # a page of very long samples is short
+                break
+        return shown, len(places)
 
     def whole(self, number: int) -> bytes:
         """One sample as JSON."""

@@ -198,7 +198,7 @@ class MetricStore:
         while self._waiting:
             batch, self._waiting = self._waiting, {}
             for run_id, waiting in batch.items():
-                if not self._has_room(waiting.owner, len(waiting.points) * POINT.itemsize):
+                if not self.has_room(waiting.owner, len(waiting.points) * POINT.itemsize):
                     continue
                 try:
                     size = await self.in_thread(self._write, run_id, waiting)
@@ -207,7 +207,8 @@ class MetricStore:
                     continue
                 self.stored(waiting.owner, run_id, size)
 
-    def _has_room(self, owner: str, size: int) -> bool:
+    def has_room(self, owner: str, size: int) -> bool:
+        """Whether an owner may store more; warns once if not."""
         try:
             self._quota.check(owner, size)
         except TinkerError as error:
