@@ -1,6 +1,6 @@
 """Take the pictures of the dashboard for the README and the guide, from a real run.
 
-python scripts/screenshots.py [--model NAME] [--engine fake|torch] [--to DIRECTORY]
+python scripts/screenshots.py [--model NAME] [--engine fake|torch] [--to DIRECTORY] [--all]
 
 Needs `playwright` and a Chromium browser (Debian: apt-get install chromium).
 """
@@ -32,6 +32,10 @@ RUNS = (
     ("arithmetic, rank 32", 32, 1e-3, ["sft"]),
     ("arithmetic, low rate", 8, 1e-4, ["sft", "sweep"]),
 )
+
+
+#: Those of the README and the guide.
+PICTURES = {"runs-light", "run-light", "run-dark", "samples-light", "playground-light"}
 
 
 def datum(tokenizer: Any, question: str, answer: str) -> types.Datum:
@@ -94,7 +98,7 @@ def train(url: str, model: str, steps: int) -> list[str]:
     return ids
 
 
-def take(browser: Browser, url: str, ids: list[str], to: Path) -> None:
+def take(browser: Browser, url: str, ids: list[str], to: Path, *, everything: bool) -> None:
     sizes = {
         "light": (1280, 860, "light"),
         "dark": (1280, 860, "dark"),
@@ -126,7 +130,8 @@ def take(browser: Browser, url: str, ids: list[str], to: Path) -> None:
                 page.get_by_role("button", name="Run").click()
                 page.wait_for_selector(".answer.done >> nth=1")
             page.wait_for_timeout(900)  # plots are drawn
-            page.screenshot(path=to / f"dashboard-{name}-{kind}.png")
+            if everything or f"{name}-{kind}" in PICTURES:
+                page.screenshot(path=to / f"dashboard-{name}-{kind}.png")
         page.close()
 
 
@@ -135,13 +140,14 @@ def main() -> None:
     parser.add_argument("--model", default="tinkex/tiny")
     parser.add_argument("--engine", choices=["fake", "torch"], default="torch")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--all", action="store_true", help="every part, dark and on a phone too")
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
     with service(options.engine, [options.model]) as running, sync_playwright() as playwright:
         ids = train(running.url, options.model, options.steps)
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(FLAGS))
-        take(browser, running.url, ids, options.to)
+        take(browser, running.url, ids, options.to, everything=options.all)
         browser.close()
 
 
