@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The variable hides the notice about its successor (docs/decisions/0002). Not --quiet: it would disable --strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install demo quick test browser wheel check fix chaos bench cookbook docs clean
+.PHONY: install demo quick test browser wheel check fix chaos serving-clients bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -56,11 +56,16 @@ fix: install
 chaos: install
 	$(BIN)/python -m pytest tests/chaos --long -s
 
+# Real clients of OpenAI's and Anthropic's APIs, each in its own environment, with a real model; 200 JSON schemas.
+serving-clients: install
+	$(BIN)/python -m pytest tests/serving/test_clients.py tests/serving/test_schemas.py --long
+
 bench: install
 	$(BIN)/python benchmarks/foundation.py
 	$(BIN)/python benchmarks/clients.py
 	$(BIN)/python benchmarks/hops.py
 	$(BIN)/python benchmarks/local_service.py
+	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/cli.py
 	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/dashboard.py

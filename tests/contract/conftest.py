@@ -2,50 +2,24 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
-ROOT = Path(__file__).resolve().parents[2]
+from .. import environments
+
 HELPER = Path(__file__).with_name("official_side.py")
 #: One release per dialect: JSON with gaps, JSON with protobuf results, protobuf throughout, the newest.
 RELEASES = ("0.7.0", "0.18.2", "0.25.0", "0.36.0")
 
 
 def environment(version: str) -> Path:
-    """The Python interpreter with `tinker==version`. Created once, kept until `make clean`."""
-    home = ROOT / ".scratch" / f"tinker-{version}"
-    python, ready = home / "bin" / "python", home / ".ready"
-    home.parent.mkdir(exist_ok=True)
-    with FileLock(f"{home}.lock"):  # tests run in several processes
-        if not ready.exists():
-            _install(home, python, version)
-            ready.touch()
-    return python
-
-
-def _install(home: Path, python: Path, version: str) -> None:
-    shutil.rmtree(home, ignore_errors=True)
-    venv.create(home, with_pip=True)
-    constraint = ROOT / "constraints.txt"
-    install = subprocess.run(
-        [python, "-m", "pip", "install", "--constraint", constraint, f"tinker=={version}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if install.returncode:
-        said = install.stderr.strip().splitlines() or ["pip gave no reason"]
-        # pip may print advice to upgrade after the actual error.
-        reason = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
-        pytest.skip(f"official client {version} could not be installed: {reason}")
+    """The Python interpreter with `tinker==version`."""
+    return environments.environment(f"tinker-{version}", f"tinker=={version}")
 
 
 class OfficialClient:
