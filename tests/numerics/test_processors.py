@@ -211,3 +211,15 @@ def test_bias_outside_the_vocabulary_is_refused(language_model):
 
 def test_job_without_extensions_has_no_shaping():
     assert shaping_of(SampleJob("s", PROMPT, temperature=0.5, top_p=0.9), V, (), None) is None
+
+
+def test_constraint_may_allow_only_tokens_of_vanishing_probability(constrained):
+    """The probability of every allowed token is below the smallest float."""
+    letters = Constraint("regex", "[a-z]{6}")
+    bias = tuple((token, -400.0) for token in range(ord("a"), ord("z") + 1))
+    wanted = job(constraint=letters, logit_bias=bias, num_samples=4, seed=1, kept_mass=True)
+    result = run(constrained, {"a": wanted})["a"]
+    for tokens, logprobs in zip(result.tokens, result.logprobs, strict=True):
+        assert text_of(tokens).isalpha()
+        assert all(-420 < logprob < -380 for logprob in logprobs)
+    assert len({text_of(tokens) for tokens in result.tokens}) == 4

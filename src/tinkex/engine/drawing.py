@@ -28,6 +28,8 @@ __all__ = ["Drawn", "choose", "topk"]
 _COLDEST: Final = 1e-30
 #: Tokens per block: C in the shapes.
 _BLOCK: Final = 256
+#: A sum of probabilities below this is rounded too much to draw from.
+_SMALL: Final = 1e-30
 
 
 class Drawn(NamedTuple):
@@ -81,9 +83,13 @@ def choose(
         fractions = np.array([randoms[row].random() for row in free])
         chosen_B[free] = _by_blocks(chances_BV, ends_BK[free], np.array(free), fractions)
     # Softmax sums in float32, so the probabilities may not add up to one; dividing by their sum corrects that.
-    masked.restore(chances_BV, kept_B)
+    chances_B = chances_BV[np.arange(len(jobs)), chosen_B]
+    for row, unmasked_V in masked.unmasked.items():
+        chances_B[row] = unmasked_V[chosen_B[row]]
+        if jobs[row].kept_mass:
+            kept_B[row] *= masked.kept_mass(row)
     with np.errstate(divide="ignore"):
-        logprobs_B = np.log(chances_BV[np.arange(len(jobs)), chosen_B] / whole_B)
+        logprobs_B = np.log(chances_B / whole_B)
     for row in masked.rows.intersection(np.flatnonzero(np.isneginf(logprobs_B)).tolist()):
         # The only tokens that the constraint allows may have probabilities below the smallest float.
         logits_V = logits_BV[row].double()
@@ -117,18 +123,25 @@ class _Masked:
         if not masks:
             return cls(frozenset(), {}, {})
         rows = list(masks)
-        banned_BV = torch.from_numpy(~np.stack(list(masks.values())))
-        unmasked = dict(zip(rows, chances_BV[rows], strict=True))
-        chances_BV[rows], ends_BK[rows] = _chances(logits_BV[rows].masked_fill(banned_BV, -inf))
-        return cls(frozenset(rows), masks, unmasked)
+        allowed_BV = torch.from_numpy(np.stack(list(masks.values())))
+        unmasked_BV = chances_BV[rows]
+        masked_BV = torch.from_numpy(unmasked_BV.copy())
+        masked_BV[:, : allowed_BV.shape[1]].mul_(allowed_BV)
+        ends = _ends(masked_BV)
+        # The probabilities of the allowed tokens may be too small for float32: then only they are compared.
+        small = np.flatnonzero(ends[:, -1] < _SMALL)
+        if len(small):
+            of_allowed = logits_BV[rows][small].masked_fill(~allowed_BV[small], -inf)
+            masked_BV[small] = _padded(of_allowed.softmax(-1))
+            ends[small] = _ends(masked_BV[small])
+        chances_BV[rows], ends_BK[rows] = masked_BV.numpy(), ends
+        return cls(frozenset(rows), masks, dict(zip(rows, unmasked_BV, strict=True)))
 
-    def restore(self, chances_BV: Array, kept_B: Array) -> None:
-        """Put the unconstrained probabilities back, and count what the constraint kept of them."""
-        for row, chances_V in self.unmasked.items():
-            chances_BV[row] = chances_V
-            mask_V = self.allowed[row]
-            kept_V = chances_V[: len(mask_V)][mask_V]
-            kept_B[row] *= kept_V.sum(dtype=np.float64) / chances_V.sum(dtype=np.float64)
+    def kept_mass(self, row: int) -> float:
+        """The probability of the allowed tokens together."""
+        chances_V, mask_V = self.unmasked[row], self.allowed[row]
+        kept_V = chances_V[: len(mask_V)][mask_V]
+        return float(kept_V.sum(dtype=np.float64) / chances_V.sum(dtype=np.float64))
 
 
 def topk(logits_NV: Tensor, k: int, normalizers_N1: Tensor) -> tuple[Array, Array]:
@@ -140,12 +153,19 @@ def topk(logits_NV: Tensor, k: int, normalizers_N1: Tensor) -> tuple[Array, Arra
 
 def _chances(logits_BV: Tensor) -> tuple[Array, Array]:
     """Probabilities of all tokens, padded to whole blocks, and the cumulative sum at the end of each block."""
-    chances_BV = logits_BV.softmax(-1)
+    chances_BV = _padded(logits_BV.softmax(-1))
+    return chances_BV.numpy(), _ends(chances_BV)
+
+
+def _padded(chances_BV: Tensor) -> Tensor:
     missing = -chances_BV.shape[1] % _BLOCK
-    if missing:
-        chances_BV = functional.pad(chances_BV, (0, missing))
+    return functional.pad(chances_BV, (0, missing)) if missing else chances_BV
+
+
+def _ends(chances_BV: Tensor) -> Array:
     sums_BK = chances_BV.view(len(chances_BV), -1, _BLOCK).sum(-1)
-    return chances_BV.numpy(), sums_BK.cumsum(-1, dtype=torch.float64).numpy()
+    ends: Array = sums_BK.cumsum(-1, dtype=torch.float64).numpy()
+    return ends
 
 
 def _by_blocks(chances_BV: Array, ends_BK: Array, rows_B: Array, fractions_B: Array) -> Array:

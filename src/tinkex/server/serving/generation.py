@@ -81,7 +81,7 @@ class Usage:
 
     def add(self, prompt: Sequence[int], result: SampledResult) -> None:
         self.prompt_tokens += len(prompt)
-        self.cached_tokens += getattr(result, "prompt_cache_hit_tokens", 0)
+        self.cached_tokens += result.cached_tokens
         self.completion_tokens += sum(map(len, result.tokens))
 
 
