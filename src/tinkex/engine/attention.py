@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .continuations import Chunk
 from .kv_cache import KeyValueCache
+from .packed_attention import attend
 from .values import Array
 
 __all__ = ["AttentionPlan"]
@@ -42,8 +42,8 @@ class _Prompts:
     """Chunks of equal start and length."""
 
     rows_BT: Tensor
+    start: int
     pages: Tensor | None  # None: nothing was read before
-    mask: Tensor | None
     scratch: Tensor | None
 
 
@@ -55,12 +55,11 @@ class AttentionPlan:
         chunks: Sequence[Chunk],
         cache: KeyValueCache,
         heads: tuple[int, int, int],
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._cache = cache
         self._heads, self._groups, self._size = heads
-        self._dtype, self._device = dtype, device
+        self._device = device
         starts = np.cumsum([0, *(chunk.count for chunk in chunks)])
         self._count = int(starts[-1])
         self._written = self._written_rows(chunks)
@@ -95,9 +94,7 @@ class AttentionPlan:
         lengths_B = np.array([chunk.start + 1 for _, chunk in members])
         positions = np.arange(pages_BC.shape[1] * self._cache.page)
         beyond_BT = torch.from_numpy(positions >= lengths_B[:, None])
-        mask_BT = torch.zeros(beyond_BT.shape, dtype=self._dtype).masked_fill_(
-            beyond_BT, -torch.inf
-        )
+        mask_BT = torch.zeros(beyond_BT.shape).masked_fill_(beyond_BT, -torch.inf)
         mask = mask_BT.repeat_interleave(self._groups, 0)[:, None].to(self._device)
         rows = [first for first, _ in members]
         alone = rows == list(range(self._count))
@@ -117,18 +114,10 @@ class AttentionPlan:
         rows = np.array([first for first, _ in members])[:, None] + np.arange(count)
         rows_BT = torch.from_numpy(rows).to(self._device)
         if start == 0:
-            return _Prompts(rows_BT, None, None, None)
+            return _Prompts(rows_BT, start, None, None)
         pages_BC = _table([chunk for _, chunk in members], self._cache.page)
-        total = pages_BC.shape[1] * self._cache.page
-        hidden = np.arange(total) > (start + np.arange(count))[:, None]
-        mask = torch.zeros(count, total, dtype=self._dtype).masked_fill_(
-            torch.from_numpy(hidden), -torch.inf
-        )
         return _Prompts(
-            rows_BT,
-            self._cache.rows_of_pages(pages_BC),
-            mask.to(self._device),
-            self._scratch(pages_BC),
+            rows_BT, start, self._cache.rows_of_pages(pages_BC), self._scratch(pages_BC)
         )
 
     def attend(self, layer: int, heads_NHE: Tensor) -> Tensor:
@@ -161,22 +150,27 @@ class AttentionPlan:
             queries = queries.index_select(0, band.rows_B)
         queries = queries.reshape(-1, self._heads // self._groups, self._size)
         keys, values = self._cache.gather(layer, band.pages, band.scratch)
-        scores = torch.baddbmm(band.mask, queries, keys.transpose(1, 2), alpha=self._size**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(-1, self._heads * self._size)
+        if keys.dtype == queries.dtype:
+            scores = torch.baddbmm(band.mask, queries, keys.transpose(1, 2))
+        else:
+            scores = torch.bmm(queries.to(keys.dtype), keys.transpose(1, 2)).float()
+            scores.add_(band.mask)
+        mixed = torch.bmm(scores.softmax(-1).to(values.dtype), values)
+        return mixed.view(-1, self._heads * self._size).to(heads_NHE.dtype)
 
     def _read(self, layer: int, prompts: _Prompts, heads_NHE: Tensor) -> Tensor:
         batch, count = prompts.rows_BT.shape
         whole = batch * count == self._count
         heads = heads_NHE if whole else heads_NHE.index_select(0, prompts.rows_BT.flatten())
-        heads = heads.view(batch, count, -1, self._size).transpose(1, 2)
+        heads = heads.view(batch, count, -1, self._size).transpose(1, 2).to(self._cache.dtype)
         q, k, v = torch.split(heads, [self._heads, self._groups, self._groups], dim=1)
         if prompts.pages is not None and prompts.scratch is not None:
             keys, values = self._cache.gather(layer, prompts.pages, prompts.scratch)
             k, v = (each.view(batch, self._groups, -1, self._size) for each in (keys, values))
-        mixed = functional.scaled_dot_product_attention(
-            q, k, v, prompts.mask, is_causal=prompts.mask is None, enable_gqa=True
-        )
-        return mixed.transpose(1, 2).reshape(batch * count, -1)
+        q_BGRTE = q.reshape(batch, self._groups, -1, count, self._size)
+        mixed = attend(q_BGRTE, k.contiguous(), v.contiguous(), first=prompts.start)
+        rows = mixed.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
+        return rows.to(heads_NHE.dtype)
 
 
 def _table(chunks: Sequence[Chunk], size: int) -> Array:

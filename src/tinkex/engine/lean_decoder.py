@@ -19,7 +19,7 @@ from .attention import AttentionPlan
 from .batch_scheduler import Fork, Step
 from .continuations import Chunk, Continuation
 from .kv_cache import KeyValueCache
-from .llama import LlamaBody, LlamaLayer, Rows, rms_norm
+from .llama import LlamaBody, LlamaLayer, Rows, rms_norm, rotate
 from .lora import Adapter
 from .products import linear
 from .trainer import LanguageModel
@@ -40,12 +40,9 @@ class LeanDecoder:
             first.groups,
             first.size,
             page,
-            dtype=torch.float32,
+            dtype=body.dtype,
             device=base.device,
         )
-        last = body.module.norm
-        self._last_norm = (last.weight.float(), last.variance_epsilon)
-        self._norms = [(_float(layer.before), _float(layer.after)) for layer in body.layers]
 
     @property
     def page_bytes(self) -> int:
@@ -71,26 +68,26 @@ class LeanDecoder:
         self.cache.prepare(step.fresh)
         tokens_N, positions_N = _tokens(step.chunks)
         device = self._base.device
-        x = self._body.module.embed_tokens(tokens_N.to(device)).float()
+        x = self._body.embed(tokens_N.to(device))
         cos, sin = self._rotation(x, positions_N.to(device))
         first = self._body.layers[0]
         heads = (first.heads, first.groups, first.size)
-        plan = AttentionPlan(step.chunks, self.cache, heads, x.dtype, device)
-        for index, (layer, norms) in enumerate(zip(self._body.layers, self._norms, strict=True)):
-            before, after = norms
-            qkv = layer.qkv.infer(rms_norm(x, *before), groups)
+        plan = AttentionPlan(step.chunks, self.cache, heads, device)
+        for index, layer in enumerate(self._body.layers):
+            qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups)
             heads_NHE = _rotated(layer, qkv.float(), cos, sin)
             x.add_(layer.out.infer(plan.attend(index, heads_NHE), groups))
-            gate, up = layer.gate_up.infer(rms_norm(x, *after), groups).chunk(2, dim=-1)
+            gate, up = layer.gate_up.infer(rms_norm(x, *layer.after), groups).chunk(2, dim=-1)
             x.add_(layer.down.infer(layer.activation(gate).mul_(up), groups))
-        return rms_norm(x, *self._last_norm)
+        return rms_norm(x, *self._body.norm)
 
     def _rotation(self, x: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, N × 1 × E; the sines of the first half are negative, for `_rotated`."""
+        """Cosines and sines, N × (H + G) × E; those of the queries have the scale of attention, as in training."""
+        layer = self._body.layers[0]
         cos, sin = self._body.module.rotary_emb(x, positions_N[None])
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return cos[0, :, None], signed[0, :, None]
+        scales = torch.ones(layer.heads + layer.groups, 1, device=x.device)
+        scales[: layer.heads] = layer.size**-0.5
+        return cos[0, :, None] * scales, sin[0, :, None] * scales
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
@@ -104,10 +101,6 @@ class LeanDecoder:
                 inner = linear(hidden_ND[group.rows].float(), pair.a).mul_(group.adapter.scale)
                 logits[group.rows].addmm_(inner, pair.b.t())
         return logits
-
-
-def _float(norm: tuple[Tensor, float]) -> tuple[Tensor, float]:
-    return norm[0].float(), norm[1]
 
 
 def _tokens(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
@@ -128,6 +121,5 @@ def _rotated(layer: LlamaLayer, qkv_ND: Tensor, cos: Tensor, sin: Tensor) -> Ten
         q, k = torch.split(turned, [layer.heads, layer.groups], dim=1)
         q.copy_(layer.q_norm(q))
         k.copy_(layer.k_norm(k))
-    swapped = turned.roll(layer.size // 2, -1)
-    turned.mul_(cos).addcmul_(swapped, sin)
+    turned.copy_(rotate(turned, cos, sin))
     return heads

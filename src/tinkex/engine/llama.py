@@ -216,9 +216,6 @@ class LlamaBody:
         embedded: Tensor = self.module.embed_tokens(tokens)
         return embedded.float()
 
-    def final_norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, *self.norm, self.dtype)
-
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:
     """One over the root mean square of each row."""
@@ -238,8 +235,8 @@ def _norm_of(module: Any) -> tuple[Tensor, float]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads by the angles of their positions; contiguous, in float32."""
-    half = x.shape[-1] // 2
-    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    half, x = x.shape[-1] // 2, x.float()
+    turned = torch.empty(x.shape, device=x.device)
     torch.mul(x, cos, out=turned)
     turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(x[..., :half], sin[..., half:])

@@ -1,8 +1,8 @@
 """Training of Llama models: forward and backward of a layer, written out without autograd.
 
 Rows are packed: N counts the positions of all sequences of a micro-batch, one after another, without padding. The
-residual stream, norms and attention are float32; only the inputs and outputs of the matrix products have the type of
-the frozen weights.
+residual stream, norms, rotations and softmax are float32; only the inputs and outputs of the matrix products have the
+type of the frozen weights.
 
 A layer keeps as little as its backward pass needs. Norms, rotations and `silu(gate) · up` are computed again, since they
 are cheap beside the products; above a size, whole layers are (`kept_layers`).
@@ -190,7 +190,7 @@ class _Layer:
         for run in self._runs:
             q, k, v = self._heads(qkv, run)
             part = mixed_g[run.rows].view(run.count, run.length, layer.groups, -1, layer.size)
-            g = part.permute(0, 2, 3, 1, 4).float().contiguous()
+            g = part.permute(0, 2, 3, 1, 4).contiguous()
             q_g, k_g, v_g = attend_back(q, k, v, g)
             to_q, to_k, to_v = self._views(qkv_g, run)
             raw_q, raw_k, _ = self._views(qkv, run)
@@ -202,14 +202,14 @@ class _Layer:
         return qkv_g
 
     def _heads(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated and scaled queries, rotated keys, and values of a run: contiguous, in float32."""
+        """Rotated and scaled queries, rotated keys, and values of a run: contiguous, in the type of the products."""
         layer = self._layer
         q, k, v = self._views(qkv, run)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
-        q = rotate(q, *self._rotation.queries(run.length))
-        k = rotate(k, *self._rotation.keys(run.length))
-        return q, k, v.float().contiguous()
+        q = rotate(q, *self._rotation.queries(run.length)).to(layer.dtype)
+        k = rotate(k, *self._rotation.keys(run.length)).to(layer.dtype)
+        return q, k, v.contiguous()
 
     def _views(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of a run as B × G × R × T × E queries, and B × G × T × E keys and values."""
@@ -279,7 +279,7 @@ class TrainingRun:
             x = output
             del kept
         self._last = x
-        return self._body.final_norm(x)
+        return rms_norm(x, *self._body.norm)
 
     def backward(self, g_ND: Tensor) -> None:
         """Add the gradients of the adapter, given the gradient of the hidden states."""

@@ -1,4 +1,7 @@
-"""Causal attention over packed rows, forward and backward, in float32.
+"""Causal attention over packed rows, forward and backward.
+
+The products have the type of the model's weights, and the softmax is float32. The sampler uses the same products, and
+in bfloat16 oneDNN gives a row the same bits in every batch; so trainer and sampler compute the same bits.
 
 A micro-batch has no padding: its sequences stand one after another, and those of equal length form a `Run`, whose
 heads are computed together. Query heads that share a key head are rows of one matrix product.
@@ -46,14 +49,15 @@ def runs_of(lengths: Sequence[int]) -> list[Run]:
     return runs
 
 
-def attend(q_BGRTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> Tensor:
-    """Mix the values; queries are scaled already. All tensors are contiguous float32."""
+def attend(q_BGRTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, *, first: int = 0) -> Tensor:
+    """Mix the values; queries are scaled already, and the first of them stands at position `first`."""
     out = torch.empty_like(q_BGRTE)
     mask = _mask(q_BGRTE)
     keys, values = k_BGTE.flatten(0, 1), v_BGTE.flatten(0, 1)
     for block in _blocks(q_BGRTE.shape[3]):
-        weights = _weights(_rows(q_BGRTE, block), keys[:, : block.stop], mask, block, in_place=True)
-        _put(out, block, torch.bmm(weights, values[:, : block.stop]))
+        end = first + block.stop
+        weights = _weights(_rows(q_BGRTE, block), keys[:, :end], mask, block)
+        _put(out, block, torch.bmm(weights.to(out.dtype), values[:, :end]))
     return out
 
 
@@ -61,35 +65,42 @@ def attend_back(
     q_BGRTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, g_BGRTE: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for queries, keys and values. The weights are computed again: storing them needs T² numbers."""
-    q_g, k_g, v_g = torch.empty_like(q_BGRTE), torch.zeros_like(k_BGTE), torch.zeros_like(v_BGTE)
-    mask = _mask(q_BGRTE)
+    q_g = torch.empty_like(q_BGRTE)
+    k_g, v_g = (torch.zeros(k_BGTE.shape, device=k_BGTE.device) for _ in range(2))
+    mask, dtype = _mask(q_BGRTE), q_BGRTE.dtype
     keys, values = k_BGTE.flatten(0, 1), v_BGTE.flatten(0, 1)
     keys_g, values_g = k_g.flatten(0, 1), v_g.flatten(0, 1)
     for block in _blocks(q_BGRTE.shape[3]):
         queries, g, end = _rows(q_BGRTE, block), _rows(g_BGRTE, block), block.stop
         weights = _weights(queries, keys[:, :end], mask, block)
-        values_g[:, :end].baddbmm_(weights.transpose(1, 2), g)
-        weights_g = torch.bmm(g, values[:, :end].transpose(1, 2))
-        scores_g = torch._softmax_backward_data(weights_g, weights, -1, weights.dtype)
+        _add_product(values_g[:, :end], weights.to(dtype).transpose(1, 2), g)
+        weights_g = torch.bmm(g, values[:, :end].transpose(1, 2)).float()
+        scores_g = torch._softmax_backward_data(weights_g, weights, -1, torch.float32).to(dtype)
         _put(q_g, block, torch.bmm(scores_g, keys[:, :end]))
-        keys_g[:, :end].baddbmm_(scores_g.transpose(1, 2), queries)
+        _add_product(keys_g[:, :end], scores_g.transpose(1, 2), queries)
     return q_g, k_g, v_g
 
 
-def _weights(
-    queries: Tensor, keys: Tensor, mask: Tensor, block: slice, *, in_place: bool = False
-) -> Tensor:
-    """Attention weights of one block; a query does not see the keys after it."""
-    scores = torch.bmm(queries, keys.transpose(1, 2))
+def _weights(queries: Tensor, keys: Tensor, mask: Tensor, block: slice) -> Tensor:
+    """Attention weights of one block in float32; a query does not see the keys after it."""
+    scores = torch.bmm(queries, keys.transpose(1, 2)).float()
     size = block.stop - block.start
-    square = scores.view(len(scores), -1, size, block.stop)[..., block]
+    square = scores.view(len(scores), -1, size, scores.shape[-1])[..., -size:]
     square.add_(mask[:size, :size])
-    return torch.softmax(scores, -1, out=scores if in_place else None)
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a float32 sum."""
+    if left.dtype == total.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))
 
 
 def _mask(q: Tensor) -> Tensor:
     size = min(_BLOCK, q.shape[3])
-    return torch.full((size, size), -torch.inf, dtype=q.dtype, device=q.device).triu_(1)
+    return torch.full((size, size), -torch.inf, device=q.device).triu_(1)
 
 
 def _blocks(length: int) -> Iterator[slice]:

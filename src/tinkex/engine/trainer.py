@@ -27,6 +27,7 @@ from .pending import PendingPass
 from .shards import ShardSums, add_in_order, divide
 from .traced import CUSTOM
 from .traced_cost import TracedSum
+from .unembedding import target_logprobs, unembedded
 from .values import AdamStep, Array, Example, LossLimits, PassResult, TrainingPass
 
 __all__ = [
@@ -100,6 +101,14 @@ class TrainedModel:
 
     def __post_init__(self) -> None:
         self.optimizer = AdamW(self.adapter.parameters())
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits with gradients; the adapter is switched on by the caller."""
+        base = self.base
+        if base.llama is None:
+            return base.logits(hidden_ND)
+        pair = self.adapter.pairs.get("lm_head")
+        return base.scaled(unembedded(hidden_ND, base.unembed.weight, pair, self.adapter.scale))
 
     def step(self, options: AdamStep) -> dict[str, float]:
         """Take an optimizer step; drops the gradients of an incomplete pass."""
@@ -253,7 +262,7 @@ def _run_batch(
             return traced.sum(logp, examples)
 
         rows = len(leaf_ND) if loss.whole_sequences else _LOGIT_ROWS
-        total, logp = _unembed(base, leaf_ND, inputs, rows, value, backward)
+        total, logp = _unembed(model, leaf_ND, inputs, rows, value, backward)
         if backward and leaf_ND.grad is not None:
             body.backward(leaf_ND.grad)
     pieces = torch.split(logp, [example.length for example in examples])
@@ -299,7 +308,7 @@ class _PlainPass:
 
 
 def _unembed(
-    base: LanguageModel,
+    model: TrainedModel,
     hidden_ND: Tensor,
     inputs: dict[str, Tensor],
     rows: int,
@@ -312,8 +321,8 @@ def _unembed(
         part = slice(start, start + rows)
         here = {name: tensor[part] for name, tensor in inputs.items()}
         targets = here["target_tokens"]
-        logp: Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-            base.logits(hidden_ND[part]), targets if targets.dim() == 2 else targets[:, None]
+        logp = target_logprobs(
+            model.logits(hidden_ND[part]), targets if targets.dim() == 2 else targets[:, None]
         )
         logp = logp if targets.dim() == 2 else logp.squeeze(-1)
         value = loss(logp, here)
@@ -322,22 +331,6 @@ def _unembed(
         total += float(value.detach())
         logprobs.append(logp.detach())
     return total, torch.cat(logprobs)
-
-
-class _TargetLogprobs(torch.autograd.Function):
-    """Logprobs of the targets. The backward pass overwrites the logits with their gradient, to save memory."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
-        total = logits_NV.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logits_NV, total, targets_NK)
-        return logits_NV.gather(-1, targets_NK) - total
-
-    @staticmethod
-    def backward(ctx: Any, g_NK: Tensor) -> tuple[Tensor, None]:
-        logits_NV, total, targets_NK = ctx.saved_tensors
-        gradient = logits_NV.sub_(total).exp_().mul_(-g_NK.sum(-1, keepdim=True))
-        return gradient.scatter_add_(-1, targets_NK, g_NK), None
 
 
 def _padded(sequences: Sequence[Array], device: Any) -> tuple[Tensor, Tensor]:
