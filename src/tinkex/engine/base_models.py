@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ __all__ = [
     "Progress",
     "built_in",
     "load",
+    "parameter_count",
     "parse_spec",
     "prepare",
     "read",
@@ -151,6 +153,17 @@ def read(name: str, directory: Path) -> PreparedModel:
         )
     except KeyError as missing:
         raise _refused(f"{directory / 'config.json'} does not state {missing}") from None
+
+
+def parameter_count(model: PreparedModel) -> int:
+    """Number of weights in the model's files."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in model.directory.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def load(model: PreparedModel, *, device: str, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -56,6 +56,7 @@ class LoadedCheckpoint:
     steps: int = 0
     moments: dict[str, Tensor] | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    dtype: str | None = None  # of the matrix products in training, if known
 
     def restore_gradients(self, optimizer: AdamW, names: list[str]) -> None:
         """Set the parameters' gradients to those of the snapshot, for the next optimizer step."""
@@ -93,6 +94,7 @@ def save(
     base_model: str,
     optimizer: AdamW | None = None,
     gradients: Sequence[Tensor | None] = (),
+    dtype: str | None = None,
 ) -> int:
     """Write a checkpoint and return its size in bytes; replaces an older one at `directory`."""
     return directories.write(
@@ -102,6 +104,7 @@ def save(
         spec=adapter.spec,
         target_modules=[name.rpartition(".")[2] for name in adapter.pairs],
         steps=0 if optimizer is None else optimizer.steps,
+        dtype=dtype,
     )
 
 
@@ -182,7 +185,9 @@ def load(
         with directories.reading(GRADIENTS):
             check_regular(directory / GRADIENTS, limit)
             accumulated = load_file(directory / GRADIENTS)
-    return LoadedCheckpoint(spec, pairs, manifest.steps, moments, accumulated)
+    return LoadedCheckpoint(
+        spec, pairs, manifest.steps, moments, accumulated, manifest.dtype
+    )
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:

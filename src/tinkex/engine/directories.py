@@ -67,6 +67,7 @@ def write(
     spec: LoraSpec,
     target_modules: Iterable[str],
     steps: int,
+    dtype: str | None = None,
 ) -> int:
     """Write a checkpoint and return its size in bytes; `fill` writes the tensors.
 
@@ -82,6 +83,7 @@ def write(
             "base_model": base_model,
             "lora": asdict(spec),
             "steps": steps,
+            **({} if dtype is None else {"dtype": dtype}),
             "sha256": {file.name: _digest(file) for file in sorted(scratch.iterdir())},
         }
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -145,6 +147,7 @@ class Manifest:
 
     spec: LoraSpec | None = None
     steps: int = 0
+    dtype: str | None = None
 
 
 def checked_manifest(directory: Path) -> Manifest:
@@ -158,7 +161,12 @@ def checked_manifest(directory: Path) -> Manifest:
         return Manifest()
     with reading(_MANIFEST):
         content = read_json(directory / _MANIFEST)
-        manifest = Manifest(checked_spec(LoraSpec(**content["lora"])), _count(content["steps"]))
+        dtype = content.get("dtype")
+        manifest = Manifest(
+            checked_spec(LoraSpec(**content["lora"])),
+            _count(content["steps"]),
+            dtype if isinstance(dtype, str) and dtype.isalnum() and len(dtype) < 20 else None,
+        )
         digests = dict(content["sha256"])
     for name, expected in digests.items():
         if not is_plain_name(name):

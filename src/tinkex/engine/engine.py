@@ -6,11 +6,12 @@ called from one thread. A training pass is a generator, so that the caller can s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -19,8 +20,10 @@ from tinkex.errors import InvalidInputError, NotFoundError
 from . import base_models, checkpoint
 from .base_models import PreparedModel
 from .checks import check_base, check_same_base
+from .devices import SMALL_MODEL, choices_for, dtype_for
 from .grammars import Grammars
 from .helping import Helping
+from .llama_files import read_llama
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
 from .parcels import Depot, Parcel, PublishedAdapter
@@ -49,10 +52,8 @@ from .values import (
 
 __all__ = ["TorchEngine"]
 
-#: Padded tokens of one micro-batch. With a 135M model, the activations of one token need about 1.5 MB.
-TOKEN_BUDGET = 512
-#: Models with fewer parameters run on one thread: more threads make them slower, especially on a busy machine.
-SMALL_MODEL = 8_000_000
+logger = logging.getLogger("tinkex.engine")
+
 #: Share of the memory for the samplers' caches of keys and values. Spare capacity can double the actual use.
 CACHE_SHARE = 0.25
 
@@ -80,9 +81,9 @@ class TorchEngine:
         models: Sequence[PreparedModel],
         *,
         device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         detokenize: Callable[[PreparedModel, Sequence[int]], str] | None = None,
-        token_budget: int = TOKEN_BUDGET,
+        token_budget: int | None = None,
         cache_bytes: int | None = None,
         loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
         depot: Depot | None = None,
@@ -91,7 +92,8 @@ class TorchEngine:
         self._known = {model.name: model for model in models}
         self._device, self._dtype = device, dtype
         self._detokenize = detokenize
-        self.token_budget = token_budget
+        choices = choices_for(torch.device(device))
+        self.token_budget = choices.micro_batch_tokens if token_budget is None else token_budget
         self._loss_limits = loss_limits
         memory = memory_of(torch.device(device))
         self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
@@ -134,6 +136,16 @@ class TorchEngine:
         )
         adapter = self._adapter(saved, language.layers)
         model = TrainedModel(language, adapter)
+        if saved.dtype not in {None, model.dtype}:
+            logger.warning(
+                "%s was trained in %s, and this engine computes %s in %s: it goes on, but its numbers differ "
+                "in the last digits. For the same numbers, start the service with --dtype %s on a machine that has it.",
+                model_id,
+                saved.dtype,
+                base_model,
+                model.dtype,
+                saved.dtype,
+            )
         names = list(adapter.pairs)
         if optimizer:
             saved.restore(model.optimizer, names)
@@ -245,7 +257,7 @@ class TorchEngine:
         """Write a checkpoint and return its size in bytes."""
         base_model, model = self._named(model_id)
         kept = model.optimizer if optimizer else None
-        return checkpoint.save(directory, model.adapter, base_model, kept)
+        return checkpoint.save(directory, model.adapter, base_model, kept, dtype=model.dtype)
 
     def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
         """Copy the current model, optimizer and gradients; return a function that writes them, from any thread."""
@@ -255,7 +267,15 @@ class TorchEngine:
             None if parameter.grad is None else parameter.grad.clone()
             for parameter in model.optimizer.parameters
         ]
-        return partial(checkpoint.save, directory, adapter, base_model, optimizer, gradients)
+        return partial(
+            checkpoint.save,
+            directory,
+            adapter,
+            base_model,
+            optimizer,
+            gradients,
+            dtype=model.dtype,
+        )
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -318,6 +338,12 @@ class TorchEngine:
         self._in_memory(model)
         self._known[model.name] = model
 
+    @property
+    def dtypes(self) -> str:
+        """The types of the matrix products of the models in memory."""
+        found = {str(loaded.language.dtype) for loaded in self._loaded.values()}
+        return ", ".join(sorted(name.removeprefix("torch.") for name in found)) or "float32"
+
     def _known_model(self, name: str) -> PreparedModel:
         check_base(name, self._known)
         return self._known[name]
@@ -328,7 +354,13 @@ class TorchEngine:
 
     def _in_memory(self, model: PreparedModel) -> _Loaded:
         if model.directory not in self._loaded:
-            network = base_models.load(model, device=self._device, dtype=self._dtype)
+            count = base_models.parameter_count(model)
+            dtype = self._dtype
+            if isinstance(dtype, str):
+                dtype = dtype_for(dtype, self._device, count)
+            network: Any = read_llama(model, device=self._device, dtype=dtype)
+            if network is None:
+                network = base_models.load(model, device=self._device, dtype=dtype)
             language = LanguageModel(network, context_length=model.context_length)
             sampler = Sampler(
                 language,
@@ -336,8 +368,8 @@ class TorchEngine:
                 detokenize=self._detokenize and partial(self._detokenize, model),
                 grammars=Grammars(model.directory, language.vocab_size, model.eos_token_ids),
             )
-            small = sum(parameter.numel() for parameter in network.parameters()) < SMALL_MODEL
-            threads = 1 if small else self._threads
+            # More threads make a small model slower, especially on a busy machine.
+            threads = 1 if count < SMALL_MODEL else self._threads
             self._loaded[model.directory] = _Loaded(language, sampler, threads)
             for loaded in self._loaded.values():
                 loaded.sampler.cache_bytes = self._cache_bytes / len(self._loaded)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from .packed_attention import Run, attend, attend_back, runs_of
 from .products import linear
 
 __all__ = ["TrainingRun", "kept_layers"]
-
-#: Bytes that the activations of a micro-batch may take before layers are computed again in the backward pass.
-ACTIVATION_BYTES: Final = 1_200_000_000
 
 
 @dataclass(slots=True)
@@ -258,7 +255,7 @@ class TrainingRun:
         lengths: Sequence[int],
         adapter: Adapter,
         *,
-        activation_bytes: int = ACTIVATION_BYTES,
+        activation_bytes: int,
     ) -> None:
         self._body, self._tokens_N = body, tokens_N
         runs = runs_of(lengths)

@@ -94,12 +94,11 @@ class LoraLinear(nn.Module):
 
 def wrap(model: Any) -> dict[str, LoraLinear]:
     """Wrap every linear layer of the model in place; return the wrapped layers by name."""
-    from transformers.pytorch_utils import Conv1D
-
     found = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        # GPT-2's layer by name: importing transformers for its class takes seconds.
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
     unembedding = model.get_output_embeddings()
     wrapped = {}

@@ -414,23 +414,23 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
         return FakeEngine(models, detokenize=_Detokenizer()), Ready(models, "none", "float32")
     import torch
 
+    from .devices import device_for
     from .engine import TorchEngine
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    device = _device(setup.device)
-    dtype = _dtype(setup.dtype, device)
+    device = device_for(setup.device)
     engine = TorchEngine(
         models,
         device=device,
-        dtype=getattr(torch, dtype),
+        dtype=setup.dtype,
         detokenize=_Detokenizer(),
         loss_limits=setup.loss_limits,
         depot=None if setup.depot is None else FileDepot(setup.depot),
     )
     for model in models:
         engine.load(model)
-    return engine, Ready(models, device, dtype, engine.token_budget)
+    return engine, Ready(models, device, engine.dtypes, engine.token_budget)
 
 
 def _prepare(setup: Setup, text: str) -> PreparedModel:
@@ -439,22 +439,6 @@ def _prepare(setup: Setup, text: str) -> PreparedModel:
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - progress of a long start
-
-
-def _device(wanted: str) -> str:
-    import torch
-
-    if wanted != "auto":
-        return wanted
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def _dtype(wanted: str, device: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "float32" if device in {"cpu", "mps"} else "bfloat16"
 
 
 class _Detokenizer:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tinkex._wire.pass_parts import PassPart
 
 from .checks import Loss, check_examples, check_loss
+from .devices import choices_for
 from .llama import LlamaBody, is_llama
 from .llama_train import TrainingRun
 from .lora import Adapter, LoraLinear, wrap
@@ -62,6 +63,7 @@ class LanguageModel:
         self.vocab_size: int = self.unembed.out_features
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
+        self.activation_bytes = choices_for(self.device).activation_bytes
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         self._divisor = getattr(self.config, "logits_scaling", None)
@@ -101,6 +103,11 @@ class TrainedModel:
 
     def __post_init__(self) -> None:
         self.optimizer = AdamW(self.adapter.parameters())
+
+    @property
+    def dtype(self) -> str:
+        """The type of the matrix products, as in `--dtype`."""
+        return str(self.base.dtype).removeprefix("torch.")
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits with gradients; the adapter is switched on by the caller."""
@@ -285,7 +292,13 @@ def _body_pass(model: TrainedModel, sequences: Sequence[Array]) -> BodyPass:
         return _PlainPass(base, sequences)
     tokens_N = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     lengths = [len(sequence) for sequence in sequences]
-    return TrainingRun(base.llama, tokens_N.to(base.device), lengths, model.adapter)
+    return TrainingRun(
+        base.llama,
+        tokens_N.to(base.device),
+        lengths,
+        model.adapter,
+        activation_bytes=base.activation_bytes,
+    )
 
 
 class _PlainPass:
