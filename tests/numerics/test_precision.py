@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from .test_sampling import run
 from .test_training import trained
 
 #: Shapes in the proportions of real models. In much narrower ones a product may depend on the number of its rows.
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 192,
     "num_hidden_layers": 3,

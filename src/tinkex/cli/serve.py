@@ -57,6 +57,7 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
     show_default=True,
+    help="Type of the frozen weights. auto: bfloat16 where the device computes it natively, else float32.",
 )
 @click.option(
     "--engines",

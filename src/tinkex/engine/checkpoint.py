@@ -185,9 +185,7 @@ def load(
         with directories.reading(GRADIENTS):
             check_regular(directory / GRADIENTS, limit)
             accumulated = load_file(directory / GRADIENTS)
-    return LoadedCheckpoint(
-        spec, pairs, manifest.steps, moments, accumulated, manifest.dtype
-    )
+    return LoadedCheckpoint(spec, pairs, manifest.steps, moments, accumulated, manifest.dtype)
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:
