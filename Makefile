@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The variable hides the notice about its successor (docs/decisions/0002). Not --quiet: it would disable --strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install demo quick test browser wheel check fix chaos serving-clients bench cookbook docs clean
+.PHONY: install demo quick test browser wheel vllm check fix chaos serving-clients bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ browser: install
 # The wheel as users install it, without dev extras: the base, and [local], which downloads a gigabyte of torch.
 wheel: install
 	$(BIN)/python -m pytest tests/wheel --wheel
+
+# vLLM's CPU build in an environment of its own behind the service; downloads a gigabyte, then takes five minutes.
+vllm: install
+	$(BIN)/python -m pytest tests/vllm --vllm
 
 check: install
 	$(BIN)/ruff format --check .

@@ -28,6 +28,10 @@ hypothesis.settings.load_profile("patient")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the long form of tests/chaos")
     parser.addoption("--browser", action="store_true", help="all of tests/browser, not only a look")
+    parser.addoption(
+        "--vllm", action="store_true", help="also tests/vllm, in an environment it makes"
+    )
+    parser.addoption("--vllm-python", help="tests/vllm with the Python of an existing environment")
     parser.addoption("--wheel", action="store_true", help="also the wheel with the extra [local]")
     parser.addoption(
         "--quick", action="store_true", help="only what needs no torch, official client or database"

@@ -46,6 +46,7 @@ HEAVY: Final = frozenset(
         "test_testing_plugin.py",
         "types/test_inputs.py",
         "types/test_tensors.py",
+        "vllm",
         "wheel",
     )
 )

@@ -68,6 +68,19 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
     help="Engine processes that share the work. auto: one per GPU, and one on a machine without.",
 )
 @click.option(
+    "--sampler",
+    type=click.Choice(["own", "vllm"]),
+    default="own",
+    show_default=True,
+    help="Who samples: the engines that train, or vLLM in a process of its own.",
+)
+@click.option(
+    "--sampler-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PATH",
+    help="The Python of the environment in which vLLM is installed.  [default: this one]",
+)
+@click.option(
     "--database-url",
     help="URL of a PostgreSQL database, instead of a SQLite file in the data directory.",
 )
@@ -129,6 +142,8 @@ def command(
     device: str,
     dtype: str,
     engines: int | Literal["auto"],
+    sampler: str,
+    sampler_python: Path | None,
     database_url: str | None,
     api_key_file: Path | None,
     allowed_hosts: tuple[str, ...],
@@ -162,6 +177,8 @@ def command(
         device=device,
         dtype=dtype,
         engines=engines,
+        sampler="vllm" if sampler == "vllm" else "own",
+        sampler_python=sampler_python,
         database_url=database_url,
         allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),

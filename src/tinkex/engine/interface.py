@@ -181,6 +181,10 @@ class EngineStatus:
     models: int = 0
     in_line: int = 0
     samples: int = 0
+    #: Differences between its logprobs and the trainer's: tokens that were compared, their sum and the largest.
+    drift_tokens: int = 0
+    drift_sum: float = 0.0
+    drift_max: float = 0.0
 
 
 class Engines(Protocol):

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, Self, cast
 
-from tinkex.errors import TinkerError
+from tinkex.errors import ConfigError, TinkerError
 
 from . import base_models
 from .base_models import PreparedModel
@@ -47,7 +47,7 @@ from .calls import (
 from .ending import be_killed_first, die_with
 from .parcels import FileDepot
 from .progress import SAMPLING, UNTIMED, Progress
-from .values import LossLimits, SampleEvent, SampleJob
+from .values import LossLimits, SampleEvent, SampleJob, VllmOptions
 
 __all__ = ["Loop", "Ready", "Setup", "encode_frame", "main", "serve"]
 
@@ -60,7 +60,7 @@ class Setup:
 
     base_models: Sequence[str]
     cache_dir: Path
-    engine: Literal["torch", "fake"] = "torch"
+    engine: Literal["torch", "fake", "vllm"] = "torch"
     device: str = "auto"
     dtype: str = "auto"
     loss_limits: LossLimits = field(default_factory=LossLimits)
@@ -68,6 +68,9 @@ class Setup:
     threads: int | None = None
     #: Where the engines of a pool exchange adapters and gradients.
     depot: Path | None = None
+    #: Base models that another engine has prepared on disk.
+    prepared: Sequence[PreparedModel] = ()
+    vllm: VllmOptions = field(default_factory=VllmOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +329,8 @@ def _leave_with(connection: socket.socket) -> None:
     watch = select.poll()
     watch.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watch.poll()
+    if os.getpgrp() == os.getpid():  # with the processes that this one has started
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
 
@@ -412,6 +417,8 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
         from .fake import FakeEngine
 
         return FakeEngine(models, detokenize=_Detokenizer()), Ready(models, "none", "float32")
+    if setup.engine == "vllm":
+        return _set_up_vllm(setup, models)
     import torch
 
     from .devices import device_for
@@ -433,7 +440,25 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
     return engine, Ready(models, device, engine.dtypes, engine.token_budget)
 
 
+def _set_up_vllm(setup: Setup, models: Sequence[PreparedModel]) -> tuple[Engine, Ready]:
+    from .vllm_engine import VllmEngine
+
+    if len(models) != 1:
+        raise ConfigError("vLLM serves one base model; give one --base-model", field="sampler")
+    device, dtype = setup.device.partition(":")[0], setup.dtype
+    if "auto" in {device, dtype}:
+        from .devices import device_for, has_bfloat16
+
+        device = device_for(device)
+        if dtype == "auto":  # as the trainer, so that their logprobs agree
+            dtype = "bfloat16" if has_bfloat16(device) else "float32"
+    return VllmEngine(models[0], dtype, setup.vllm), Ready(models, device, dtype)
+
+
 def _prepare(setup: Setup, text: str) -> PreparedModel:
+    for model in setup.prepared:
+        if model.name == base_models.parse_spec(text).name:
+            return model
     return base_models.prepare(base_models.parse_spec(text), setup.cache_dir, progress=_tell)
 
 
@@ -465,13 +490,17 @@ def _tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(directory))
 
 
-def main() -> None:
+def main(*, has_children: bool = False) -> None:
+    """Run the engine that the arguments describe; `has_children` if it starts processes that must end with it."""
     # The service handles Ctrl-C and then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, *watched = map(int, sys.argv[1:])
     progress = None
     if watched:
         progress = Progress.of_descriptor(watched[0])
-        die_with(watched[1])
+        if (
+            not has_children
+        ):  # the kernel would kill only this process; the thread that watches the pipe kills all
+            die_with(watched[1])
         be_killed_first()
     serve(socket.socket(fileno=descriptor), alone=True, progress=progress)

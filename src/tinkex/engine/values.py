@@ -28,6 +28,7 @@ __all__ = [
     "StreamedToken",
     "TracedGraph",
     "TrainingPass",
+    "VllmOptions",
 ]
 
 Array = npt.NDArray[Any]
@@ -78,6 +79,22 @@ class LossLimits:
     #: Elements that all examples of a pass may compute, forward and backward. The default is about five seconds
     #: of one core, during which no other request is served.
     max_loss_work: int = 4 * 10**9
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """Settings of vLLM as a sampler; the service has them under names that begin with `vllm_`."""
+
+    #: Different adapters in one batch, those it keeps in memory besides, and their highest rank.
+    max_loras: int = 8
+    kept_loras: int = 64
+    max_rank: int = 64
+    max_logprobs: int = 20
+    #: Part of a GPU's memory that vLLM takes, and gigabytes of keys and values on a CPU.
+    memory_share: float = 0.5
+    cpu_cache_gb: int = 2
+    #: Whether vLLM skips compiling: it starts faster and samples slower.
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)

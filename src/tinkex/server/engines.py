@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 from tinkex.config import read_env
 from tinkex.engine.interface import Engines
 from tinkex.engine.process import Setup
+from tinkex.engine.vllm_engine import can_draw
 
 from .members import Member
 from .pool import Pool
@@ -21,10 +23,17 @@ __all__ = ["engine_count", "make_engines", "share_out", "visible_gpus"]
 
 
 def make_engines(
-    setup: Setup, *, count: int, in_process: bool, deadline: float, on_demand: bool
+    setup: Setup,
+    *,
+    count: int,
+    in_process: bool,
+    deadline: float,
+    on_demand: bool,
+    vllm: bool = False,
+    vllm_python: Path | None = None,
 ) -> Engines:
-    """One engine in a process of its own or, for tests, in a thread; or a pool of several."""
-    if count == 1:
+    """One engine in a process of its own or, for tests, in a thread; or a pool of several, perhaps with vLLM."""
+    if count == 1 and not vllm:
         worker = Worker(setup, in_process=in_process, deadline=deadline)
         return Supervisor(worker, on_demand=on_demand)
     exchange = SharedMemory()
@@ -32,7 +41,13 @@ def make_engines(
     for number, (device, threads) in enumerate(share_out(setup, count)):
         own = replace(setup, device=device, threads=threads, depot=exchange.directory)
         worker = Worker(own, name=f"engine-{number}", in_process=in_process, deadline=deadline)
-        members.append(Member(Supervisor(worker, on_demand=True)))
+        members.append(Member(Supervisor(worker, on_demand=True), samples=not vllm))
+    if vllm:
+        own = replace(setup, engine="vllm")
+        worker = Worker(
+            own, name="vllm", python=vllm_python or Path(sys.executable), deadline=deadline
+        )
+        members.append(Member(Supervisor(worker), trains=False, draws=can_draw))
     return Pool(members, exchange, on_demand=on_demand)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tinkex.engine.interface import EngineDiedError, EngineStatus
+from tinkex.engine.values import SampleJob
 
+from .drift import Drift
 from .routing import Load
 from .supervisor import Supervisor
 from .suspects import SuspectGroup
@@ -23,10 +25,18 @@ class Member:
     engine: Supervisor
     trains: bool = True
     samples: bool = True
+    #: Which jobs it draws as our own engine would; None for all.
+    draws: Callable[[SampleJob], bool] | None = None
+    drift: Drift = field(default_factory=Drift)
     load: Load = field(default_factory=Load)
     suspects: SuspectGroup = field(default_factory=SuspectGroup)
     #: It has left the pool for good.
     gone: bool = False
+
+    def can_draw(self, job: SampleJob, base_model: str) -> bool:
+        if self.draws is None:
+            return True
+        return self.draws(job) and self.engine.catalog.has(base_model)
 
     @property
     def name(self) -> str:
@@ -38,7 +48,17 @@ class Member:
 
     def status(self) -> list[EngineStatus]:
         """What the engine says of itself, with the line that the pool keeps."""
-        return [replace(each, in_line=self.load.in_line) for each in self.engine.status()]
+        drift = self.drift
+        return [
+            replace(
+                each,
+                in_line=self.load.in_line,
+                drift_tokens=drift.tokens,
+                drift_sum=drift.total,
+                drift_max=drift.worst,
+            )
+            for each in self.engine.status()
+        ]
 
 
 class Members:

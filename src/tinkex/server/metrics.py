@@ -152,6 +152,31 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         ):
             load.add_metric([each.name, kind], count)
     yield from (up, restarts, load)
+    foreign = [each for each in engines if each.kind == "vllm"]
+    if foreign:
+        yield from _drift(foreign)
+
+
+def _drift(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    """How far the logprobs of a sampler are from the trainer's; the mean is the sum by the tokens."""
+    tokens = CounterMetricFamily(
+        "tinkex_sampler_drift_tokens",
+        "Tokens whose logprobs were compared with the trainer's.",
+        labels=["engine"],
+    )
+    total = CounterMetricFamily(
+        "tinkex_sampler_drift_sum",
+        "Sum of the absolute differences of these logprobs.",
+        labels=["engine"],
+    )
+    worst = GaugeMetricFamily(
+        "tinkex_sampler_drift_max", "Largest of these differences.", labels=["engine"]
+    )
+    for each in engines:
+        tokens.add_metric([each.name], each.drift_tokens)
+        total.add_metric([each.name], each.drift_sum)
+        worst.add_metric([each.name], each.drift_max)
+    yield from (tokens, total, worst)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -73,11 +73,14 @@ class Pool:
         self._exchange.open()
         first, *others = self._members
         await first.engine.start()
+        for member in others:
+            member.engine.know(first.engine.ready.models)
         await asyncio.gather(*(member.engine.start() for member in others))
         self.catalog.add(first.engine.catalog.models)
 
     async def stop(self) -> None:
         self.stopping = True
+        await self.sampler.stop()
         await asyncio.gather(*(member.engine.stop() for member in self._members))
         self._exchange.close()
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from tinkex.engine import directories
-from tinkex.engine.interface import EngineLease, OnToken
-from tinkex.engine.values import SampledResult, SampleJob
-from tinkex.errors import NotFoundError
+import numpy as np
 
+from tinkex.engine import directories
+from tinkex.engine.interface import EngineDiedError, EngineLease, OnToken
+from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.errors import NotFoundError, TinkerError
+
+from .drift import checking_job
 from .members import Member, Members
 from .pool_trainer import PoolTrainer
 from .routing import block_keys, new_tokens, sampling_cost
@@ -62,6 +67,7 @@ class PoolSampler:
         self._members = members
         self._trainer = trainer
         self._samplers: dict[str, _Adapter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._opened: dict[Member, OrderedDict[str, _Opened]] = {}
 
     # -- samplers ----------------------------------------------------------------------------
@@ -90,10 +96,14 @@ class PoolSampler:
     async def _check_opens(self, adapter: _Adapter) -> None:
         """Open an adapter on one engine, so that damaged or unfitting weights are an error now."""
         if adapter.directory is not None and not self._is_open(adapter.name):
-            members = await self._members.some_up(lambda each: each.samples)
+            members = await self._members.some_up(self._serving(adapter))
             member = min(members, key=lambda each: (each.load.wait(), each.name))
             await self._members.enter(member)
             await self._open(member, adapter)
+
+    def _serving(self, adapter: _Adapter) -> Callable[[Member], bool]:
+        plain = SampleJob("", np.zeros(1, np.int64))
+        return self._fitting(adapter, plain)
 
     def _is_open(self, name: str) -> bool:
         return any(name in opened and opened[name].ready for opened in self._opened.values())
@@ -125,19 +135,52 @@ class PoolSampler:
             try:
                 member.load.prefixes.add(keys)
                 named = replace(job, sampler_id=adapter.name)
-                return await member.engine.sample(named, on_token)
+                result = await member.engine.sample(named, on_token)
+                if member.draws is not None and member.drift.wants(job, result):
+                    self._start(self._check(member, adapter, job, result))
+                return result
             finally:
                 opened.users -= 1
                 await self._close_unused(member)
         finally:
             member.load.tokens -= cost
 
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _check(
+        self, sampler: Member, adapter: _Adapter, job: SampleJob, result: SampledResult
+    ) -> None:
+        """Compare the logprobs of a result with those of an engine that trains."""
+        trainers = [member for member in self._members if member.trains and member.up]
+        if not trainers:
+            return
+        trainer = min(trainers, key=lambda each: (each.load.in_line, each.load.wait(), each.name))
+        with suppress(EngineDiedError, TinkerError):  # it is only a check
+            opened = await self._open(trainer, adapter)
+            opened.users += 1
+            try:
+                asked = replace(checking_job(job, result), sampler_id=adapter.name)
+                checked = await trainer.engine.sample(asked)
+            finally:
+                opened.users -= 1
+            assert checked.prompt_logprobs_T is not None
+            sampler.drift.add(result.logprobs[0], checked.prompt_logprobs_T[len(job.prompt_T) :])
+        await self._close_unused(trainer)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _route(self, adapter: _Adapter, job: SampleJob, keys: list[bytes]) -> Member:
         """The engine on which a job costs least: by its load, and by what it has of adapter and prompt."""
         suspected = self._members.quarantine()
-        if suspected is not None and suspected.samples:
+        if suspected is not None and suspected.can_draw(job, adapter.base_model):
             return suspected
-        members = await self._members.some_up(lambda each: each.samples)
+        members = await self._members.some_up(self._fitting(adapter, job))
 
         def cost(member: Member) -> tuple[float, str]:
             held = self._held(member).get(adapter.name)
@@ -145,6 +188,12 @@ class PoolSampler:
             return sampling_cost(member.load, job, keys, has_adapter=has_adapter), member.name
 
         return min(members, key=cost)
+
+    def _fitting(self, adapter: _Adapter, job: SampleJob) -> Callable[[Member], bool]:
+        """Samplers first; an engine that is there to train draws what no sampler can."""
+        able = [member for member in self._members if member.can_draw(job, adapter.base_model)]
+        chosen = [member for member in able if member.samples] or able
+        return chosen.__contains__
 
     async def _open(
         self, member: Member, adapter: _Adapter, trained_as: str | None = None

@@ -19,7 +19,7 @@ from tinkex._wire.operations import Runner
 from tinkex.config import read_env
 from tinkex.engine.files import make_directory
 from tinkex.engine.process import Setup
-from tinkex.engine.values import LossLimits
+from tinkex.engine.values import MAX_RANK, LossLimits, VllmOptions
 from tinkex.errors import ConfigError
 from tinkex.types import CopyWeightsRequest, CreateSessionRequest, FinishSessionRequest
 
@@ -91,6 +91,16 @@ class Settings:
     engine_in_process: bool = False
     #: Engine processes; `auto` is one per GPU, and one on a machine without.
     engines: int | Literal["auto"] = 1
+    #: Who samples: the engines, or vLLM in a process of its own, run by the interpreter `sampler_python`.
+    sampler: Literal["own", "vllm"] = "own"
+    sampler_python: Path | None = None
+    #: Settings of vLLM; see `VllmOptions`.
+    vllm_max_loras: int = VllmOptions.max_loras
+    vllm_kept_loras: int = VllmOptions.kept_loras
+    vllm_max_rank: int = VllmOptions.max_rank
+    vllm_memory_share: float = VllmOptions.memory_share
+    vllm_cpu_cache_gb: int = VllmOptions.cpu_cache_gb
+    vllm_eager: bool = VllmOptions.eager
     #: Whether a base model is downloaded when a client first asks for it; for services of one user.
     on_demand: bool = False
     device: str = "auto"
@@ -168,12 +178,32 @@ class Settings:
         )
 
     @property
+    def vllm_options(self) -> VllmOptions:
+        return VllmOptions(
+            max_loras=self.vllm_max_loras,
+            kept_loras=self.vllm_kept_loras,
+            max_rank=self.vllm_max_rank,
+            max_logprobs=max(self.max_topk, 1),
+            memory_share=self.vllm_memory_share,
+            cpu_cache_gb=self.vllm_cpu_cache_gb,
+            eager=self.vllm_eager,
+        )
+
+    @property
     def loss_limits(self) -> LossLimits:
         return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
     def __post_init__(self) -> None:
         if self.engines != "auto" and self.engines < 1:
             raise ConfigError("must be at least 1, or auto", field="engines")
+        if self.sampler_python is not None and not os.access(self.sampler_python, os.X_OK):
+            raise ConfigError(
+                f"{self.sampler_python} is no program that can be run", field="sampler_python"
+            )
+        if not 1 <= self.vllm_max_rank <= MAX_RANK:
+            raise ConfigError(f"must be between 1 and {MAX_RANK}", field="vllm_max_rank")
+        if not 0 < self.vllm_memory_share <= 1:
+            raise ConfigError("must be more than 0 and at most 1", field="vllm_memory_share")
         if not self.engine_deadline > 0:
             raise ConfigError("must be more than 0 seconds", field="engine_deadline")
         if self.on_demand and self.keys.needed:
@@ -238,7 +268,10 @@ class Service:
                 settings.device,
                 settings.dtype,
                 settings.loss_limits,
+                vllm=settings.vllm_options,
             ),
+            vllm=settings.sampler == "vllm",
+            vllm_python=settings.sampler_python,
             count=engine_count(settings.engines, settings.device),
             in_process=settings.engine_in_process,
             deadline=settings.engine_deadline,

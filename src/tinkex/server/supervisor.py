@@ -139,6 +139,10 @@ class Supervisor:
     def name(self) -> str:
         return self._worker.name
 
+    def know(self, models: Sequence[PreparedModel]) -> None:
+        """Base models that another engine has prepared on disk; call it before `start`."""
+        self._worker.also_prepared(models)
+
     @property
     def up(self) -> bool:
         """Whether the engine runs, as far as is known."""
@@ -168,6 +172,7 @@ class Supervisor:
                 up=self.up,
                 busy_seconds=worker.busy_seconds,
                 pid=worker.pid,
+                kind=worker.kind,
                 device="" if ready is None else ready.device,
                 base_models=tuple(model.name for model in self.catalog.models),
                 models=sum(not lease.lost for lease in self._models.values()),

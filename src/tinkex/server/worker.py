@@ -11,17 +11,20 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.calls import AddSample, CallFrame, CancelSample, EngineCall, Reply, Token
 from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
 from tinkex.engine.process import Ready, Setup, encode_frame, serve
@@ -50,6 +53,7 @@ class Worker:
         *,
         name: str = "engine",
         in_process: bool = False,
+        python: Path | None = None,
         deadline: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +62,7 @@ class Worker:
         self.life = 0
         self._setup = setup
         self._in_process = in_process
+        self._python = python
         self._clock = clock
         self.watch = Watch(deadline)
         self._watching: asyncio.Task[None] | None = None
@@ -92,7 +97,7 @@ class Worker:
                 # Start it from the event loop's thread: the kernel kills the engine when its parent thread ends.
                 passed = theirs.fileno(), progress.fileno()
                 self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own module, started at once
-                    [sys.executable, "-m", "tinkex.engine", *map(str, (*passed, os.getpid()))],
+                    [*_command(self._python), *map(str, (*passed, os.getpid()))],
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -150,6 +155,8 @@ class Worker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 await asyncio.to_thread(process.wait)
+            with contextlib.suppress(ProcessLookupError):  # processes that the engine has started
+                os.killpg(process.pid, signal.SIGKILL)
             self._process = None  # not before: a call that is cancelled here is repeated
         self._fail_calls("The service is stopping.")
 
@@ -157,6 +164,14 @@ class Worker:
         """Load this base model too the next time the engine starts."""
         names = [*self._setup.base_models, base_model]
         self._setup = replace(self._setup, base_models=names)
+
+    def also_prepared(self, models: Sequence[PreparedModel]) -> None:
+        """Tell the engine of base models that another engine has prepared on disk, before it starts."""
+        self._setup = replace(self._setup, prepared=models)
+
+    @property
+    def kind(self) -> str:
+        return self._setup.engine
 
     @property
     def busy(self) -> bool:
@@ -247,6 +262,27 @@ class Worker:
 
     def _death(self, why: str, *, cause_known: bool = False) -> EngineDiedError:
         return EngineDiedError(why, engine=self.name, life=self.life, cause_known=cause_known)
+
+
+#: Runs the engine in another Python. Only this package is made importable there, by its file: the directory that
+#: holds it may hold packages of other versions.
+_ELSEWHERE: Final = """
+import importlib.util, sys
+from pathlib import Path
+file = sys.argv.pop(1)
+found = importlib.util.spec_from_file_location("tinkex", file, submodule_search_locations=[str(Path(file).parent)])
+sys.modules["tinkex"] = importlib.util.module_from_spec(found)
+found.loader.exec_module(sys.modules["tinkex"])
+from tinkex.engine.process import main
+main(has_children=True)
+"""
+
+
+def _command(python: Path | None) -> list[str]:
+    """How an engine is started: by this interpreter, or by one that has packages of its own."""
+    if python is None:
+        return [sys.executable, "-m", "tinkex.engine"]
+    return [str(python), "-c", _ELSEWHERE, str(Path(__file__).parent.parent / "__init__.py")]
 
 
 async def _frame(reader: asyncio.StreamReader) -> Any:

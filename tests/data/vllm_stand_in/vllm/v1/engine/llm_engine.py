@@ -1,0 +1,96 @@
+"""One token per request and step. Like vLLM, it keeps the first adapter that it was given under an integer."""
+
+import hashlib
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class Completion:
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: str | None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    outputs: list[Completion]
+    finished: bool
+    prompt_logprobs: Any
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    params: Any
+    weights: str
+    drawn: int = 0
+
+
+def weights_of(directory: str) -> str:
+    return hashlib.sha256(Path(directory, "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+@dataclass
+class LLMEngine:
+    arguments: Any
+    loras: dict[int, str] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    @classmethod
+    def from_engine_args(cls, arguments: Any) -> "LLMEngine":
+        subprocess.Popen(["sleep", "1000"])  # as vLLM starts its workers
+        return cls(arguments)
+
+    def add_lora(self, lora: Any) -> bool:
+        config = json.loads(Path(lora.lora_path, "adapter_config.json").read_text())
+        if config["r"] > self.arguments.max_lora_rank:
+            raise ValueError(f"LoRA rank {config['r']} is greater than max_lora_rank")
+        self.loras.setdefault(lora.lora_int_id, weights_of(lora.lora_path))
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        return self.loras.pop(number, None) is not None
+
+    def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> str:
+        weights = "base"
+        if lora_request is not None:
+            # Evicted adapters are read again from their path, as vLLM does.
+            number = lora_request.lora_int_id
+            weights = self.loras.setdefault(number, weights_of(lora_request.lora_path))
+        self.requests[name] = Request(prompt["prompt_token_ids"], params, weights)
+        return name
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.requests.pop(name, None)
+
+    def step(self) -> list[RequestOutput]:
+        outputs = []
+        for name, request in list(self.requests.items()):
+            params = request.params
+            text = f"{request.weights} {request.prompt} {params.seed} {request.drawn}"
+            token = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 250
+            request.drawn += 1
+            stopped = token in params.stop_token_ids
+            finished = stopped or request.drawn == params.max_tokens
+            choices = {token: Logprob(-1.0)}
+            choices |= {250 + rank: Logprob(-2.0 - rank) for rank in range(params.logprobs)}
+            scores = None
+            if params.prompt_logprobs is not None and request.drawn == 1:
+                scores = [None, *({each: Logprob(-0.5)} for each in request.prompt[1:])]
+            reason = None if not finished else "stop" if stopped else "length"
+            completion = Completion([token], [choices], reason)
+            outputs.append(RequestOutput(f"{name}-0a1b", [completion], finished, scores))
+            if finished:
+                del self.requests[name]
+        return outputs

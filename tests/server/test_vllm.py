@@ -1,0 +1,192 @@
+"""vLLM as a sampler, with a stand-in for vLLM: every sample is of its own adapter, and faults are said clearly."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.engine.vllm_engine import can_draw
+from tinkex.errors import ConfigError
+from tinkex.server.drift import Drift, checking_job
+from tinkex.server.service import Settings
+from tinkex.testing import service
+
+from .api import Api
+
+STAND_IN = Path(__file__).parent.parent / "data" / "vllm_stand_in"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An interpreter in whose environment the stand-in is installed."""
+    script = tmp_path_factory.mktemp("bin") / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={STAND_IN} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def running(python, tmp_path):
+    with service(
+        "fake",
+        data_dir=tmp_path,
+        sampler="vllm",
+        sampler_python=python,
+        device="cpu",
+        dtype="float32",
+        vllm_max_rank=16,
+    ) as made:
+        yield made
+
+
+def expected(data_dir: Path, checkpoint: str, prompt, seed, count):
+    """What the stand-in draws from the weights of a checkpoint."""
+    name = checkpoint.rpartition("/")[2]
+    (file,) = data_dir.glob(f"checkpoints/*/*/{name}/adapter_model.safetensors")
+    weights = hashlib.sha256(file.read_bytes()).hexdigest()
+    drawn = []
+    for position in range(count):
+        text = f"{weights} {list(prompt)} {seed} {position}"
+        drawn.append(int(hashlib.sha256(text.encode()).hexdigest(), 16) % 250)
+    return drawn
+
+
+def test_samples_of_many_adapters_are_each_of_its_own(running):
+    with Api(running.url) as api:
+        model = api.model()
+        samplers, paths = [], []
+        for number in range(12):
+            model.step()
+            paths.append(model.save(f"w{number}", "save_weights_for_sampler"))
+            samplers.append(api.sampler(model.session_id, 10 + number, model_path=paths[-1]))
+        asked = [
+            (number % 12, number, samplers[number % 12].send([5, 6], seed=number, max_tokens=4))
+            for number in range(100)
+        ]
+        for which, seed, promise in asked:
+            (sequence,) = api.retrieve(promise)["sequences"]
+            assert sequence["tokens"] == expected(running.data_dir, paths[which], [5, 6], seed, 4)
+            assert sequence["stop_reason"] == "length"
+
+
+def test_several_samples_top_logprobs_and_prompt_logprobs(running):
+    with Api(running.url) as api:
+        sampler = api.sampler()
+        fields = {"prompt_logprobs": True, "topk_prompt_logprobs": 0}
+        result = sampler.sample([5, 6, 7], 3, fields, max_tokens=2, seed=1)
+        assert len({tuple(each["tokens"]) for each in result["sequences"]}) == 3
+        assert result["prompt_logprobs"] == [None, -0.5, -0.5]
+
+
+def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
+    with Api(running.url) as api:
+        sampler = api.sampler()
+        before = sampler.tokens([5, 6], seed=3)
+        (pid,) = _vllm_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert sampler.tokens([5, 6], seed=3) == before
+        restarts = {each["name"]: each["restarts"] for each in api.got("healthz")["engines"]}
+        assert restarts == {"engine-0": 0, "vllm": 1}
+
+
+def test_processes_that_vllm_starts_end_with_it(running):
+    (first,) = _vllm_pids()
+    children = _group(first)
+    assert len(children) == 2
+    os.kill(first, signal.SIGKILL)
+    with Api(running.url) as api:
+        assert api.sampler().tokens([5, 6])  # vLLM has been started again
+    assert _group(first) == []
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _vllm_pids() -> list[int]:
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+def test_adapter_that_vllm_cannot_hold_is_an_error_not_the_base_model(running):
+    with Api(running.url) as api:
+        model = api.model(lora_config={"rank": 32, "seed": 1})
+        model.step()
+        path = model.save("large", "save_weights_for_sampler")
+        sampler = api.sampler(model.session_id, 9, model_path=path)
+        answer = sampler.sample([5, 6])
+        assert "rank 32" in answer["error"]
+        assert "vllm_max_rank" in answer["error"]
+        assert answer["category"] == "user"
+
+
+def test_metrics_say_how_far_samples_are_from_the_trainer(running):
+    with Api(running.url) as api:
+        text = api.http.get("/metrics").text
+        assert 'tinkex_sampler_drift_tokens_total{engine="vllm"} 0.0' in text
+        assert 'kind="vllm"' in text
+
+
+def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
+    python = Path(sys.executable)
+    with (
+        pytest.raises(ConfigError, match="pip install vllm"),
+        service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
+    ):
+        pass
+
+
+def test_settings_of_vllm_are_checked(tmp_path):
+    for wrong, field in (
+        ({"sampler_python": tmp_path / "nothing"}, "sampler_python"),
+        ({"vllm_max_rank": 0}, "vllm_max_rank"),
+        ({"vllm_memory_share": 1.5}, "vllm_memory_share"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Settings(tmp_path, **wrong)
+        assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kept_mass": True},
+        {"logit_bias": ((1, 2.0),)},
+        {"presence_penalty": 0.5},
+        {"topk_prompt_logprobs": 2},
+        {"target_prompt_tokens": np.zeros((2, 1))},
+    ],
+)
+def test_what_vllm_means_differently_is_drawn_by_our_own_engine(options):
+    assert can_draw(SampleJob("s", np.arange(2), prompt_logprobs=True, top_k=3, min_p=0.1))
+    assert not can_draw(SampleJob("s", np.arange(2), **options))
+
+
+def test_drift_is_the_difference_on_a_share_of_plain_requests():
+    drift = Drift(chance=lambda: 0.0)
+    job = SampleJob("s", np.array([1, 2]), num_samples=2)
+    result = SampledResult([np.array([7, 8])] * 2, [np.array([-1.0, -2.0])] * 2, ["stop"] * 2)
+    assert drift.wants(job, result)
+    assert not drift.wants(SampleJob("s", np.array([1]), temperature=0.5), result)
+    assert not Drift(chance=lambda: 0.9).wants(job, result)
+    asked = checking_job(job, result)
+    assert asked.prompt_T.tolist() == [1, 2, 7, 8]
+    assert asked.first_scored == 2
+    drift.add(result.logprobs[0], np.array([-1.5, -2.25]))
+    assert (drift.tokens, drift.total, drift.worst) == (2, 0.75, 0.5)
