@@ -13,6 +13,7 @@ from tinkex.engine import base_models
 from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
 from tinkex.engine.parcels import FileDepot
+from tinkex.engine.shards import divide
 from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
 from tinkex.errors import InvalidInputError
 
@@ -31,7 +32,7 @@ def engines(tmp_path):
     return (*pool, TorchEngine([tiny]))
 
 
-def examples(seed, count=12):
+def examples(seed, count=16):
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -43,7 +44,9 @@ def examples(seed, count=12):
 
 def divided(home, helper, request, helped=(1, 2)):
     adapter = home.publish("m")
-    own = [number for number in range(4) if number not in helped]
+    count = len(divide(request.examples, home.token_budget))
+    assert count > max(helped)
+    own = [number for number in range(count) if number not in helped]
     parts = [finish(helper.help_pass(adapter, request, list(helped)))]
     parts.append(finish(home.run_shards("m", request, own)))
     return home.finish_pass("m", request, parts)
