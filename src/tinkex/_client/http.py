@@ -210,7 +210,7 @@ def _leads_on(response: RawResponse) -> bool:
     )
 
 
-def _row(method: Method, path: str, timeout: float | None = None) -> Operation[Any]:
+def _row(method: Method, path: str, timeout: float | None = None) -> Operation[object]:
     name = f"{method} {path}"
     kinds = (object, object, Pool.REST, Body.JSON)
     return Operation(name, method, path, *kinds, timeout=timeout, window=False)

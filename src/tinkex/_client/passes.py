@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from tinkex._wire import json_codec
 from tinkex._wire.operations import Operation, operation
@@ -38,7 +38,7 @@ class TrainingWire:
 
     def encode(
         self, request: ForwardBackwardRequest | ForwardRequest, *, zstd: bool
-    ) -> tuple[Operation[Any], bytes, dict[str, str]]:
+    ) -> tuple[Operation[object], bytes, dict[str, str]]:
         """The operation, its body and the headers that describe the body."""
         if self.protobuf:
             return operation("forward_backward"), *encode_training(request, zstd=zstd)

@@ -359,7 +359,7 @@ class Session:
 
     async def promise(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         request: Any,
         *,
         headers: Mapping[str, str] | None = None,

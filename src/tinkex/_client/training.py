@@ -596,7 +596,7 @@ class TrainingClient(TrainingClientMethods):
         self,
         turn: Turn,
         deadline: float | None,
-        row: Operation[Any],
+        row: Operation[object],
         request: RequestModel,
         then: Callable[[Any], Any] | None,
         numbered: bool,
@@ -739,7 +739,7 @@ class TrainingClient(TrainingClientMethods):
             raise error
         return [first, *(outcome for outcome in later if not isinstance(outcome, BaseException))]
 
-    def _check_may_start(self, row: Operation[Any], deadline: float | None) -> None:
+    def _check_may_start(self, row: Operation[object], deadline: float | None) -> None:
         """Raise before a seq_id is assigned: the service would wait for an assigned seq_id that never arrives."""
         if deadline is not None and self._session.clock.monotonic() >= deadline:
             raise APITimeoutError(
@@ -790,7 +790,7 @@ class TrainingClient(TrainingClientMethods):
         weight: int,
         tag: Mapping[str, str],
         deadline: float | None,
-    ) -> tuple[Operation[Any], RawResponse]:
+    ) -> tuple[Operation[object], RawResponse]:
         zstd = self._session.flags.proto_compress_fwdbwd
         if weight > _ENCODE_ASIDE:
             row, body, headers = await asyncio.to_thread(wire.encode, request, zstd=zstd)
@@ -818,7 +818,7 @@ class TrainingClient(TrainingClientMethods):
         return chunking.combine(await _all(outcomes, parts))
 
     def _outcome(
-        self, row: Operation[Any], promised: Any, seconds: float, deadline: float | None
+        self, row: Operation[object], promised: Any, seconds: float, deadline: float | None
     ) -> Coroutine[Any, Any, Any]:
         return self._session.outcome(
             row, promised, seconds, observers=self._observers, deadline=deadline

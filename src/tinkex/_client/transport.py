@@ -146,7 +146,7 @@ class Transport:
 
     async def send(
         self,
-        operation: Operation[Any],
+        operation: Operation[object],
         request: Any = None,
         *,
         path: Mapping[str, str] | None = None,
@@ -173,7 +173,7 @@ class Transport:
         waiting = partial(self.tell_waiting, operation.name, policy, deadline)
         return await retrying(once, policy, self.clock, waiting, deadline, attempt_events)
 
-    def policy_for(self, operation: Operation[Any]) -> HTTPRetryPolicy:
+    def policy_for(self, operation: Operation[object]) -> HTTPRetryPolicy:
         billing_window = self.billing_window if operation.pauses else 0.0
         if not operation.retries:
             return HTTPRetryPolicy(0, 0.0, billing_window)
@@ -198,7 +198,7 @@ class Transport:
             limit = f"giving up when the call's own timeout ends in {left:.0f} s"
         self.notices.retry(what, error, tried.attempt, tried.elapsed, wait, limit)
 
-    def read(self, operation: Operation[Any], kind: type[R], response: RawResponse) -> R:
+    def read(self, operation: Operation[object], kind: type[R], response: RawResponse) -> R:
         """Decode the body of a successful answer. A body that does not fit the protocol is an error."""
         if kind is EmptyResponse:  # success; the body does not matter
             return kind()
@@ -207,7 +207,7 @@ class Transport:
         except DecodeError as error:
             raise self.misunderstood(operation, response, error) from error
 
-    def read_promise(self, operation: Operation[Any], response: RawResponse) -> Any:
+    def read_promise(self, operation: Operation[object], response: RawResponse) -> Any:
         """The promise of a queued operation, or its result if the service answers with it directly."""
         try:
             body = json_codec.parse(response.content)
@@ -217,7 +217,7 @@ class Transport:
             raise self.misunderstood(operation, response, error) from error
 
     def misunderstood(
-        self, operation: Operation[Any], response: RawResponse, error: TinkerError
+        self, operation: Operation[object], response: RawResponse, error: TinkerError
     ) -> APIResponseValidationError:
         url = self._url(operation, None, None, check=False)
         headers = _lower(response.headers)
@@ -229,7 +229,7 @@ class Transport:
             request_id=headers.get("x-request-id"),
         )
 
-    def error(self, operation: Operation[Any], url: str, response: RawResponse) -> TinkerError:
+    def error(self, operation: Operation[object], url: str, response: RawResponse) -> TinkerError:
         return error_from_response(
             response.status,
             _lower(response.headers),
@@ -242,7 +242,7 @@ class Transport:
 
     def exchange(
         self,
-        operation: Operation[Any],
+        operation: Operation[object],
         url: str,
         headers: Mapping[str, str],
         body: bytes | None,
@@ -267,7 +267,7 @@ class Transport:
 
     async def _exchange(
         self,
-        operation: Operation[Any],
+        operation: Operation[object],
         url: str,
         headers: Mapping[str, str],
         body: bytes | None,
@@ -335,7 +335,7 @@ class Transport:
 
     # -- events of an exchange -----------------------------------------------------------------
 
-    def _watch(self, operation: Operation[Any]) -> tuple[int, float]:
+    def _watch(self, operation: Operation[object]) -> tuple[int, float]:
         """Emit the start event of a request. Returns the number of its events and the start time."""
         number = next_id()
         if wants(HttpRequestStart):
@@ -344,7 +344,7 @@ class Transport:
         return number, self.clock.monotonic()
 
     def _tell_answered(
-        self, operation: Operation[Any], watched: tuple[int, float], status: int, attempt: int
+        self, operation: Operation[object], watched: tuple[int, float], status: int, attempt: int
     ) -> None:
         number, began = watched
         seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
@@ -352,7 +352,7 @@ class Transport:
         tell(partial(HttpRequestStop, number, *facts, seconds, *outcome, metadata=self._whose()))
 
     def _tell_failed(
-        self, operation: Operation[Any], watched: tuple[int, float], error: BaseException | None
+        self, operation: Operation[object], watched: tuple[int, float], error: BaseException | None
     ) -> None:
         if wants(HttpRequestException):
             number, began = watched
@@ -360,7 +360,7 @@ class Transport:
             failure = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
             emit(HttpRequestException(number, *facts, seconds, *failure, metadata=self._whose()))
 
-    def _facts_of(self, operation: Operation[Any]) -> tuple[str, str, str, str]:
+    def _facts_of(self, operation: Operation[object]) -> tuple[str, str, str, str]:
         pool = operation.pool._value_  # faster than `value`, which dominates this function
         return operation.method, operation.path, pool, self._base_url
 
@@ -370,7 +370,7 @@ class Transport:
 
     @asynccontextmanager
     async def stream(
-        self, operation: Operation[Any], request: Any, headers: Mapping[str, str] | None = None
+        self, operation: Operation[object], request: Any, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[Any]:
         """Send an operation once, without retries, and yield its answer while it is still arriving."""
         url = self._url(operation, request, None)
@@ -484,7 +484,7 @@ class Transport:
 
     def _url(
         self,
-        operation: Operation[Any],
+        operation: Operation[object],
         request: Any,
         path: Mapping[str, str] | None,
         *,
@@ -617,7 +617,7 @@ class _Streamed:
             raise _connection_error(error, self._method, self._url, None) from error
 
 
-def encode_body(operation: Operation[Any], request: Any) -> tuple[bytes | None, dict[str, str]]:
+def encode_body(operation: Operation[object], request: Any) -> tuple[bytes | None, dict[str, str]]:
     """The body of a request and its content headers."""
     if operation.body in {Body.NONE, Body.QUERY}:
         return (None, {}) if operation.method in {"GET", "DELETE"} else (b"", {})

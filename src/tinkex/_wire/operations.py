@@ -26,7 +26,7 @@ from tinkex.errors import InvalidInputError
 
 __all__ = ["OPERATIONS", "Body", "BodyLimits", "Operation", "Pool", "Runner", "Theme", "operation"]
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Pool(Enum):
@@ -121,7 +121,7 @@ class Runner(Enum):
 
 
 @dataclass(frozen=True)
-class Operation(Generic[R]):
+class Operation(Generic[R_co]):
     """One call of the protocol. The table below has one row for each and is the only place for facts about operations.
 
     On the wire:
@@ -162,7 +162,7 @@ class Operation(Generic[R]):
     method: str
     path: str
     request: type[Any]
-    result: type[R]
+    result: type[R_co]
     pool: Pool
     body: Body = Body.JSON
     theme: Theme | None = None  # None only for calls by path, which are in no table
@@ -223,9 +223,9 @@ def _row(
     method: str,
     path: str,
     request: type[Any],
-    result: type[R],
+    result: type[R_co],
     **more: Any,
-) -> Operation[R]:
+) -> Operation[R_co]:
     return Operation(name, method, f"/api/v1/{path}", request, result, summary=summary, **more)
 
 
@@ -233,10 +233,10 @@ def _get(
     name: str,
     summary: str,
     path: str,
-    result: type[R],
+    result: type[R_co],
     request: type[Any] = types.EmptyRequest,
     **more: Any,
-) -> Operation[R]:
+) -> Operation[R_co]:
     body = Body.NONE if request is types.EmptyRequest else Body.QUERY
     more.setdefault("pool", Pool.REST)
     return _row(name, summary, "GET", path, request, result, body=body, **more)
@@ -254,15 +254,15 @@ def _delete(name: str, summary: str, path: str, **more: Any) -> Operation[types.
 
 
 def _post(
-    name: str, summary: str, request: type[Any], result: type[R], path: str = "", **more: Any
-) -> Operation[R]:
+    name: str, summary: str, request: type[Any], result: type[R_co], path: str = "", **more: Any
+) -> Operation[R_co]:
     more.setdefault("pool", Pool.SESSION)
     return _row(name, summary, "POST", path or name, request, result, **more)
 
 
 def _queued(
-    name: str, summary: str, request: type[Any], result: type[R], **more: Any
-) -> Operation[R]:
+    name: str, summary: str, request: type[Any], result: type[R_co], **more: Any
+) -> Operation[R_co]:
     more = {"pool": Pool.TRAINING, "runner": Runner.MODELS} | more
     label = request.__name__.removesuffix("Request")
     return _post(name, summary, request, result, request_type=label, **more)

@@ -55,7 +55,7 @@ __all__ = [
     "UnloadModel",
 ]
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Engine(Protocol):
@@ -109,8 +109,8 @@ class SharedPasses(Protocol):
     ) -> PassResult: ...
 
 
-class EngineCall(Generic[R]):
-    """A call with a result of type R.
+class EngineCall(Generic[R_co]):
+    """A call with a result of a known type.
 
     Calls in the lane `line` run one after another. A call in `now` is quick and does not wait for training: it runs
     between two micro-batches of a pass. Samples join the sampling batch. Only a `timed` call counts towards the
@@ -122,21 +122,21 @@ class EngineCall(Generic[R]):
     timed: ClassVar[bool] = True
 
 
-class DirectCall(EngineCall[R]):
+class DirectCall(EngineCall[R_co]):
     """A call that is one method of the engine."""
 
     __slots__ = ()
 
-    def run(self, engine: Engine) -> R:
+    def run(self, engine: Engine) -> R_co:
         raise NotImplementedError
 
 
-class PassCall(EngineCall[R]):
+class PassCall(EngineCall[R_co]):
     """Runs one micro-batch at a time; the engine samples between them."""
 
     __slots__ = ()
 
-    def begin(self, engine: Engine) -> Generator[None, None, R]:
+    def begin(self, engine: Engine) -> Generator[None, None, R_co]:
         raise NotImplementedError
 
 
@@ -322,7 +322,7 @@ class CancelSample(EngineCall[None]):
 @dataclass(frozen=True, slots=True)
 class CallFrame:
     call_id: int
-    call: EngineCall[Any]
+    call: EngineCall[object]
 
 
 @dataclass(frozen=True, slots=True)

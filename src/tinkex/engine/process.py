@@ -277,7 +277,7 @@ def _portable(error: Exception) -> Exception:
 # -- the pipe ------------------------------------------------------------------------------------
 
 
-def encode_frame(value: Any) -> bytes:
+def encode_frame(value: object) -> bytes:
     data = pickle.dumps(value, protocol=5)
     return _LENGTH.pack(len(data)) + data
 
@@ -400,7 +400,7 @@ class _Pipe:
 
 
 def _work(
-    setup: Setup, inbox: Inbox, send: Callable[[Any], None], progress: Progress | None
+    setup: Setup, inbox: Inbox, send: Callable[[object], None], progress: Progress | None
 ) -> None:
     try:
         engine, ready = _set_up(setup)

@@ -270,7 +270,7 @@ class _CheckpointId(Convertor[str]):
 register_url_convertor("checkpoint_id", _CheckpointId())
 
 
-def _route(service: Service, row: Operation[Any], metrics: Metrics, tracing: Tracing) -> Route:
+def _route(service: Service, row: Operation[object], metrics: Metrics, tracing: Tracing) -> Route:
     async def endpoint(request: Request) -> Response:
         with tracing.call(row.name, request.headers):
             response = await answer(request)
@@ -343,7 +343,7 @@ def _error_response(error: BaseException, name: str) -> Response:
     return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
 
 
-def _uses_up_its_number(row: Operation[Any], status: int) -> bool:
+def _uses_up_its_number(row: Operation[object], status: int) -> bool:
     """Whether a client that gets this status continues with the next sequence number instead of a retry.
 
     A body that is too large is not read, so its number is unknown. Only the requests of a model run in order.

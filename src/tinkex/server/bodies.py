@@ -58,7 +58,7 @@ class Bodies:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def receive(self, row: Operation[Any], request: Request, hold: Hold) -> Received:
+    async def receive(self, row: Operation[object], request: Request, hold: Hold) -> Received:
         """Read the body of a request; refuse it as soon as it is known to exceed the limit."""
         headers = request.headers
         media = _media_of(row, headers.get("content-type", ""), _has_body(headers))
@@ -74,7 +74,7 @@ class Bodies:
             body = await self._decompressed(row, media, body, encoding, hold)
         return Received(body, media)
 
-    async def decode(self, row: Operation[Any], owner: str, received: Received) -> Any:
+    async def decode(self, row: Operation[object], owner: str, received: Received) -> Any:
         """Decode a body into the request of its operation."""
         body, media = received.body, received.media
         return await self.off_loop(owner, len(body), decoding.decode, row, body, media)
@@ -97,7 +97,7 @@ class Bodies:
             return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _decompressed(
-        self, row: Operation[Any], media: str, body: bytes, encoding: str, hold: Hold
+        self, row: Operation[object], media: str, body: bytes, encoding: str, hold: Hold
     ) -> bytes:
         limit = self._limit(row, media, "max_decoded_bytes")
         size = announced_size(body, encoding)
@@ -114,7 +114,7 @@ class Bodies:
             ),
         )
 
-    def _limit(self, row: Operation[Any], media: str, setting: str) -> _Limit:
+    def _limit(self, row: Operation[object], media: str, setting: str) -> _Limit:
         own = self._own_limits.get(row.name)
         if own is None:
             own = row.limits.json if media == "json" else row.limits.protobuf
@@ -177,7 +177,7 @@ def _has_body(headers: Any) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-def _media_of(row: Operation[Any], content_type: str, has_body: bool) -> str:
+def _media_of(row: Operation[object], content_type: str, has_body: bool) -> str:
     """The format of a body; refuse anything but JSON and protobuf.
 
     A web page can make a browser post text and forms to this machine without a preflight request, but not these two.

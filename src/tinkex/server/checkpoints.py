@@ -250,7 +250,11 @@ class Checkpoints:
             await self._db(self._change, row, "checkpoint_ttl_set", details, changes)
 
     def _change(
-        self, row: CheckpointRow, event: str, details: Mapping[str, Any], changes: dict[str, Any]
+        self,
+        row: CheckpointRow,
+        event: str,
+        details: Mapping[str, object],
+        changes: Mapping[str, object],
     ) -> None:
         """Update the row of a checkpoint, but never of another that has the same name by now."""
         if self._there(row) is None:
@@ -297,7 +301,7 @@ class Checkpoints:
 
     @contextmanager
     def _noted(
-        self, row: CheckpointRow, event: str, details: Mapping[str, Any] | None = None
+        self, row: CheckpointRow, event: str, details: Mapping[str, object] | None = None
     ) -> Iterator[None]:
         """Commit a change and its audit entry in one transaction."""
         entry = AuditRow(

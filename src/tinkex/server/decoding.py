@@ -28,7 +28,7 @@ MAX_DEPTH: Final = 64
 _FIELD_BYTES: Final = 2
 
 
-def decode(row: Operation[Any], body: bytes, media: str) -> Any:
+def decode(row: Operation[object], body: bytes, media: str) -> Any:
     """The request that a body holds."""
     if media == "proto":
         items = row.limits.items
@@ -57,7 +57,7 @@ def decode(row: Operation[Any], body: bytes, media: str) -> Any:
         raise InvalidInputError(complaint, field=error.field) from error
 
 
-def checked_json(row: Operation[Any], body: bytes) -> Any:
+def checked_json(row: Operation[object], body: bytes) -> Any:
     """The JSON of a body that has neither too many objects and lists nor too many levels of them."""
     containers = body.count(b"{") + body.count(b"[")
     if containers > row.limits.items:
@@ -68,7 +68,7 @@ def checked_json(row: Operation[Any], body: bytes) -> Any:
     return content
 
 
-def _too_many(row: Operation[Any], what: str) -> PayloadTooLargeError:
+def _too_many(row: Operation[object], what: str) -> PayloadTooLargeError:
     return PayloadTooLargeError(
         f"The body of {row.name} holds more than {row.limits.items} {what}; send it in several requests."
     )

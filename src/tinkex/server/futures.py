@@ -64,7 +64,7 @@ class Promise:
     """
 
     request_id: str
-    operation: Operation[Any]
+    operation: Operation[object]
     owner: str
     scope: str
     seq_id: int | None
@@ -167,7 +167,7 @@ class Promises:
         self.on_finish: list[Callable[[Promise], None]] = []
         self.on_fetched: list[Callable[[Promise], None]] = []
         #: Called with a promise and its result when it succeeds, while the promise still has its request.
-        self.on_value: list[Callable[[Promise, Any], None]] = []
+        self.on_value: list[Callable[[Promise, object], None]] = []
         #: Called with an owner and a size when the owner's kept results leave no room for a request of that size.
         self.make_room: Callable[[str, int], None] = lambda _, __: None
 
@@ -181,14 +181,14 @@ class Promises:
 
     def accept(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         owner: str,
         scope: str,
         seq_id: int | None,
-        request: Any,
+        request: object,
         body: bytes,
         media: str,
-        extra: dict[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> Promise:
         """Append a request to the journal; it is durable once the journal is flushed."""
         self.check_room(owner)
@@ -235,7 +235,7 @@ class Promises:
         """Refuse a request if its owner has too many without a result."""
         self._quotas.pending.check(owner)
 
-    def _check_kept(self, owner: str, row: Operation[Any], size: int) -> None:
+    def _check_kept(self, owner: str, row: Operation[object], size: int) -> None:
         """Refuse a request if the results or the journal records of its owner are at their limit."""
         results, journal = self._quotas.results, self._quotas.journal_bytes
         if results.has_room(owner) and journal.has_room(owner, size):
@@ -272,7 +272,7 @@ class Promises:
 
     # -- finishing ---------------------------------------------------------------------------
 
-    def finish(self, promise: Promise, value: Any, change: int | None = None) -> None:
+    def finish(self, promise: Promise, value: object, change: int | None = None) -> None:
         try:
             payload, binary = _encoded(value)
         except Exception as error:  # the request did finish: no client may wait for ever
@@ -452,7 +452,7 @@ class Promises:
         self._quotas.journal_bytes.release(promise.owner, _HEADS + length)
 
 
-def _encoded(value: Any) -> tuple[bytes, bool]:
+def _encoded(value: object) -> tuple[bytes, bool]:
     """A result as bytes, and whether they are protobuf."""
     if isinstance(value, SampleResponse):
         return proto_codec.encode_sample_response(value), True
@@ -461,7 +461,7 @@ def _encoded(value: Any) -> tuple[bytes, bool]:
     return encode_result(value), False
 
 
-def _promise(head: dict[str, Any], place: Place, request: Any) -> Promise:
+def _promise(head: dict[str, Any], place: Place, request: object) -> Promise:
     seq = head["seq"]
     extra = dict(head["extra"])
     num_samples = extra.pop("num_samples", None)

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tinkex._wire.operations import Operation
 from tinkex.engine.files import make_directory, write_whole
@@ -48,7 +47,7 @@ class Losses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def create(
-        self, row: Operation[Any], owner: str, request: CreateCustomLossRequest, body: bytes
+        self, row: Operation[object], owner: str, request: CreateCustomLossRequest, body: bytes
     ) -> Promise:
         """Accept a loss; a request with the same number gets the same promise."""
         await self._sessions.check_active(request.session_id, owner)
@@ -98,7 +97,7 @@ class Losses:
         self._quota.add(owner, change)
         self._of_session[owner, session_id] += change
 
-    async def graph(self, loss_id: Any, session_id: str) -> TracedGraph:
+    async def graph(self, loss_id: object, session_id: str) -> TracedGraph:
         """The graph of a loss, which must belong to this session."""
         # The id is also a file name, so it may consist only of the session id and a number.
         if not (isinstance(loss_id, str) and _is_loss_of(session_id, loss_id)):

@@ -51,7 +51,7 @@ from .losses import Losses
 from .model import Ending, Model
 from .samplers import Samplers
 from .snapshots import Snapshot, Snapshots
-from .store import Database, RunRow
+from .store import CheckpointRow, Database, RunRow
 from .usage import UsageKind, UsageMeter
 
 __all__ = ["ModelWork", "answer_to", "reader_of"]
@@ -88,7 +88,7 @@ class ModelWork:
         self._began = now().timestamp()
         #: Requests that run again after a restart; the usage meter has counted them before.
         self.usage_counted: set[Promise] = set()
-        self._work_on: dict[type[Any], Callable[[Model, Any, Promise], Awaitable[Any]]] = {
+        self._work_on: dict[type[object], Callable[[Model, Any, Promise], Awaitable[object]]] = {
             CreateModelRequest: self._create_model,
             LoadWeightsRequest: self._load_weights,
             ForwardRequest: self._forward,
@@ -100,16 +100,16 @@ class ModelWork:
             UnloadModelRequest: self._unload_model,
         }
 
-    async def do(self, model: Model, promise: Promise) -> Any:
+    async def do(self, model: Model, promise: Promise) -> object:
         """Run a request; if the engine dies meanwhile, restore the model and run the request again."""
 
-        async def work() -> Any:
+        async def work() -> object:
             await self._restore(model)
             return await self._once(model, promise)
 
         return await self._engine.persist(work)
 
-    async def _once(self, model: Model, promise: Promise) -> Any:
+    async def _once(self, model: Model, promise: Promise) -> object:
         request = self._promises.request_of(promise)
         return await self._work_on[type(request)](model, request, promise)
 
@@ -131,7 +131,7 @@ class ModelWork:
         self._engine.catalog.check(run.base_model, "path")
         return run.base_model
 
-    async def _trainable(self, owner: str, path: str) -> Any:
+    async def _trainable(self, owner: str, path: str) -> tuple[CheckpointRow, Path]:
         if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "training":
             raise InvalidInputError(
                 f"{path!r:.300} is not a training checkpoint (…/weights/…)", field="path"

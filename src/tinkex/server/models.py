@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from tinkex._wire.operations import Operation
 from tinkex._wire.pass_parts import PassPart
@@ -98,7 +98,7 @@ class Models:
 
     async def create(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         owner: str,
         request: CreateModelRequest | LoadWeightsRequest,
         body: bytes,
@@ -132,7 +132,7 @@ class Models:
 
     def _made_before(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         model_id: str,
         request: CreateModelRequest | LoadWeightsRequest,
         body: bytes,
@@ -153,11 +153,11 @@ class Models:
 
     async def submit(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         owner: str,
         model_id: str,
         seq_id: int | None,
-        request: Any,
+        request: object,
         body: bytes,
         media: str,
         *,
@@ -196,13 +196,13 @@ class Models:
 
     def _accept(
         self,
-        row: Operation[Any],
+        row: Operation[object],
         model: Model,
         seq_id: int | None,
-        request: Any,
+        request: object,
         body: bytes,
         media: str,
-        extra: dict[str, Any],
+        extra: dict[str, object],
     ) -> Promise:
         promise = self._promises.accept(
             row, model.owner, model.model_id, seq_id, request, body, media, extra
@@ -276,7 +276,7 @@ class Models:
             self._start_task(self._serve(model, promise, turn))
         self._wake_for_gaps(now)
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -333,7 +333,7 @@ class Models:
         else:
             self._applied(model, promise, value)
 
-    def _applied(self, model: Model, promise: Promise, value: Any) -> None:
+    def _applied(self, model: Model, promise: Promise, value: object) -> None:
         if not changes_model(promise):
             self._promises.finish(promise, value)
             return
@@ -540,5 +540,5 @@ def _unloaded(model_id: str, field: str) -> InvalidInputError:
     )
 
 
-def _read_by(reader: str | None) -> dict[str, Any]:
+def _read_by(reader: str | None) -> dict[str, object]:
     return {} if reader is None else {"reader": reader}

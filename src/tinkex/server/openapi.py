@@ -279,7 +279,7 @@ def _list_telemetry() -> dict[str, Any]:
     }
 
 
-def _operation(row: Operation[Any], path: str) -> dict[str, Any]:
+def _operation(row: Operation[object], path: str) -> dict[str, Any]:
     assert row.theme is not None
     described: dict[str, Any] = {
         "operationId": row.name,
@@ -326,7 +326,7 @@ def _not_null(schema: Schema) -> Schema:
     return rest
 
 
-def _request_body(row: Operation[Any]) -> dict[str, Any]:
+def _request_body(row: Operation[object]) -> dict[str, Any]:
     content = _content(_JSON, _schema_of(row.request))
     if row.body is Body.JSON_OR_PROTO:
         content |= _content(_PROTOBUF, _message(f"The message `{row.request.__name__}`"))
@@ -400,14 +400,14 @@ def _headers(about: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _responses(row: Operation[Any]) -> dict[str, Any]:
+def _responses(row: Operation[object]) -> dict[str, Any]:
     answers = {"200": _success(row)}
     answers |= {str(status): _OTHERS[status] for status in row.statuses if status in _OTHERS}
     common = [error.status for error in _ERRORS if error.common]
     return dict(sorted((answers | _errors_of(*common, *row.statuses)).items()))
 
 
-def _success(row: Operation[Any]) -> dict[str, Any]:
+def _success(row: Operation[object]) -> dict[str, Any]:
     if row.queued:
         return _answer(
             f"A promise; `retrieve_future` answers it with `{row.result.__name__}`.",

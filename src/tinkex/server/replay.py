@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from tinkex._wire.pass_parts import PassPart
 from tinkex.types import ForwardRequest
@@ -59,7 +59,7 @@ def changes_model(promise: Promise) -> bool:
     return promise.operation.changes_model and not promise.extra.get(_FORWARD)
 
 
-def forward_mark(request: object) -> dict[str, Any]:
+def forward_mark(request: object) -> dict[str, object]:
     """What the journal notes of a request so that `changes_model` need not decode it."""
     return {_FORWARD: True} if isinstance(request, ForwardRequest) else {}
 

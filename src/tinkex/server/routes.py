@@ -66,7 +66,7 @@ class Call:
     """One request to the service."""
 
     service: Service
-    row: Operation[Any]
+    row: Operation[object]
     owner: str
     request: Any
     body: bytes

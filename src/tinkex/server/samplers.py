@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from tinkex._wire.operations import Operation
 from tinkex.engine import directories
 from tinkex.engine.interface import EngineDiedError, EngineLease, Engines, OnToken
-from tinkex.engine.values import SampledResult, SampleJob, StreamedToken
+from tinkex.engine.values import Array, SampledResult, SampleJob, StreamedToken
 from tinkex.errors import (
     InternalServerError,
     InvalidInputError,
@@ -73,7 +73,7 @@ class _Sampler:
     directory: Path | None
     lease: EngineLease | None = None  # of the engine that has it open
     closed: bool = False  # for good: its session has ended, or it has expired
-    drawing: set[asyncio.Task[Any]] = field(default_factory=set)
+    drawing: set[asyncio.Task[object]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -130,7 +130,7 @@ class Samplers:
         self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
         self._passing: dict[str, _Passing] = {}
         self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         promises.on_finish.append(self._put_in_feed)
 
     async def restore(self) -> None:
@@ -383,7 +383,7 @@ class Samplers:
     # -- sampling ------------------------------------------------------------------------------
 
     async def sample(
-        self, row: Operation[Any], owner: str, request: SampleRequest, body: bytes
+        self, row: Operation[object], owner: str, request: SampleRequest, body: bytes
     ) -> Promise:
         """Accept a sampling request."""
         sampler = await self._sampler_of(owner, request)
@@ -665,7 +665,7 @@ def _response(result: SampledResult, targets: TensorData | None) -> SampleRespon
     )
 
 
-def _in_layout_of(targets: TensorData, found: Any) -> TensorData:
+def _in_layout_of(targets: TensorData, found: Array) -> TensorData:
     """Logprobs in the layout of the request: dense, or sparse with the same entries."""
     if targets.indices is None:
         return TensorData.from_numpy(found)
