@@ -1,6 +1,6 @@
 """Figures of the dashboard: sizes, first paint, delay of a new step, long plots, many checkpoints, cost for training.
 
-python benchmarks/dashboard.py [--quick]
+python benchmarks/dashboard.py [--quick] [--live SECONDS] [--cost]
 
 Needs playwright and a Chromium browser for what a page does; without them those figures are left out.
 """
@@ -14,8 +14,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +158,18 @@ def calls(url: str, ids: list[str]) -> None:
         )
 
 
-def browse(url: str, ids: list[str], seconds: float) -> None:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        print("playwright is not installed: no figures of a page")
-        return
-    found = shutil.which("chromium")
-    if found is None:
-        print("there is no chromium: no figures of a page")
-        return
+@contextmanager
+def a_browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def browse(url: str, ids: list[str], seconds: float) -> None:
+    with a_browser() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(url)
         page.wait_for_selector("td.name")
@@ -191,8 +193,6 @@ def browse(url: str, ids: list[str], seconds: float) -> None:
         show("1,000 checkpoints on the screen", time.perf_counter() - start, "s", 0.5)
         _delay(url, page)
         _memory(url, page, seconds)
-        _cost(browser)
-        browser.close()
 
 
 def _step(training: Any, data: list[types.Datum]) -> None:
@@ -290,7 +290,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer runs and steps")
     parser.add_argument("--live", type=float, default=60.0, help="seconds of live updates")
+    parser.add_argument("--cost", action="store_true", help="only what the page costs training")
     options = parser.parse_args()
+    has_browser = shutil.which("chromium") is not None and find_spec("playwright") is not None
+    if not has_browser:
+        print("there is no chromium, or no playwright: no figures of a page")
+    if options.cost:
+        with a_browser() as browser:
+            _cost(browser)
+        return
     runs, steps = (10, 1_000) if options.quick else (100, 10_000)
     sizes()
     with tempfile.TemporaryDirectory() as scratch:
@@ -305,9 +313,13 @@ def main() -> None:
         url = service.start()
         try:
             calls(url, ids)
-            browse(url, ids, options.live)
+            if has_browser:
+                browse(url, ids, options.live)
         finally:
             service.close()
+    if has_browser:
+        with a_browser() as browser:
+            _cost(browser)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def train(url: str, model: str, steps: int) -> list[str]:
                 training.forward_backward(data, "cross_entropy")
                 warm = min(1.0, step / 10) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
                 training.optim_step(types.AdamParams(learning_rate=rate * warm)).result()
-                shown = samples(training, tokenizer) if step % (steps // 4) == 0 else []
+                shown = samples(training, tokenizer) if step % (steps // 2) == 0 else []
                 reward = 1 - math.exp(-step / steps * 3) + noise.gauss(0, 0.05)
                 training.log(step, {"eval/reward": reward}, shown).result()
             training.save_weights_for_sampler("final").result()

@@ -112,6 +112,13 @@ def test_reading_looks_at_few_records_however_long_the_column_is(tmp_path, monke
     assert sum(read) < 40_000
 
 
+@pytest.mark.parametrize("count", [1_000, 30_000, 200_000])
+def test_a_plot_is_as_fine_as_its_width(tmp_path, count):
+    made = column(tmp_path, np.arange(float(count)), 100_000)
+    assert len(made.read("step", None, None, 300)) >= 250
+    assert len(made.read("step", count / 4, count / 2, 200)) >= 150
+
+
 # -- crashes -------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """One metric of one run on disk: every point, and buckets of 64, 4,096, … points above them.
 
-Files are only appended to. A read looks at a bounded number of records, whatever the length of the run: it starts at the
-coarsest buckets and goes down only where few are left in the range that was asked for. A crash can leave the last
+Files are only appended to. A read looks at no more than 64 records for each bucket of its answer, whatever the length of
+the run: it starts at the coarsest buckets and goes down until the range that was asked for has as many as the plot. A crash can leave the last
 record incomplete, or buckets behind their points; both are mended when the column is opened.
 """
 
@@ -20,8 +20,6 @@ __all__ = ["Column"]
 
 #: Records that one record of the next level summarises.
 FANOUT: Final = 64
-#: Records read for each bucket of the answer: more make the edges of buckets more exact.
-_READ_PER_BUCKET: Final = 16
 
 
 class Column:
@@ -54,13 +52,13 @@ class Column:
 
     def read(self, axis: Axis, start: float | None, end: float | None, width: int) -> Records:
         """At most `width` buckets of the points within a range of an axis."""
-        counts, budget = self._counts, width * _READ_PER_BUCKET
+        counts = self._counts
         level = len(counts) - 1
         places = np.arange(counts[level])
         while True:
             found = self._at(level, places, counts)
             kept = _overlaps(found, axis, start, end)
-            if level == 0 or np.count_nonzero(kept) * FANOUT > budget:
+            if level == 0 or np.count_nonzero(kept) >= width:
                 break
             below = (places[kept][:, None] * FANOUT + np.arange(FANOUT)).ravel()
             rest = np.arange(counts[level] * FANOUT, counts[level - 1])
