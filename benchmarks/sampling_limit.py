@@ -1,0 +1,264 @@
+"""The sampler beside its limit: the matrix products of the same work alone, in the same process and type.
+
+    python benchmarks/sampling_limit.py [base] [adapters] [prompts] [requests] [prefix] [--dtype float32] [--rounds 3]
+
+The limit is `torch.nn.functional.linear` on the shapes of the model. Ours and the limit take turns, and the best of the
+rounds counts: noise only ever adds time. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from tinkex.engine import base_models
+from tinkex.engine.lora import Adapter
+from tinkex.engine.sampler import Sampler
+from tinkex.engine.trainer import LanguageModel
+from tinkex.engine.values import LoraSpec, SampleJob
+
+SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PROMPT, NEW = 32, 32
+
+
+class Bench:
+    """One model and a sampler on it."""
+
+    def __init__(self, dtype: torch.dtype, rounds: int) -> None:
+        from tinkex.server.service import default_cache_dir
+
+        torch.set_num_threads(2)
+        prepared = base_models.prepare(base_models.parse_spec(SMOL), default_cache_dir())
+        model = base_models.load(prepared, device="cpu", dtype=dtype)
+        self.language = LanguageModel(model, context_length=prepared.context_length)
+        self.sampler = Sampler(self.language, end_tokens=(), cache_bytes=4e9)
+        self.rounds = rounds
+        self._number = 0
+        self.weights = [
+            projection.weight
+            for layer in self.language.llama.layers
+            for projection in layer.projections
+        ]
+
+    # -- the limit ---------------------------------------------------------------------------
+
+    def products(self, rows: int, unembedded: int) -> None:
+        """All products of one pass over so many rows."""
+        weights = self.weights
+        inputs = {
+            weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+            for weight in weights[:4]
+        }
+        for weight in weights:
+            functional.linear(inputs[weight.shape[1]], weight)
+        head = self.language.unembed.weight
+        if unembedded:
+            functional.linear(torch.ones(unembedded, head.shape[1], dtype=head.dtype), head)
+
+    @torch.inference_mode()
+    def sampling_limit(self, count: int) -> float:
+        def work() -> None:
+            self.products(PROMPT, 1)
+            for _ in range(NEW - 1):
+                self.products(count, count)
+
+        return timed(work)
+
+    @torch.inference_mode()
+    def prompt_limit(self, count: int, length: int) -> float:
+        return timed(lambda: [self.products(length, 1) for _ in range(count)])
+
+    # -- ours --------------------------------------------------------------------------------
+
+    def adapter(self, rank: int, seed: int) -> Adapter:
+        spec = LoraSpec(rank, seed=seed, train_unembed=False)
+        adapter = Adapter.fresh(self.language.layers, spec, "cpu")
+        for pair in adapter.pairs.values():
+            torch.nn.init.normal_(pair.b, 0, 0.01)
+        return adapter.frozen_copy()
+
+    def job(self, prompt: np.ndarray | None = None, **options) -> SampleJob:
+        """A job whose prompt shares nothing with earlier ones, unless it is given."""
+        self._number += 1
+        if prompt is None:
+            prompt = tokens(self._number, options.pop("length", PROMPT))
+        given = {"max_tokens": NEW, "stop_tokens": (), "seed": self._number, **options}
+        return SampleJob("s", prompt, **given)
+
+    def run(self, jobs: list[tuple[SampleJob, Adapter | None]]) -> float:
+        def work() -> None:
+            for number, (job, adapter) in enumerate(jobs):
+                self.sampler.add(str(number), job, adapter)
+            while self.sampler.busy:
+                self.sampler.step()
+
+        return timed(work)
+
+    def many(self, count: int, adapter: Adapter | None = None) -> float:
+        return self.run([(self.job(num_samples=count), adapter)])
+
+    def best(self, *works: Callable[[], float]) -> list[float]:
+        """The shortest time of each, taking turns."""
+        for work in works:
+            work()
+        times = [[work() for work in works] for _ in range(self.rounds)]
+        return [min(own) for own in zip(*times, strict=True)]
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def tokens(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(10, 49_000, length).astype(np.int32)
+
+
+def show(name: str, ours: float, reference: float, asked: float, what: str) -> None:
+    print(
+        f"  {name:44} {ours:8.1f} {reference:8.1f} {ours / reference:6.2f} of {what} (asked {asked})",
+        flush=True,
+    )
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def measure_base(bench: Bench, narrow: bool) -> None:
+    asked = (0.8, 0.75, 0.75, 0.7) if narrow else (0.85,) * 4
+    for count, share in zip((1, 8, 32, 64), asked, strict=True):
+        ours, limit = bench.best(partial(bench.many, count), partial(bench.sampling_limit, count))
+        work = count * NEW
+        show(f"base, {count} samples, tokens/s", work / ours, work / limit, share, "limit")
+
+
+def measure_adapters(bench: Bench, narrow: bool) -> None:
+    small, large = bench.adapter(8, 0), bench.adapter(32, 0)
+    for count in (1, 8, 32):
+        base, eight, more = bench.best(
+            partial(bench.many, count),
+            partial(bench.many, count, small),
+            partial(bench.many, count, large),
+        )
+        work = count * NEW
+        show(
+            f"adapter of rank 8, {count} samples, tokens/s", work / eight, work / base, 0.9, "base"
+        )
+        show(
+            f"adapter of rank 32, {count} samples, tokens/s", work / more, work / base, 0.9, "base"
+        )
+    several = [bench.adapter(8, seed) for seed in range(8)]
+    one, eight = bench.best(
+        lambda: bench.run([(bench.job(num_samples=4), small) for _ in range(8)]),
+        lambda: bench.run([(bench.job(num_samples=4), adapter) for adapter in several]),
+    )
+    work = 32 * NEW
+    show("8 adapters in a batch of 32, tokens/s", work / eight, work / one, 0.8, "one adapter")
+
+
+def measure_prompts(bench: Bench, narrow: bool) -> None:
+    ours, limit = bench.best(
+        lambda: bench.run([(bench.job(length=512, max_tokens=1), None) for _ in range(8)]),
+        lambda: bench.prompt_limit(8, 512),
+    )
+    asked = 0.6 if narrow else 0.8
+    show("prompts of 8 x 512, tokens/s", 4096 / ours, 4096 / limit, asked, "limit")
+
+
+def arrivals(
+    random: np.random.Generator, count: int, rate: float
+) -> Iterator[tuple[float, int, int]]:
+    """Time in steps, prompt length and new tokens of requests that come and go."""
+    now = 0.0
+    for _ in range(count):
+        now += random.exponential(1 / rate)
+        yield now, int(random.integers(16, 49)), int(random.integers(16, 49))
+
+
+def measure_requests(bench: Bench, narrow: bool) -> None:
+    def separate() -> float:
+        prompt = tokens(bench._number + 10**6, PROMPT)
+        return bench.run([(bench.job(prompt), None) for _ in range(32)])
+
+    together, apart = bench.best(lambda: bench.many(32), separate)
+    work = 32 * NEW
+    show("32 requests of one, tokens/s", work / apart, work / together, 0.95, "one of 32")
+
+    def coming_and_going() -> float:
+        """About 32 in the batch at any time; counted are the tokens drawn while it is full."""
+        queue = list(arrivals(np.random.default_rng(1), 100, rate=1.0))
+        step = number = drawn = 0
+        seconds = 0.0
+        while queue:
+            while queue and queue[0][0] <= step:
+                _, length, new = queue.pop(0)
+                job = bench.job(length=length, max_tokens=new, stream=True)
+                bench.sampler.add(f"p{number}", job, None)
+                number += 1
+            started = time.perf_counter()
+            events = bench.sampler.step() if bench.sampler.busy else []
+            if step >= 40:
+                seconds += time.perf_counter() - started
+                drawn += sum(event.token is not None for event in events)
+            step += 1
+        for index in range(number):
+            bench.sampler.cancel(f"p{index}")
+        return seconds / drawn
+
+    static, flowing = bench.best(lambda: bench.many(32) / (32 * NEW), coming_and_going)
+    show("Poisson arrivals, tokens/s", 1 / flowing, 1 / static, 0.85, "static batch of 32")
+
+
+def measure_prefix(bench: Bench, narrow: bool) -> None:
+    def turns(cached: bool) -> float:
+        """Time to the first token of the eighth turn of a conversation of 1,500 tokens."""
+        text = tokens(bench._number + 2 * 10**6, 1500)
+        if cached:
+            bench.run([(bench.job(text[: 1500 * 7 // 8], max_tokens=1), None)])
+        return bench.run([(bench.job(text, max_tokens=1), None)])
+
+    cold, warm = bench.best(lambda: turns(False), lambda: turns(True))
+    print(
+        f"  eighth turn, seconds to first token: {warm:.3f}, uncached {cold:.3f}: {warm / cold:.2f} (asked 0.25)"
+    )
+
+    def candidates(shared: bool) -> float:
+        start = tokens(bench._number + 3 * 10**6, 1000)
+        texts = [
+            np.concatenate(
+                [start if shared else tokens(bench._number + 10**7 + n, 1000), tokens(n, 8)]
+            )
+            for n in range(32)
+        ]
+        if shared:
+            bench.run([(bench.job(start, max_tokens=1), None)])
+        return bench.run([(bench.job(text, max_tokens=8), None) for text in texts])
+
+    bench.rounds = 1
+    cold, warm = bench.best(lambda: candidates(False), lambda: candidates(True))
+    print(
+        f"  32 candidates over 1,000 shared tokens: {cold / warm:.1f} x the uncached rate (asked 5)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    bench = Bench(getattr(torch, options.dtype), options.rounds)
+    print(f"{SMOL}, {options.dtype}, {torch.get_num_threads()} threads: ours, reference, ratio")
+    for part in options.parts or ["base", "adapters", "prompts", "requests", "prefix"]:
+        globals()[f"measure_{part}"](bench, options.dtype == "bfloat16")
+
+
+if __name__ == "__main__":
+    main()
