@@ -1,7 +1,7 @@
 """Attention of one step over the paged cache; every sequence reads its own positions only.
 
-Rows that draw (one token per sequence) are gathered in bands of similar length and computed together. Chunks of
-prompts are computed by sequence, those of equal shape together. The plan of a step is made once and used by all layers.
+Rows that draw (one token per sequence) are gathered in bands of similar length and computed together; a long sequence
+in adjacent pages is read in place. Chunks of prompts are computed by sequence, those of equal shape together. The plan of a step is made once and used by all layers.
 
 Shapes: N rows, B sequences, T positions, H query heads, G key-value heads, R = H / G, E head size, S positions per page.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .continuations import Chunk
-from .kv_cache import KeyValueCache
+from .kv_cache import KeyValueCache, Source, are_adjacent
 from .packed_attention import attend
 from .values import Array
 
@@ -25,6 +26,8 @@ __all__ = ["AttentionPlan"]
 
 #: Sequences share a band if the longest has at most this many times the pages of the shortest.
 _BAND: Final = 2.0
+#: A sequence of so many adjacent pages is read in place: three more operations cost less than copying it.
+_LONG: Final = 8
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,8 @@ class _Band:
     """Sequences of similar length that read one token each."""
 
     rows_B: Tensor | None  # None: all rows of the step
-    pages: Tensor
+    source: Source
     mask: Tensor  # B·G × 1 × T
-    scratch: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ class _Prompts:
 
     rows_BT: Tensor
     start: int
-    pages: Tensor | None  # None: nothing was read before
-    scratch: Tensor | None
+    source: Source | None = None  # None: nothing was read before
 
 
 class AttentionPlan:
@@ -100,25 +101,17 @@ class AttentionPlan:
         alone = rows == list(range(self._count))
         return _Band(
             None if alone else torch.tensor(rows, device=self._device),
-            self._cache.rows_of_pages(pages_BC),
+            self._cache.source(pages_BC),
             mask,
-            self._scratch(pages_BC),
         )
-
-    def _scratch(self, pages_BC: Array) -> Tensor:
-        count, length = len(pages_BC), pages_BC.shape[1] * self._cache.page
-        shape = (2, count * self._groups, length, self._size)
-        return torch.empty(shape, dtype=self._cache.dtype, device=self._device)
 
     def _prompt(self, start: int, count: int, members: Sequence[tuple[int, Chunk]]) -> _Prompts:
         rows = np.array([first for first, _ in members])[:, None] + np.arange(count)
         rows_BT = torch.from_numpy(rows).to(self._device)
         if start == 0:
-            return _Prompts(rows_BT, start, None, None)
+            return _Prompts(rows_BT, start)
         pages_BC = _table([chunk for _, chunk in members], self._cache.page)
-        return _Prompts(
-            rows_BT, start, self._cache.rows_of_pages(pages_BC), self._scratch(pages_BC)
-        )
+        return _Prompts(rows_BT, start, self._cache.source(pages_BC))
 
     def attend(self, layer: int, heads_NHE: Tensor) -> Tensor:
         """Store the new keys and values of a layer, and return the mixed values of every row: N × H·E.
@@ -149,7 +142,7 @@ class AttentionPlan:
         if band.rows_B is not None:
             queries = queries.index_select(0, band.rows_B)
         queries = queries.reshape(-1, self._heads // self._groups, self._size)
-        keys, values = self._cache.gather(layer, band.pages, band.scratch)
+        keys, values = self._cache.read(layer, band.source)
         if keys.dtype == queries.dtype:
             scores = torch.baddbmm(band.mask, queries, keys.transpose(1, 2))
         else:
@@ -164,8 +157,8 @@ class AttentionPlan:
         heads = heads_NHE if whole else heads_NHE.index_select(0, prompts.rows_BT.flatten())
         heads = heads.view(batch, count, -1, self._size).transpose(1, 2).to(self._cache.dtype)
         q, k, v = torch.split(heads, [self._heads, self._groups, self._groups], dim=1)
-        if prompts.pages is not None and prompts.scratch is not None:
-            keys, values = self._cache.gather(layer, prompts.pages, prompts.scratch)
+        if prompts.source is not None:
+            keys, values = self._cache.read(layer, prompts.source)
             k, v = (each.view(batch, self._groups, -1, self._size) for each in (keys, values))
         q_BGRTE = q.reshape(batch, self._groups, -1, count, self._size)
         mixed = attend(q_BGRTE, k.contiguous(), v.contiguous(), first=prompts.start)
@@ -183,14 +176,15 @@ def _table(chunks: Sequence[Chunk], size: int) -> Array:
 
 
 def _bands(members: Sequence[tuple[int, Chunk]], size: int) -> list[list[tuple[int, Chunk]]]:
-    """Split members, sorted by length, so that little is padded."""
+    """Split members, sorted by length, so that little is padded and long sequences are not copied."""
     bands: list[list[tuple[int, Chunk]]] = []
-    shortest = 0
+    shortest = inf
     for first, chunk in members:
         pages = chunk.start // size + 1
-        if not bands or pages > max(4, _BAND * shortest):
+        alone = pages >= _LONG and are_adjacent(np.array(chunk.continuation.pages[:pages]))
+        if not bands or alone or pages > max(4, _BAND * shortest):
             bands.append([])
-            shortest = pages
+            shortest = -inf if alone else pages  # nobody joins a sequence that is read in place
         bands[-1].append((first, chunk))
     # In the order of the rows, so that a band of all rows needs no index.
     return [sorted(band, key=lambda each: each[0]) for band in bands]

@@ -9,6 +9,7 @@ Shapes: N rows, B sequences, P pages of S positions, G key-value heads, E head s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,14 +18,27 @@ from torch import Tensor
 
 from .values import Array
 
-__all__ = ["KeyValueCache"]
+__all__ = ["KeyValueCache", "Source", "are_adjacent"]
 
 #: The cache grows by at least this factor, because growing copies it.
 _GROWTH: Final = 1.5
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where keys and values of B sequences are: in adjacent pages, or in pages to be gathered."""
+
+    first: int
+    count: int
+    rows: Tensor | None = None
+    scratch: Tensor | None = None
+
+
 class KeyValueCache:
-    """One tensor per layer, P × 2 × G × S × E: keys, then values."""
+    """One tensor per layer, 2 × G × P × S × E: keys, then values.
+
+    Adjacent pages of a head are adjacent in memory, so a sequence in such pages is read without copying.
+    """
 
     def __init__(
         self,
@@ -42,7 +56,7 @@ class KeyValueCache:
         self._layers = [self._zeros(0)] * layers
 
     def _zeros(self, pages: int) -> Tensor:
-        shape = (pages, 2, self._heads, self.page, self._size)
+        shape = (2, self._heads, pages, self.page, self._size)
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     @property
@@ -53,7 +67,7 @@ class KeyValueCache:
     @property
     def capacity(self) -> int:
         """Pages in memory, page 0 included."""
-        return len(self._layers[0])
+        return self._layers[0].shape[2]
 
     def release(self) -> None:
         self._layers = [self._zeros(0)] * len(self._layers)
@@ -70,41 +84,55 @@ class KeyValueCache:
                 self._layers
             ):  # one layer at a time, to need little more memory
                 grown = self._zeros(wanted)
-                grown[:before] = old
+                grown[:, :, :before] = old
                 self._layers[index] = grown
         used_before = [page for page in fresh if page < before]
         if used_before:
             where = torch.tensor(used_before, device=self._device)
             for layer in self._layers:
-                layer.index_fill_(0, where, 0)
+                layer.index_fill_(2, where, 0)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
         self.prepare([target])
         for layer in self._layers:
-            layer[target] = layer[source]
+            layer[:, :, target] = layer[:, :, source]
 
-    # -- rows of the layers' tensors, the same for all layers --------------------------------
+    # -- places in the layers' tensors, the same for all layers ------------------------------
 
     def rows_of_positions(self, pages_N: Array, offsets_N: Array) -> Tensor:
         """Where `write` puts keys and values of positions, given by page and offset in the page."""
-        heads = np.arange(2 * self._heads)
-        rows = (pages_N[:, None] * (2 * self._heads) + heads) * self.page + offsets_N[:, None]
+        heads = np.arange(2 * self._heads) * self.capacity
+        rows = (pages_N[:, None] + heads) * self.page + offsets_N[:, None]
         return torch.from_numpy(rows.reshape(-1)).to(self._device)
 
-    def rows_of_pages(self, pages_BC: Array) -> Tensor:
-        """Where `gather` finds keys and values of sequences, given by their pages."""
-        heads_2G = np.arange(2 * self._heads).reshape(2, 1, self._heads, 1)
-        rows = pages_BC[None, :, None, :] * (2 * self._heads) + heads_2G
-        return torch.from_numpy(rows.reshape(-1)).to(self._device)
+    def source(self, pages_BC: Array) -> Source:
+        """Where `read` finds keys and values of sequences, given by their pages."""
+        count, pages = pages_BC.shape
+        if count == 1 and are_adjacent(pages_BC[0]):
+            return Source(int(pages_BC[0, 0]), pages)
+        heads_2G = np.arange(2 * self._heads).reshape(2, 1, self._heads, 1) * self.capacity
+        rows = torch.from_numpy((pages_BC[None, :, None, :] + heads_2G).reshape(-1))
+        shape = (2, count * self._heads, pages * self.page, self._size)
+        scratch = torch.empty(shape, dtype=self.dtype, device=self._device)
+        return Source(0, pages, rows.to(self._device), scratch)
 
     def write(self, layer: int, rows: Tensor, heads_N2GE: Tensor) -> None:
         flat = self._layers[layer].view(-1, self._size)
         flat.index_copy_(0, rows, heads_N2GE.reshape(-1, self._size).to(self.dtype))
 
-    def gather(self, layer: int, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of sequences, each B·G × T × E; `out` has room for both."""
-        flat = self._layers[layer].view(-1, self.page * self._size)
-        torch.index_select(flat, 0, rows, out=out.view(len(rows), -1))
-        keys, values = out.view(2, -1, out.shape[-2], self._size).unbind(0)
+    def read(self, layer: int, source: Source) -> tuple[Tensor, Tensor]:
+        """Keys and values of sequences, each B·G × T × E."""
+        whole = self._layers[layer]
+        if source.rows is None or source.scratch is None:
+            found = whole[:, :, source.first : source.first + source.count].flatten(2, 3)
+        else:
+            flat = whole.view(-1, self.page * self._size)
+            torch.index_select(flat, 0, source.rows, out=source.scratch.view(len(source.rows), -1))
+            found = source.scratch
+        keys, values = found.unbind(0)
         return keys, values
+
+
+def are_adjacent(pages: Array) -> bool:
+    return int(pages[-1] - pages[0]) == len(pages) - 1 and bool((np.diff(pages) == 1).all())
