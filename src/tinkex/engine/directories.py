@@ -161,12 +161,10 @@ def checked_manifest(directory: Path) -> Manifest:
         return Manifest()
     with reading(_MANIFEST):
         content = read_json(directory / _MANIFEST)
+        spec, steps = checked_spec(LoraSpec(**content["lora"])), _count(content["steps"])
         dtype = content.get("dtype")
-        manifest = Manifest(
-            checked_spec(LoraSpec(**content["lora"])),
-            _count(content["steps"]),
-            dtype if isinstance(dtype, str) and dtype.isalnum() and len(dtype) < 20 else None,
-        )
+        known = isinstance(dtype, str) and dtype.isalnum() and len(dtype) < 20
+        manifest = Manifest(spec, steps, dtype if known else None)
         digests = dict(content["sha256"])
     for name, expected in digests.items():
         if not is_plain_name(name):

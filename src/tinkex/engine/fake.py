@@ -357,6 +357,7 @@ def _save(directory: Path, model: _Model, *, optimizer: bool, gradients: Rows | 
         spec=model.table.spec,
         target_modules=(),
         steps=model.steps if optimizer else 0,
+        dtype="float32",
     )
 
 
