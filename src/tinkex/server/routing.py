@@ -27,7 +27,7 @@ USUAL_TOKENS: Final = 256
 #: An engine that also trains samples for half of the time.
 BESIDE_TRAINING: Final = 2.0
 #: Fewest tokens of a pass for each engine that works on it: for fewer, sending the adapter and the gradients costs
-#: more than it saves (benchmarks/pool.py).
+#: more than it saves. An estimate; benchmarks/pool.py measures it.
 TOKENS_PER_ENGINE: Final = 1024
 
 
