@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +75,29 @@ def samples(client: tinkex.TrainingClient, tokenizer: Any) -> list[types.LoggedS
     return logged
 
 
-def train(url: str, model: str, steps: int) -> list[str]:
+def train(url: str, model: str, steps: int, stack: ExitStack) -> list[str]:
+    """Train all runs; their clients stay open, so that the last is shown at work."""
     ids = []
     for name, rank, rate, tags in RUNS:
-        with tinkex.ServiceClient(base_url=url, api_key="tml-local", tags=tags) as client:
-            training = client.create_lora_training_client(
-                model, rank=rank, seed=1, user_metadata={"name": name}
-            )
-            tokenizer = training.get_tokenizer()
-            data = [datum(tokenizer, *pair) for pair in QUESTIONS.items()]
-            noise = random.Random(1)  # noqa: S311
-            for step in range(1, steps + 1):
-                training.forward_backward(data, "cross_entropy")
-                warm = min(1.0, step / 10) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-                training.optim_step(types.AdamParams(learning_rate=rate * warm)).result()
-                shown = samples(training, tokenizer) if step % (steps // 2) == 0 else []
-                reward = 1 - math.exp(-step / steps * 3) + noise.gauss(0, 0.05)
+        client = stack.enter_context(
+            tinkex.ServiceClient(base_url=url, api_key="tml-local", tags=tags)
+        )
+        training = client.create_lora_training_client(
+            model, rank=rank, seed=1, user_metadata={"name": name}
+        )
+        tokenizer = training.get_tokenizer()
+        data = [datum(tokenizer, *pair) for pair in QUESTIONS.items()]
+        for step in range(1, steps + 1):
+            training.forward_backward(data, "cross_entropy")
+            warm = min(1.0, step / 10) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+            training.optim_step(types.AdamParams(learning_rate=rate * warm)).result()
+            if step == 1 or step % (steps // 3) == 0:
+                shown = samples(training, tokenizer)
+                reward = sum(each.reward or 0.0 for each in shown) / len(shown)
                 training.log(step, {"eval/reward": reward}, shown).result()
-            training.save_weights_for_sampler("final").result()
-            training.save_state("step-last", ttl_seconds=7 * 86400).result()
-            ids.append(training.model_id)
+        training.save_weights_for_sampler("final").result()
+        training.save_state("step-last", ttl_seconds=7 * 86400).result()
+        ids.append(training.model_id)
     return ids
 
 
@@ -144,8 +147,12 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
-    with service(options.engine, [options.model]) as running, sync_playwright() as playwright:
-        ids = train(running.url, options.model, options.steps)
+    with (
+        service(options.engine, [options.model]) as running,
+        ExitStack() as stack,
+        sync_playwright() as playwright,
+    ):
+        ids = train(running.url, options.model, options.steps, stack)
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(FLAGS))
         take(browser, running.url, ids, options.to, everything=options.all)
         browser.close()

@@ -47,7 +47,8 @@ const exactly = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeSt
 export function ago(seconds, now = Date.now() / 1000) {
   const passed = seconds - now;
   for (const [size, unit] of SPANS) {
-    if (Math.abs(passed) >= size) return relative.format(Math.trunc(passed / size), unit);
+    // What is to come is rounded: seven days from now are not six a second later.
+    if (Math.abs(passed) >= size * (passed > 0 ? 0.99 : 1)) return relative.format(passed > 0 ? Math.round(passed / size) : Math.trunc(passed / size), unit);
   }
   return Math.abs(passed) < 10 ? "just now" : relative.format(Math.trunc(passed), "second");
 }
