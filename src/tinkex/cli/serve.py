@@ -194,10 +194,13 @@ def command(
         host,
         port,
         leased=leased,
-        on_ready=lambda url: _say_ready(served, url),
+        on_ready=lambda url: _say_ready(served, url, leased=leased),
     )
 
 
-def _say_ready(served: str, url: str) -> None:
+def _say_ready(served: str, url: str, *, leased: bool) -> None:
     click.echo(f"tinkex is serving {served} at {url}")
-    click.echo(f"For OpenAI clients: base_url={url}/v1    For Anthropic clients: base_url={url}")
+    if not leased:  # the script that started a leased service reads one line
+        click.echo(
+            f"For OpenAI clients: base_url={url}/v1    For Anthropic clients: base_url={url}"
+        )
