@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--vllm", action="store_true", help="also tests/vllm, in an environment it makes"
     )
     parser.addoption("--vllm-python", help="tests/vllm with the Python of an existing environment")
+    parser.addoption(
+        "--device", default="cpu", help="where tests/engine/test_both.py and test_engine.py compute"
+    )
     parser.addoption("--wheel", action="store_true", help="also the wheel with the extra [local]")
     parser.addoption(
         "--quick", action="store_true", help="only what needs no torch, official client or database"
@@ -41,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick"):
         config.pluginmanager.register(Quick())
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device of the engine suite: cpu, or `pytest tests/engine --device cuda` on a machine that has one."""
+    chosen: str = request.config.getoption("--device")
+    return chosen
 
 
 @pytest.fixture

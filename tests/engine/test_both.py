@@ -27,12 +27,13 @@ CONTEXT, V = 16, 264
 
 
 @pytest.fixture(scope="module", params=[FakeEngine, TorchEngine])
-def engine(request, tmp_path_factory):
+def engine(request, device, tmp_path_factory):
     """An engine whose model has a short context."""
     spec = base_models.parse_spec(TINY)
     tiny = base_models.prepare(spec, tmp_path_factory.mktemp("models"))
     small = dataclasses.replace(tiny, context_length=CONTEXT)
-    return request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)))
+    options = {"device": device} if request.param is TorchEngine else {}
+    return request.param([small], detokenize=lambda _, ids: "".join(map(chr, ids)), **options)
 
 
 # -- requests with different kinds of examples --------------------------------------------------------

@@ -30,8 +30,8 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def engine(tiny):
-    return TorchEngine([tiny])
+def engine(tiny, device):
+    return TorchEngine([tiny], device=device)
 
 
 def test_base_models_share_the_sampling_cache_budget(tiny):
@@ -134,8 +134,8 @@ def test_sampler_of_a_checkpoint_equals_sampler_of_the_model(engine, tmp_path):
 
 
 @pytest.fixture
-def narrow(tiny):
-    return TorchEngine([tiny], dtype=torch.bfloat16)
+def narrow(tiny, device):
+    return TorchEngine([tiny], device=device, dtype=torch.bfloat16)
 
 
 def test_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):

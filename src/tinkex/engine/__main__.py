@@ -1,5 +1,11 @@
 """Entry point of `python -m tinkex.engine`, the process that the service starts."""
 
+import os
+
 from .process import main
+
+# torch's threads spin while they wait for each other, by default for milliseconds. Beside other work on the machine
+# they spin while the thread they wait for cannot run. Read when torch is imported, so it must be set before.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 main()
