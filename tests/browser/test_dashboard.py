@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import threading
 
 import pytest
+from click.testing import CliRunner
 
 import tinkex
 from tests.contract.conftest import environment
 from tinkex import types
+from tinkex.cli.main import cli
 from tinkex.server.auth import Keys
 
 from .conftest import BASE, more_steps, sync_api, trained
@@ -221,6 +224,11 @@ def test_a_checkpoint_is_published_given_an_expiry_downloaded_and_deleted(served
     assert download.value.suggested_filename == "keep.tar"
     page.get_by_role("button", name="Use keep in code").click()
     expect(page.get_by_role("dialog")).to_contain_text("create_training_client_from_state")
+    command = page.get_by_label("Shell").inner_text()
+    said = CliRunner().invoke(
+        cli, [*shlex.split(command)[1:], "--base-url", served.url, "--api-key", "tml-local"]
+    )
+    assert said.exit_code == 0, said.output
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Delete lose").click()
     asked = page.get_by_role("dialog")

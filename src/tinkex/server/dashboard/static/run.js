@@ -174,7 +174,7 @@ function Use({ row, onClose }) {
   const code = row.kind === "training"
     ? `training = service.create_training_client_from_state_with_optimizer("${row.path}")`
     : `sampling = service.create_sampling_client(model_path="${row.path}")`;
-  const line = row.kind === "training" ? `tinkex checkpoint info ${row.path}` : `tinkex sample --model ${row.path} "Hello"`;
+  const line = `tinkex sample --model-path ${row.path} --prompt "Hello"`;
   return html`<${Dialog} title=${`Use ${row.name}`} onClose=${onClose}>
     <h3>${row.kind === "training" ? "Go on training" : "Sample"}</h3><${Code} text=${code} label="Python" />
     ${row.kind === "training" && html`<h3>Sample</h3><${Code} text=${`sampling = service.create_sampling_client(model_path="${row.path}")`} label="Python" />`}
