@@ -116,7 +116,7 @@ class AttentionPlan:
     def attend(self, layer: int, heads_NHE: Tensor) -> Tensor:
         """Store the new keys and values of a layer, and return the mixed values of every row: N × H·E.
 
-        `heads_NHE` holds rotated queries, rotated keys and values.
+        They have the type of the cache, which is that of the product they go into. `heads_NHE` holds rotated queries, rotated keys and values.
         """
         self._cache.write(layer, self._written, heads_NHE[:, self._heads :])
         mixed_NHE: Tensor | None = None
@@ -125,14 +125,14 @@ class AttentionPlan:
             if band.rows_B is None:
                 return found
             if mixed_NHE is None:
-                mixed_NHE = heads_NHE.new_empty(self._count, self._heads * self._size)
+                mixed_NHE = found.new_empty(self._count, self._heads * self._size)
             mixed_NHE.index_copy_(0, band.rows_B, found)
         for prompts in self._prompts:
             found = self._read(layer, prompts, heads_NHE)
             if prompts.rows_BT.numel() == self._count:
                 return found
             if mixed_NHE is None:
-                mixed_NHE = heads_NHE.new_empty(self._count, self._heads * self._size)
+                mixed_NHE = found.new_empty(self._count, self._heads * self._size)
             mixed_NHE.index_copy_(0, prompts.rows_BT.flatten(), found)
         assert mixed_NHE is not None
         return mixed_NHE
@@ -149,7 +149,7 @@ class AttentionPlan:
             scores = torch.bmm(queries.to(keys.dtype), keys.transpose(1, 2)).float()
             scores.add_(band.mask)
         mixed = torch.bmm(scores.softmax(-1).to(values.dtype), values)
-        return mixed.view(-1, self._heads * self._size).to(heads_NHE.dtype)
+        return mixed.view(-1, self._heads * self._size)
 
     def _read(self, layer: int, prompts: _Prompts, heads_NHE: Tensor) -> Tensor:
         batch, count = prompts.rows_BT.shape
@@ -162,8 +162,7 @@ class AttentionPlan:
             k, v = (each.view(batch, self._groups, -1, self._size) for each in (keys, values))
         q_BGRTE = q.reshape(batch, self._groups, -1, count, self._size)
         mixed = attend(q_BGRTE, k.contiguous(), v.contiguous(), first=prompts.start)
-        rows = mixed.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
-        return rows.to(heads_NHE.dtype)
+        return mixed.permute(0, 3, 1, 2, 4).reshape(batch * count, -1)
 
 
 def _table(chunks: Sequence[Chunk], size: int) -> Array:
