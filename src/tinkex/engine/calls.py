@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from .base_models import PreparedModel
 from .parcels import Parcel, PublishedAdapter
@@ -319,8 +319,9 @@ class CancelSample(EngineCall[None]):
     call_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallFrame:
+class CallFrame(NamedTuple):
+    """A tuple, because it is made and pickled for every call."""
+
     call_id: int
     call: EngineCall[object]
 
