@@ -119,6 +119,11 @@ def test_importing_errors_loads_nothing_heavy():
     assert loaded_by("from tinkex import BadRequestError") & (HEAVY | {"pyqwest"}) == set()
 
 
+def test_the_first_client_and_datum_load_neither_numpy_nor_protobuf():
+    first_use = loaded_by("import tinkex; tinkex.ServiceClient; tinkex.types.Datum")
+    assert first_use & {"numpy", "google", "zstandard", "pyqwest", "torch"} == set()
+
+
 def test_importing_types_loads_no_model_or_http_library():
     needless = {"torch", "transformers", "pyqwest", "fastapi", "starlette", "sqlalchemy", "rich"}
     assert loaded_by("import tinkex.types") & needless == set()

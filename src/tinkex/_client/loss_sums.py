@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
+from tinkex._lazy import np
 from tinkex.types import Datum, ForwardBackwardOutput
 
 __all__ = ["divides_by_weights", "with_loss_sum"]

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import orjson
 
+from tinkex._lazy import Lazy
 from tinkex._retry import NotYetError, Tried, retrying
-from tinkex._wire import json_codec, proto_codec
+from tinkex._wire import json_codec
 from tinkex._wire.failures import failure_from_body
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, operation
 from tinkex.config import PollBackoffOption, poll_delay
 from tinkex.errors import (
@@ -67,6 +69,11 @@ from .poll_policy import (
 )
 from .queue_state import QueueWatch
 from .transport import RawResponse, Transport
+
+if TYPE_CHECKING:
+    from tinkex._wire import proto_codec
+else:
+    proto_codec = Lazy("tinkex._wire.proto_codec")
 
 __all__ = ["Poll"]
 
@@ -347,18 +354,22 @@ _FAILURES: Final[tuple[tuple[type[TinkerError], type[FutureFailure]], ...]] = (
 )
 _PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
 # JSON as second choice: services before 0.18.1 support only JSON.
-_ACCEPT_BINARY: Final = f"{proto_codec.CONTENT_TYPE}, application/json;q=0.5"
+_ACCEPT_BINARY: Final = f"{PROTOBUF}, application/json;q=0.5"
 
 
 def _is_proto(response: RawResponse) -> bool:
-    return proto_codec.CONTENT_TYPE in (response.headers.get("content-type") or "")
+    return PROTOBUF in (response.headers.get("content-type") or "")
 
 
 def _forward_backward_output(data: bytes, _: Sequence[str] | None) -> ForwardBackwardOutput:
     return proto_codec.decode_forward_backward_output(data)
 
 
+def _sample_response(data: bytes, sequence_ids: Sequence[str] | None) -> SampleResponse:
+    return proto_codec.decode_sample_response(data, sequence_ids)
+
+
 _BINARY_READERS: Final[dict[Any, Callable[[bytes, Sequence[str] | None], Any]]] = {
     ForwardBackwardOutput: _forward_backward_output,
-    SampleResponse: proto_codec.decode_sample_response,
+    SampleResponse: _sample_response,
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from tinkex._lazy import np
 from tinkex.errors import APIResponseValidationError
 from tinkex.types import EncodedTextChunk, ModelInput, SampleResponse
 

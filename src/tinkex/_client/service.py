@@ -10,8 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
-from pydantic import RootModel
-
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import CircuitBreaker, Config, PollBackoffOption
@@ -56,10 +54,6 @@ from .training import TrainingClient
 __all__ = ["ServiceClient"]
 
 _CONFIG_FIELDS = frozenset(Config.__dataclass_fields__)
-
-
-class _Plain(RootModel[dict[str, Any]]):
-    """A result whose type the client does not know."""
 
 
 # The blocking `x` and the coroutine `x_async` of a method `_x` are generated: scripts/generate_async.py.
@@ -373,13 +367,13 @@ class ServiceClient(ServiceClientMethods):
         promise = {"request_id": request_id} if isinstance(request_id, str) else request_id
         with refusing_bad_values():
             promised = UntypedAPIFuture.model_validate(promise)
-        row = replace(operation("retrieve_future"), result=_Plain, request_type=request_type)
+        row = replace(operation("retrieve_future"), result=dict, request_type=request_type)
         session, deadline = self._session, self._session.deadline(timeout)
         observers = () if queue_state_observer is None else (observer_of(queue_state_observer),)
 
         async def polled() -> dict[str, Any]:
             await session.configured()
-            result: _Plain = await session.outcome(
+            result: dict[str, Any] = await session.outcome(
                 row,
                 promised,
                 None,
@@ -387,7 +381,7 @@ class ServiceClient(ServiceClientMethods):
                 deadline=deadline,
                 poll_backoff=poll_backoff,
             )
-            return result.root
+            return result
 
         return session.start("retrieve_future", polled, timeout=timeout)
 

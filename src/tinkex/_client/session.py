@@ -78,10 +78,10 @@ _UNOPENED_CLOSE_LIMIT: Final = 1.0
 #: Grace period for operations that enforce their own deadline, so that they can report the cause instead of a bare timeout.
 _GRACE: Final = 0.1
 
-_REASONS: Final[Mapping[str, ClientSessionFinishReason]] = {
-    "success": ClientSessionFinishSuccess(),
-    "errored": ClientSessionFinishErrored(),
-    "interrupted": ClientSessionFinishInterrupted(),
+_REASONS: Final[Mapping[str, type[ClientSessionFinishReason]]] = {
+    "success": ClientSessionFinishSuccess,
+    "errored": ClientSessionFinishErrored,
+    "interrupted": ClientSessionFinishInterrupted,
 }
 
 
@@ -452,7 +452,7 @@ class Session:
         try:
             await self.transport.call(
                 operation("finish_session"),
-                FinishSessionRequest(reason=_REASONS[reason], detail=detail),
+                FinishSessionRequest(reason=_REASONS[reason](), detail=detail),
                 path={"session_id": session_id},
                 deadline=self.clock.monotonic() + _CLOSE_LIMIT,
             )

@@ -15,14 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+from tinkex._lazy import Lazy
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._version import PARITY_VERSION, __version__
-from tinkex._wire import json_codec, proto_codec
+from tinkex._wire import json_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import error_from_response
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import Body, Operation, Pool, operation, query_of
 from tinkex._wire.transform import given, is_omit
 from tinkex.config import REDACTED, Config, redact_headers
@@ -54,6 +56,11 @@ from .budget import Budget, slots
 from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
 from .retry import HTTPRetryPolicy
+
+if TYPE_CHECKING:
+    from tinkex._wire import proto_codec
+else:
+    proto_codec = Lazy("tinkex._wire.proto_codec")
 
 __all__ = ["RawResponse", "Transport", "clean_headers"]
 
@@ -622,7 +629,7 @@ def encode_body(operation: Operation[object], request: Any) -> tuple[bytes | Non
     if operation.body in {Body.NONE, Body.QUERY}:
         return (None, {}) if operation.method in {"GET", "DELETE"} else (b"", {})
     if isinstance(request, bytes):
-        return request, {"content-type": proto_codec.CONTENT_TYPE}
+        return request, {"content-type": PROTOBUF}
     return json_codec.encode({} if request is None else request), _JSON
 
 
@@ -633,7 +640,7 @@ _EXCHANGE: Final = operation("auth_token")  # sent with the API key, so it needs
 def encode_training(request: Any, *, zstd: bool) -> tuple[bytes, dict[str, str]]:
     """A forward or forward_backward request as protobuf, compressed with `zstd=True`."""
     body = proto_codec.encode_forward_backward_request(request)
-    headers = {"content-type": proto_codec.CONTENT_TYPE}
+    headers = {"content-type": PROTOBUF}
     if zstd:
         return compress(body), {**headers, "content-encoding": "zstd"}
     return body, headers

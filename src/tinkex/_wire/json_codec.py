@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, Final, TypeVar, cast
 
-import numpy as np
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from tinkex._lazy import np
 from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types._base import FROM_WIRE, first_complaint
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
@@ -57,6 +57,8 @@ def _some(**fields: Any) -> dict[str, Any]:
 
 @singledispatch
 def _written(value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # not registered: that would import numpy
+        return np.ascontiguousarray(value)  # orjson writes contiguous arrays directly
     raise TypeError(f"{type(value).__name__} is not a value of the protocol")
 
 
@@ -134,11 +136,6 @@ def _finite_or_text(number: float) -> float | str:
 @_written.register(bytes)
 def _(value: bytes) -> Any:
     return base64.b64encode(value).decode("ascii")
-
-
-@_written.register(np.ndarray)
-def _(value: np.ndarray[Any, Any]) -> Any:
-    return np.ascontiguousarray(value)  # orjson writes contiguous arrays directly
 
 
 @_written.register
@@ -407,6 +404,7 @@ def _prompt_alt_tokens(value: Any) -> PromptAltTokens | None:
 
 
 _READERS: dict[Any, Callable[[dict[str, Any]], Any]] = {
+    dict: dict,  # as it is, for a caller who reads it
     ForwardBackwardRequest: _forward_backward_request,
     ForwardRequest: _forward_request,
     ForwardBackwardOutput: _forward_backward_output,

@@ -663,7 +663,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             retries=False,
             timeout=5.0,
             limits=_EVENTS,
-            answer_to_refused=types.TelemetryResponse(status="accepted"),
+            answer_to_refused=types.TelemetryResponse.model_construct(status="accepted"),
         ),
         _get(
             "get_audit_log",

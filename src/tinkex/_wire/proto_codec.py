@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
+from tinkex._wire.media_types import PROTOBUF
 from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types.inputs import (
     Datum,
@@ -52,7 +53,7 @@ __all__ = [
     "encode_sample_response",
 ]
 
-CONTENT_TYPE: Final = "application/x-protobuf"
+CONTENT_TYPE: Final = PROTOBUF
 _MAX_EMPTY_DATUMS: Final = 1_000_000
 
 _PB_DTYPE: Final = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}

@@ -81,7 +81,8 @@ def _event(name: str = "", *measured: str) -> Callable[[type[E]], type[E]]:
     """Define the event `tinkex.<name>`; without a name, a base class of several events."""
 
     def make(cls: type[E]) -> type[E]:
-        made = dataclass(frozen=True, slots=True)(cls)
+        # `Event` has the other methods: generating them for every class takes most of the import.
+        made = dataclass(frozen=True, slots=True, repr=False, eq=False)(cls)
         if name:
             made.name, made.measured = f"tinkex.{name}", measured
             positional = [each.name for each in fields(made) if not each.kw_only]
@@ -100,6 +101,17 @@ class Event:
     places: ClassVar[Mapping[str, int]] = {}
 
     metadata: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+    def __repr__(self) -> str:
+        shown = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # the metadata is a dict
 
     @property
     def measurements(self) -> dict[str, Any]:

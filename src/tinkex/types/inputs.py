@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
-import numpy as np
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -19,10 +18,11 @@ from pydantic import (
     Tag,
 )
 
+from tinkex._lazy import np
 from tinkex.errors import InvalidInputError
 
 from ._base import RequestModel
-from .tensors import Array, TensorData, packed
+from .tensors import Array, TensorData, numpy_dtype, packed
 
 __all__ = [
     "Datum",
@@ -42,11 +42,14 @@ __all__ = [
 LossFnInputs: TypeAlias = dict[str, TensorData]
 LossFnOutput: TypeAlias = dict[str, TensorData]
 
-_INT32 = np.dtype(np.int32)
+
+def _token_list(tokens: Array) -> list[int]:
+    listed: list[int] = tokens.tolist()
+    return listed
 
 
 def _token_array(tokens: Any) -> Array:
-    array = packed(tokens, _INT32, field="tokens")
+    array = packed(tokens, numpy_dtype("int32"), field="tokens")
     if array.ndim != 1:
         raise InvalidInputError(
             f"must be one flat list, not {array.ndim}-dimensional", field="tokens"
@@ -82,9 +85,7 @@ class _ArrayAsList:
 class EncodedTextChunk(RequestModel):
     """A run of token ids."""
 
-    tokens: Annotated[
-        Sequence[int], PlainValidator(_token_array), PlainSerializer(np.ndarray.tolist)
-    ]
+    tokens: Annotated[Sequence[int], PlainValidator(_token_array), PlainSerializer(_token_list)]
     type: Literal["encoded_text"] = "encoded_text"
 
     @property
@@ -314,7 +315,11 @@ class ModelInput(RequestModel):
     def to_numpy(self) -> Array:
         """All token ids as one int32 array; an error if a chunk is not text."""
         parts = [self._text(chunk).tokens_np for chunk in self.chunks]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, _INT32)])
+        return (
+            parts[0]
+            if len(parts) == 1
+            else np.concatenate(parts or [np.empty(0, numpy_dtype("int32"))])
+        )
 
     @staticmethod
     def _text(chunk: ModelInputChunk) -> EncodedTextChunk:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import numpy as np
 from pydantic import Field, model_validator
 
+from tinkex._lazy import np
 from tinkex.errors import InvalidInputError
 
 from ._base import RequestModel, ResponseModel
 from .inputs import ModelInput
-from .tensors import Array, PromptAltTokens, TensorData, TopkLogprobs, packed
+from .tensors import Array, PromptAltTokens, TensorData, TopkLogprobs, numpy_dtype, packed
 
 __all__ = [
     "CreateSamplingSessionRequest",
@@ -47,8 +47,6 @@ EXTENSIONS: Final = (
     "kept_mass",
 )
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
-
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class SamplingParams(RequestModel):
@@ -165,15 +163,17 @@ class SampledSequence:
             )
         self.stop_reason = stop_reason
         self.sequence_id = sequence_id
-        self.tokens_np = flat_array(tokens, _INT32, "tokens") if tokens_np is None else tokens_np
+        self.tokens_np = (
+            flat_array(tokens, numpy_dtype("int32"), "tokens") if tokens_np is None else tokens_np
+        )
         if logprobs_np is None:
-            logprobs_np = flat_array(logprobs, _FLOAT32, "logprobs")
+            logprobs_np = flat_array(logprobs, numpy_dtype("float32"), "logprobs")
         self.logprobs_np = logprobs_np
         if topk_logprobs_np is None and topk_logprobs is not None:
             topk_logprobs_np = TopkLogprobs.from_rows(topk_logprobs, field="topk_logprobs")
         self.topk_logprobs_np = topk_logprobs_np
         if kept_mass_np is None:
-            kept_mass_np = flat_array(kept_mass, _FLOAT32, "kept_mass")
+            kept_mass_np = flat_array(kept_mass, numpy_dtype("float32"), "kept_mass")
         self.kept_mass_np = kept_mass_np
 
     @cached_property
@@ -236,7 +236,9 @@ class SampleResponse:
     ) -> None:
         self.sequences = sequences
         if prompt_logprobs_np is None:
-            prompt_logprobs_np = flat_array(prompt_logprobs, _FLOAT32, "prompt_logprobs")
+            prompt_logprobs_np = flat_array(
+                prompt_logprobs, numpy_dtype("float32"), "prompt_logprobs"
+            )
         self.prompt_logprobs_np = prompt_logprobs_np
         if topk_prompt_logprobs_np is None and topk_prompt_logprobs is not None:
             topk_prompt_logprobs_np = TopkLogprobs.from_rows(

@@ -10,12 +10,13 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-import numpy as np
 from pydantic_core import core_schema
 
+from tinkex._lazy import np
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -38,14 +39,20 @@ __all__ = [
 TensorDtype: TypeAlias = Literal["int64", "float32"]
 Array: TypeAlias = "npt.NDArray[Any]"
 
-_NUMPY: Final[dict[str, np.dtype[Any]]] = {
-    "int64": np.dtype(np.int64),
-    "float32": np.dtype(np.float32),
-}
-_PACK_CODE: Final = {np.dtype(np.int32): "i", np.dtype(np.int64): "q", np.dtype(np.float32): "f"}
+_PACK_CODES: Final = {"int32": "i", "int64": "q", "float32": "f"}
 
 #: The logprob of an empty top-k cell.
 EMPTY_LOGPROB: Final = -99999.0
+
+
+@cache
+def numpy_dtype(name: Literal["int32", "int64", "float32"]) -> np.dtype[Any]:
+    return np.dtype(name)
+
+
+@cache
+def _pack_code(dtype: np.dtype[Any]) -> str:
+    return _PACK_CODES[dtype.name]
 
 
 def check_precision_loss(dtype: npt.DTypeLike) -> tuple[TensorDtype, str] | None:
@@ -87,7 +94,7 @@ def packed(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
             return _converted(_viewed(values, field), dtype, field)
         values = _listed(values, field)
     try:
-        raw = struct.pack(f"={len(values)}{_PACK_CODE[dtype]}", *values)
+        raw = struct.pack(f"={len(values)}{_pack_code(dtype)}", *values)
     except (struct.error, TypeError, OverflowError):
         return _converted(_nested(values, field), dtype, field)
     return np.frombuffer(raw, dtype)
@@ -191,7 +198,7 @@ class TensorData:
             dtype = dtype_of(data.dtype) if data.size else "float32"
         elif dtype not in get_args(TensorDtype):
             raise InvalidInputError(f"must be int64 or float32, not {dtype!r}", field="dtype")
-        values = packed(data, _NUMPY[dtype], field="data")
+        values = packed(data, numpy_dtype(dtype), field="data")
         self.dtype = dtype
         self.shape = _checked_shape(shape)
         self._crow = self._col = None
@@ -222,8 +229,8 @@ class TensorData:
             raise InvalidInputError("is required for a sparse tensor", field=missing)
         if self.shape is None or len(self.shape) != 2:
             raise InvalidInputError("a sparse tensor has two dimensions", field="shape")
-        crow = packed(crow, _NUMPY["int64"], field="sparse_crow_indices").reshape(-1)
-        col = packed(col, _NUMPY["int64"], field="sparse_col_indices").reshape(-1)
+        crow = packed(crow, numpy_dtype("int64"), field="sparse_crow_indices").reshape(-1)
+        col = packed(col, numpy_dtype("int64"), field="sparse_col_indices").reshape(-1)
         rows, columns = self.shape
         if (
             crow.size != rows + 1
@@ -312,7 +319,7 @@ class TensorData:
         """Wrap an array: floating types become `float32`, integers `int64`; others are refused."""
         array = np.asarray(array)
         dtype = dtype_of(array.dtype)
-        return cls(packed(array, _NUMPY[dtype], field="data"), dtype, array.shape)
+        return cls(packed(array, numpy_dtype(dtype), field="data"), dtype, array.shape)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
