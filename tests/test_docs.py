@@ -131,7 +131,12 @@ def test_commands_exist_with_their_options(line):
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert arguments[0] in targets
     else:
-        _parse(cli, click.Context(cli, info_name="tinkex"), arguments)
+        _parse(cli, _context(), arguments)
+
+
+def _context() -> click.Context:
+    # With the command's own settings: click makes the help option once, with the names of its first context.
+    return click.Context(cli, info_name="tinkex", **cli.context_settings)
 
 
 def _parse(command: click.Command, context: click.Context, arguments: list[str]) -> None:
@@ -299,7 +304,7 @@ def commands(command: click.Command, context: click.Context) -> Iterator[tuple[s
 
 def test_every_command_and_option_is_documented():
     page = (DOCS / "reference" / "cli.md").read_text()
-    for path, command in commands(cli, click.Context(cli, info_name="tinkex")):
+    for path, command in commands(cli, _context()):
         assert path in page
         for option in command.params:
             if isinstance(option, click.Option) and not option.hidden:

@@ -134,7 +134,7 @@ def test_closed_pipe_causes_no_traceback():
 
 
 def leaves(command: click.Command, *path: str):
-    ctx = click.Context(command)
+    ctx = click.Context(command, **command.context_settings)
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):
             below = command.get_command(ctx, name)
@@ -157,7 +157,7 @@ def test_every_command_with_json_output_has_a_schema():
 def groups(command: click.Command, *path: str):
     if isinstance(command, click.Group):
         yield path
-        ctx = click.Context(command)
+        ctx = click.Context(command, **command.context_settings)
         for name in command.list_commands(ctx):
             below = command.get_command(ctx, name)
             assert below is not None

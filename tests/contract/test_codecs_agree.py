@@ -610,4 +610,6 @@ def test_both_schemas_load_in_one_process_and_agree(newest: OfficialClient, orde
     printed = newest.run(ONE_PROCESS.format(order=order), PYTHONPATH=str(SOURCE))
     described, official = json.loads(printed)
     for name, fields in described.items():
-        assert fields == official[name], name
+        # Numbers from 1,000 on are extensions of ours, which the official client skips.
+        shared = [field for field in fields if field[0] < 1000]
+        assert shared == official[name], name

@@ -17,6 +17,7 @@ from tinkex.engine.vllm_engine import can_draw
 from tinkex.errors import ConfigError
 from tinkex.server.drift import Drift, checking_job
 from tinkex.server.service import Settings
+from tinkex.server.worker import _ELSEWHERE
 from tinkex.testing import service
 
 from .api import Api
@@ -121,7 +122,8 @@ def _group(leader: int) -> list[int]:
 def _vllm_pids() -> list[int]:
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+    return [pid for pid, command in commands.items() if _ELSEWHERE.encode() in command]
 
 
 def test_adapter_that_vllm_cannot_hold_is_an_error_not_the_base_model(running):

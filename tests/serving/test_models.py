@@ -18,12 +18,12 @@ MESSAGES = "/v1/messages"
 @pytest.fixture(scope="module")
 def checkpoints(served) -> list[str]:
     """Three checkpoints of one run, and a training checkpoint, each with other weights."""
-    training = served.client().create_lora_training_client(TINY, rank=8)
+    training = served.client().create_lora_training_client(TINY, rank=8, seed=1)
     paths = []
     for name in ("a", "b", "c"):
         data = [Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, ord(name)]})]
         training.forward_backward(data, "cross_entropy").result()
-        training.optim_step(AdamParams(learning_rate=0.3)).result()
+        training.optim_step(AdamParams(learning_rate=0.05)).result()
         paths.append(training.save_weights_for_sampler(name).result().path)
     paths.append(training.save_state("whole").result().path)
     return paths
