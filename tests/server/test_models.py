@@ -66,6 +66,27 @@ def test_a_returning_key_shares_the_engine_with_a_busy_one(tmp_path):
     asyncio.run(scenario())
 
 
+def test_request_for_a_model_that_is_unloaded_meanwhile_is_refused_alone(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            model, other = await new_model(client), await new_model(client)
+            check_active = made.sessions.check_active
+
+            async def unload_meanwhile(session_id: str, owner: str) -> None:
+                await check_active(session_id, owner)
+                await made.models.close_session(session_id)
+
+            made.sessions.check_active = unload_meanwhile
+            step = {"seq_id": 1, "adam_params": {}}
+            answer = await client.post("optim_step", json={"model_id": model, **step})
+            made.sessions.check_active = check_active
+            assert answer.status_code == 400
+            assert "model_id" in answer.text
+            assert "metrics" in await told(client, "optim_step", {"model_id": other, **step})
+
+    asyncio.run(scenario())
+
+
 def test_creating_a_model_from_a_checkpoint_finishes_after_a_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):

@@ -167,6 +167,10 @@ class Models:
         """Accept a request for a model; a retry with the same number gets the first promise."""
         model = await self.find(model_id, owner)
         await self._sessions.check_active(model.session_id, owner)
+        if (
+            self._models.get(model_id) is not model
+        ):  # unloaded meanwhile; its queue is served no more
+            raise _unloaded(model_id, "model_id")
         if seq_id == 0:  # in protobuf, zero means that there is none
             seq_id = None
         known = self._promises.duplicate(model_id, seq_id)
