@@ -19,7 +19,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import ClientCall, add_metadata
-from tinkex.telemetry.events import Event, TrainingPass, TrainingStep
+from tinkex.telemetry.events import Event, MetricsLogged, TrainingPass, TrainingStep
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,
@@ -268,6 +268,9 @@ class TrainingClient(TrainingClientMethods):
             name: number(value, f"metrics.{name}") for name, value in (metrics or {}).items()
         }
         entry = LogEntry(step=step, time=time.time(), metrics=checked, samples=given)
+        if checked and wants(MetricsLogged):
+            whose = {**self._session.metadata, **self._event_metadata()}
+            emit(MetricsLogged(step, checked, metadata=whose))
         return self._session.submit(self._run_log.send(entry))
 
     # -- weights -----------------------------------------------------------------------------
@@ -858,7 +861,7 @@ def _report_pass(
 ) -> None:
     if wants(TrainingPass):
         tokens = passes * sum(chunking.known_tokens(datum.model_input) for datum in data)
-        facts = (call.id, call.operation, seconds, len(data), tokens, result.loss)
+        facts = (call.id, call.operation, seconds, len(data), tokens, result.loss, result.metrics)
         emit(TrainingPass(*facts, metadata=call.metadata))
 
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from .calls import metadata as metadata
     from .exceptions import capture_exceptions as capture_exceptions
     from .exceptions import with_telemetry as with_telemetry
+    from .forwarding import Forwarder as Forwarder
+    from .forwarding import to_mlflow as to_mlflow
+    from .forwarding import to_sink as to_sink
+    from .forwarding import to_tensorboard as to_tensorboard
+    from .forwarding import to_trackio as to_trackio
+    from .forwarding import to_wandb as to_wandb
     from .logs import attach_logger as attach_logger
     from .metrics import Metrics as Metrics
     from .otel import OpenTelemetry as OpenTelemetry
@@ -32,6 +38,7 @@ _NAMES = {
     ".bus": "attach detach",
     ".calls": "metadata",
     ".exceptions": "capture_exceptions with_telemetry",
+    ".forwarding": "Forwarder to_mlflow to_sink to_tensorboard to_trackio to_wandb",
     ".logs": "attach_logger",
     ".metrics": "Metrics",
     ".otel": "OpenTelemetry",

@@ -40,6 +40,7 @@ __all__ = [
     "HttpRequestException",
     "HttpRequestStart",
     "HttpRequestStop",
+    "MetricsLogged",
     "OperationEvent",
     "OperationException",
     "OperationStart",
@@ -173,6 +174,7 @@ class TrainingPass(OperationEvent):
     data: int
     tokens: int
     loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @_event("training.step", "duration")
@@ -180,6 +182,14 @@ class TrainingStep(OperationEvent):
     """The weights were updated."""
 
     duration: float
+    metrics: Mapping[str, float]
+
+
+@_event("training.log")
+class MetricsLogged(Event):
+    """The training loop reported metrics with `TrainingClient.log`."""
+
+    step: int
     metrics: Mapping[str, float]
 
 
