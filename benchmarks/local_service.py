@@ -1,4 +1,7 @@
-"""The local service beside plain transformers + PEFT: same model, float32, two threads, one run.
+"""The local service beside plain transformers + PEFT in float32 and beside the limit: same model, two threads, one run.
+
+The limit is the matrix products of the same work alone, in the type that the service chooses on this machine (see
+`training_limit.py` and `sampling_limit.py`).
 
     python benchmarks/local_service.py [training] [sampling] [overhead] [start] [--rounds 3]
 
@@ -347,12 +350,47 @@ def measure_service_start() -> dict[str, float]:
         return {"seconds": -served.seconds}
 
 
+# -- the limit ----------------------------------------------------------------------------------------
+
+
+def service_dtype():
+    """The type that the service chooses on this machine."""
+    from tinkex.engine.devices import dtype_for
+
+    return dtype_for("auto", "cpu", parameters=135_000_000)
+
+
+def measure_limit_training() -> dict[str, float]:
+    import torch
+
+    from tinkex.server.service import default_cache_dir
+    from training_limit import Products, TorchEngine, base_models
+
+    torch.set_num_threads(2)
+    prepared = base_models.prepare(base_models.parse_spec(SMOL), default_cache_dir())
+    engine = TorchEngine([prepared], dtype=service_dtype())
+    products = Products(engine, engine.token_budget)
+    return {"even": products.rows / products.seconds()}
+
+
+def measure_limit_sampling() -> dict[str, float]:
+    from sampling_limit import Bench
+
+    bench = Bench(service_dtype(), rounds=1)
+    found = {}
+    for count in (1, 8, 32):
+        seconds = min(bench.products_of(count) for _ in range(5))
+        found |= {f"base {count}": count / seconds, f"adapter {count}": count / seconds}
+    return found
+
+
 # -- comparisons --------------------------------------------------------------------------------------
 
 
 def compare_training(rounds: int) -> dict:
-    found = best(["plain_training", "service_training"], rounds)
+    found = best(["plain_training", "service_training", "limit_training"], rounds)
     plain, ours = found["plain_training"], found["service_training"]
+    limit = found["limit_training"]
     show(
         "training, tokens/s: service, transformers + PEFT",
         [
@@ -360,18 +398,25 @@ def compare_training(rounds: int) -> dict:
             ("8 rows of 16 to 512", ours["mixed"], plain["mixed"], 1.5),
         ],
     )
+    show("training, tokens/s: service, limit", [("8 x 128", ours["even"], limit["even"], 0.6)])
     print(f"  memory of the service: {-ours['memory']:.0f} MB (asked 2000)", file=sys.stderr)
     return found
 
 
 def compare_sampling(rounds: int) -> dict:
-    found = best(["plain_sampling", "plain_adapter_sampling", "service_sampling"], rounds)
+    names = ["plain_sampling", "plain_adapter_sampling", "service_sampling", "limit_sampling"]
+    found = best(names, rounds)
     plain = found["plain_sampling"] | found["plain_adapter_sampling"]
     ours = found["service_sampling"]
     asked = {"base 1": 1.0, "base 8": 1.2, "base 32": 1.5}
     show(
         "sampling, tokens/s: service, generate",
         [(name, ours[name], plain[name], asked.get(name, 1.3)) for name in plain],
+    )
+    limit = found["limit_sampling"]
+    show(
+        "sampling, tokens/s: service, limit",
+        [(name, ours[name], limit[name], 0.7) for name in limit],
     )
     show(
         "32 requests of one, against one of 32",

@@ -1,14 +1,17 @@
 """The sampler beside its limit: the matrix products of the same work alone, in the same process and type.
 
-    python benchmarks/sampling_limit.py [base] [adapters] [prompts] [requests] [prefix] [--dtype float32] [--rounds 3]
+    python benchmarks/sampling_limit.py [base] [adapters] [prompts] [requests] [constraints] [prefix] [unshared]
+        [--dtype float32] [--rounds 3] [--kernels torch] [--cpu]
 
 The limit is `torch.nn.functional.linear` on the shapes of the model. Ours and the limit take turns step by step, and the
-fastest tenth of the steps counts: noise only ever adds time. Prints a table.
+fastest tenth of the steps counts: noise only ever adds time. Prints a table. With `--cpu`, times are CPU seconds of all
+threads: for ratios on a machine that has other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,10 +21,11 @@ import torch
 from torch.nn import functional
 
 from tinkex.engine import base_models
+from tinkex.engine.grammars import Grammars
 from tinkex.engine.lora import Adapter
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import LanguageModel
-from tinkex.engine.values import LoraSpec, SampleJob
+from tinkex.engine.values import Constraint, LoraSpec, SampleJob
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROMPT, NEW = 32, 32
@@ -30,14 +34,15 @@ PROMPT, NEW = 32, 32
 class Bench:
     """One model and a sampler on it."""
 
-    def __init__(self, dtype: torch.dtype, rounds: int) -> None:
+    def __init__(self, dtype: torch.dtype, rounds: int, *, native: bool = True) -> None:
         from tinkex.server.service import default_cache_dir
 
         torch.set_num_threads(2)
         prepared = base_models.prepare(base_models.parse_spec(SMOL), default_cache_dir())
         model = base_models.load(prepared, device="cpu", dtype=dtype)
-        self.language = LanguageModel(model, context_length=prepared.context_length)
-        self.sampler = Sampler(self.language, end_tokens=(), cache_bytes=4e9)
+        self.language = LanguageModel(model, context_length=prepared.context_length, native=native)
+        self.grammars = Grammars(prepared.directory, prepared.vocab_size, prepared.eos_token_ids)
+        self.sampler = self.new_sampler()
         self.rounds = rounds
         self._number = 0
         self.weights = [
@@ -45,6 +50,9 @@ class Bench:
             for layer in self.language.llama.layers
             for projection in layer.projections
         ]
+
+    def new_sampler(self) -> Sampler:
+        return Sampler(self.language, end_tokens=(), cache_bytes=4e9, grammars=self.grammars)
 
     # -- the limit ---------------------------------------------------------------------------
 
@@ -100,7 +108,7 @@ class Bench:
 
     def steps(self, *batches: list[tuple[SampleJob, Adapter | None]], rows: int = 0) -> list[float]:
         """Seconds of a step of each batch, and of the products of `rows` rows, taking turns."""
-        samplers = [Sampler(self.language, end_tokens=(), cache_bytes=4e9) for _ in batches]
+        samplers = [self.new_sampler() for _ in batches]
         for sampler, jobs in zip(samplers, batches, strict=True):
             for number, (job, adapter) in enumerate(jobs):
                 sampler.add(str(number), job, adapter)
@@ -127,10 +135,13 @@ class Bench:
         return [min(own) for own in zip(*times, strict=True)]
 
 
+clock = time.perf_counter
+
+
 def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = clock()
     work()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def tokens(seed: int, length: int) -> np.ndarray:
@@ -220,8 +231,12 @@ def measure_requests(bench: Bench, narrow: bool) -> None:
             bench.sampler.cancel(f"p{index}")
         return seconds / drawn
 
-    static, flowing = bench.best(lambda: bench.many(32) / (32 * NEW), coming_and_going)
-    show("Poisson arrivals, tokens/s", 1 / flowing, 1 / static, 0.85, "static batch of 32")
+    def all_at_once() -> float:
+        """As many prompt tokens per new token, on average, but read and drawn together."""
+        return bench.run([(bench.job(), None) for _ in range(32)]) / work
+
+    static, flowing = bench.best(all_at_once, coming_and_going)
+    show("Poisson arrivals, tokens/s", 1 / flowing, 1 / static, 0.85, "32 requests at once")
 
 
 def measure_prefix(bench: Bench, narrow: bool) -> None:
@@ -237,23 +252,60 @@ def measure_prefix(bench: Bench, narrow: bool) -> None:
         f"  eighth turn, seconds to first token: {warm:.3f}, uncached {cold:.3f}: {warm / cold:.2f} (asked 0.25)"
     )
 
-    def candidates(shared: bool) -> float:
+    def candidates(count: int, shared: bool, known: bool = False) -> float:
+        """Seconds of a candidate of 8 tokens after 1,008; its first 1,000 may be `shared`, and read before."""
         start = tokens(bench._number + 3 * 10**6, 1000)
         texts = [
             np.concatenate(
                 [start if shared else tokens(bench._number + 10**7 + n, 1000), tokens(n, 8)]
             )
-            for n in range(32)
+            for n in range(count)
         ]
-        if shared:
+        if known:
             bench.run([(bench.job(start, max_tokens=1), None)])
-        return bench.run([(bench.job(text, max_tokens=8), None) for text in texts])
+        return bench.run([(bench.job(text, max_tokens=8), None) for text in texts]) / count
 
-    bench.rounds = 1
-    cold, warm = bench.best(lambda: candidates(False), lambda: candidates(True))
+    cold = candidates(4, shared=False)  # a few: their rate does not depend on their number
+    warm, new = candidates(32, shared=True, known=True), candidates(32, shared=True)
     print(
-        f"  32 candidates over 1,000 shared tokens: {cold / warm:.1f} x the uncached rate (asked 5)"
+        f"  32 candidates over 1,000 shared tokens: {cold / warm:.1f} x the uncached rate (asked 5); "
+        f"{cold / new:.1f} x if the first of them has to read these tokens"
     )
+
+
+def measure_unshared(bench: Bench, narrow: bool) -> None:
+    """Prompts that share nothing, with and without the cache of prefixes."""
+
+    def distinct(cached: bool) -> float:
+        bench.sampler = bench.new_sampler()
+        bench.sampler._scheduler._share_prefixes = cached
+        return bench.run([(bench.job(length=128, max_tokens=16), None) for _ in range(8)])
+
+    without, cached = bench.best(lambda: distinct(False), lambda: distinct(True))
+    print(
+        f"  8 prompts that share nothing: {cached / without - 1:+.1%} with the cache (asked +2 %)"
+    )
+
+
+def measure_constraints(bench: Bench, narrow: bool) -> None:
+    """Answers that follow a JSON schema; none ends before its last token."""
+    items = {"type": "string", "maxLength": 12}
+    name = {"type": "string", "minLength": 24, "maxLength": 60}
+    tags = {"type": "array", "items": items, "minItems": 300}
+    schema = {
+        "type": "object",
+        "properties": {"name": name, "tags": tags},
+        "required": ["name", "tags"],
+    }
+    bound = Constraint("json_schema", json.dumps({**schema, "additionalProperties": False}))
+    bench.grammars.check(bound)
+    free, formed = bench.steps(
+        bench.batch(32), [(bench.job(num_samples=32, max_tokens=400, constraint=bound), None)]
+    )
+    show("JSON schema, 32 samples, tokens/s", 32 / formed, 32 / free, 0.95, "free")
+
+
+PARTS = ("base", "adapters", "prompts", "requests", "constraints", "prefix", "unshared")
 
 
 def main() -> None:
@@ -261,10 +313,19 @@ def main() -> None:
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kernels", choices=["native", "torch"], default="native")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU seconds instead of the time that passes"
+    )
     options = parser.parse_args()
-    bench = Bench(getattr(torch, options.dtype), options.rounds)
-    print(f"{SMOL}, {options.dtype}, {torch.get_num_threads()} threads: ours, reference, ratio")
-    for part in options.parts or ["base", "adapters", "prompts", "requests", "prefix"]:
+    if options.cpu:
+        global clock
+        clock = time.process_time
+    native = options.kernels == "native"
+    bench = Bench(getattr(torch, options.dtype), options.rounds, native=native)
+    kernels = bench.language.kernels.name
+    print(f"{SMOL}, {options.dtype}, {torch.get_num_threads()} threads, {kernels} kernels:")
+    for part in options.parts or [*PARTS]:
         globals()[f"measure_{part}"](bench, options.dtype == "bfloat16")
 
 

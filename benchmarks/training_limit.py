@@ -1,6 +1,6 @@
 """Training beside its limit: the matrix products of the same work alone, in the same process and type.
 
-    python benchmarks/training_limit.py [--dtype float32] [--dtype bfloat16] [--only "8 x 128"] [--threads 2]
+    python benchmarks/training_limit.py [--dtype float32] [--dtype bfloat16] [--only "8 x 128"] [--threads 2] [--kernels torch]
 
 The limit is the product of every frozen matrix with its rows and with the gradients of its rows, with
 `torch.nn.functional.linear`. It leaves out attention, the adapters' own products and everything between the products.
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from tinkex.engine import base_models
 from tinkex.engine.engine import TorchEngine
-from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob
 from tinkex.server.service import default_cache_dir
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", choices=["native", "torch"], default="native")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.threads == 1:
@@ -52,13 +53,15 @@ def main() -> None:
     names = options.only or ["8 x 128", "32 x 512", "8 rows of 16 to 512"]
     found = {}
     for dtype in options.dtype or ["float32", "bfloat16"]:
-        found[dtype] = measured(getattr(torch, dtype), names, options.rounds)
+        found[dtype] = measured(getattr(torch, dtype), names, options)
     print(json.dumps(found, indent=1))
 
 
-def measured(dtype: torch.dtype, names: list[str], rounds: int) -> dict[str, dict[str, float]]:
+def measured(
+    dtype: torch.dtype, names: list[str], options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     prepared = base_models.prepare(base_models.parse_spec(SMOL), default_cache_dir())
-    engine = TorchEngine([prepared], dtype=dtype)
+    engine = TorchEngine([prepared], dtype=dtype, native=options.kernels == "native")
     engine.create_model("m", SMOL, LoraSpec(8, train_unembed=False, seed=1))
     found = {}
     for name in names:
@@ -66,7 +69,7 @@ def measured(dtype: torch.dtype, names: list[str], rounds: int) -> dict[str, dic
         tokens = sum(WORK[name])
         products = Products(engine, min(tokens, engine.token_budget))
         ours, limit = [], []
-        for _ in range(rounds):
+        for _ in range(options.rounds):
             limit.append(products.seconds() * tokens / products.rows)
             ours.append(timed(lambda data=data: step(engine, data)))
         found[name] = {
@@ -133,7 +136,7 @@ def examples(lengths: list[int]) -> list[Example]:
 
 
 def step(engine: TorchEngine, data: list[Example]) -> None:
-    for _ in engine.run_pass("m", TrainingPass(data, "cross_entropy")):
+    for _ in engine.run_pass("m", PassJob(data, "cross_entropy")):
         pass
     engine.optim_step("m", AdamStep(learning_rate=1e-4))
 

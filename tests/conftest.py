@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +11,7 @@ import hypothesis
 import pytest
 
 import tinkex
+from tinkex._client.runtime import runtime
 from tinkex.telemetry import bus
 from tinkex.telemetry.events import Event
 
@@ -20,6 +24,10 @@ pytest_plugins = ["pytester"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests start hundreds of processes: without compiled modules each would compile what it imports, and pytest every test.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # No deadline: the time of an example depends on the machine.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -27,9 +35,13 @@ hypothesis.settings.load_profile("patient")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the long form of tests/chaos")
+    parser.addoption("--engines", default="1", help="engines of the service of tests/contract")
     parser.addoption("--browser", action="store_true", help="all of tests/browser, not only a look")
     parser.addoption(
         "--vllm", action="store_true", help="also tests/vllm, in an environment it makes"
+    )
+    parser.addoption(
+        "--ray", action="store_true", help="also tests/ray, in an environment it makes"
     )
     parser.addoption("--vllm-python", help="tests/vllm with the Python of an existing environment")
     parser.addoption(
@@ -74,6 +86,21 @@ def quiet_bus() -> Iterator[None]:
     bus._listening.clear()
     bus._listening.update(listening)
     assert left == ({}, {})
+
+
+@pytest.fixture
+def paused_loop() -> Iterator[None]:
+    """The event loop of all clients waits: clients that other tests left open send no heartbeat meanwhile."""
+    paused, resumed = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        paused.set()
+        resumed.wait()
+
+    runtime().post(wait)
+    paused.wait()
+    yield
+    resumed.set()
 
 
 @pytest.fixture

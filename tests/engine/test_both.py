@@ -18,7 +18,7 @@ from tinkex.engine import base_models
 from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.values import AdamStep, Array, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import InvalidInputError, NotFoundError
 
 from ..running import finish
@@ -90,8 +90,8 @@ def test_mixed_request_equals_its_examples_one_by_one(engine, tmp_path, loss_fn,
     for model_id in ("together", "apart"):
         engine.create_model(model_id, TINY, LoraSpec(2, seed=1))
     for step in range(2):  # in the first step A has no gradient, because B is zero
-        whole = finish(engine.run_pass("together", TrainingPass(examples, loss_fn)))
-        parts = [finish(engine.run_pass("apart", TrainingPass([one], loss_fn))) for one in examples]
+        whole = finish(engine.run_pass("together", PassJob(examples, loss_fn)))
+        parts = [finish(engine.run_pass("apart", PassJob([one], loss_fn))) for one in examples]
         for ours, part, one in zip(whole.logprobs, parts, examples, strict=True):
             assert ours.shape == one.inputs["target_tokens"].shape
             np.testing.assert_allclose(ours, part.logprobs[0], atol=1e-4)
@@ -124,7 +124,7 @@ def test_without_weights_each_position_counts_once(engine, examples):
         for one in examples
     ]
     losses = [
-        finish(engine.run_pass("m", TrainingPass(given_, "cross_entropy"))).metrics["loss:sum"]
+        finish(engine.run_pass("m", PassJob(given_, "cross_entropy"))).metrics["loss:sum"]
         for given_ in (examples, weighted)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -137,7 +137,7 @@ def test_unused_inputs_may_have_any_value(engine):
         for one, shape in zip(WIDTHS, [(), (1,), (2, 3), (7,), (0,)], strict=True)
     ]
     plain, strange = (
-        finish(engine.run_pass("m", TrainingPass(examples, "cross_entropy", backward=False)))
+        finish(engine.run_pass("m", PassJob(examples, "cross_entropy", backward=False)))
         for examples in (WIDTHS, odd)
     )
     assert strange.metrics == plain.metrics
@@ -158,10 +158,10 @@ def test_non_finite_inputs_are_refused_with_their_position(engine, loss_fn, name
     bad = example(4, *given_.shape[1:])
     bad = Example(bad.tokens_T, {**bad.inputs, name: given_})
     with pytest.raises(InvalidInputError, match=message) as caught:
-        finish(engine.run_pass("m", TrainingPass([example(4), bad], loss_fn)))
+        finish(engine.run_pass("m", PassJob([example(4), bad], loss_fn)))
     assert caught.value.field == f"data.1.{name}"
     if loss_fn != "cross_entropy":  # cross_entropy does not read it
-        finish(engine.run_pass("m", TrainingPass([bad], "cross_entropy")))
+        finish(engine.run_pass("m", PassJob([bad], "cross_entropy")))
 
 
 @pytest.mark.parametrize("trained", ["train_attn", "train_mlp", "train_unembed"])
@@ -170,7 +170,7 @@ def test_each_part_of_a_model_can_be_trained_alone(engine, trained):
     engine.create_model("m", TINY, LoraSpec(2, **parts))
     losses = []
     for _ in range(5):
-        done = finish(engine.run_pass("m", TrainingPass([WEIGHTS[1]], "cross_entropy")))
+        done = finish(engine.run_pass("m", PassJob([WEIGHTS[1]], "cross_entropy")))
         losses.append(done.metrics["loss:sum"])
         engine.optim_step("m", AdamStep(learning_rate=1e-2))
     assert losses[-1] < losses[0]
@@ -185,7 +185,7 @@ def steps(engine, model_id, count, first=0):
     for number in range(first, first + count):
         loss_fn = "ppo" if number % 3 == 2 else "cross_entropy"
         data = WEIGHTS if loss_fn == "ppo" else BOTH
-        done = finish(engine.run_pass(model_id, TrainingPass(data, loss_fn)))
+        done = finish(engine.run_pass(model_id, PassJob(data, loss_fn)))
         options = AdamStep(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
         metrics = engine.optim_step(model_id, options)
         results.append((done.metrics, metrics, [logprobs.tobytes() for logprobs in done.logprobs]))
@@ -217,11 +217,11 @@ def test_snapshot_holds_accumulated_gradients(engine, tmp_path, trained):
     engine.create_model("m", TINY, LoraSpec(8, seed=3, **trained))
     steps(engine, "m", 2)
     for _ in range(3):
-        finish(engine.run_pass("m", TrainingPass(BOTH, "cross_entropy")))
+        finish(engine.run_pass("m", PassJob(BOTH, "cross_entropy")))
     engine.snapshot("m", tmp_path / "snapshot")()
     undisturbed = []
     for name in ("m", "n", "without"):
-        finish(engine.run_pass(name, TrainingPass(WEIGHTS, "ppo")))
+        finish(engine.run_pass(name, PassJob(WEIGHTS, "ppo")))
         undisturbed.append((engine.optim_step(name, AdamStep(1e-2)), steps(engine, name, 2)))
         if name == "m":
             engine.restore_snapshot("n", TINY, tmp_path / "snapshot")
@@ -232,7 +232,7 @@ def test_snapshot_holds_accumulated_gradients(engine, tmp_path, trained):
 
 def test_damaged_gradients_file_is_refused_by_name(engine, tmp_path):
     engine.create_model("m", TINY, LoraSpec(8))
-    finish(engine.run_pass("m", TrainingPass(BOTH, "cross_entropy")))
+    finish(engine.run_pass("m", PassJob(BOTH, "cross_entropy")))
     engine.snapshot("m", tmp_path / "a")()
     file = tmp_path / "a" / "gradients.safetensors"
     content = file.read_bytes()
@@ -425,7 +425,7 @@ BAD = Example(np.array([V + 1], np.int32), {"target_tokens": np.array([1])})
 
 
 def passed(engine, model_id, examples, part=None, *, backward=True):
-    request = TrainingPass(examples, "cross_entropy", backward=backward, part=part)
+    request = PassJob(examples, "cross_entropy", backward=backward, part=part)
     return finish(engine.run_pass(model_id, request))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tinkex.engine import base_models, checkpoint
 from tinkex.engine.engine import TorchEngine
 from tinkex.engine.memory import memory_of
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import InvalidInputError, NotFoundError
 
 from ..running import finish
@@ -61,9 +61,7 @@ def train(engine, model_id, steps):
     losses = []
     for _ in range(steps):
         losses.append(
-            finish(engine.run_pass(model_id, TrainingPass(data(), "cross_entropy"))).metrics[
-                "loss:sum"
-            ]
+            finish(engine.run_pass(model_id, PassJob(data(), "cross_entropy"))).metrics["loss:sum"]
         )
         engine.optim_step(model_id, AdamStep(learning_rate=1e-2))
     return losses
@@ -115,9 +113,9 @@ def test_saved_adapter_loads_in_peft_unchanged(engine, tiny, tmp_path):
     expected = logits.log_softmax(-1).gather(
         -1, torch.tensor(TOKENS[1:].astype(np.int64))[:, None]
     )[:, 0]
-    ours = finish(
-        engine.run_pass("m", TrainingPass(data(), "cross_entropy", backward=False))
-    ).logprobs[0]
+    ours = finish(engine.run_pass("m", PassJob(data(), "cross_entropy", backward=False))).logprobs[
+        0
+    ]
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
 
 
@@ -145,7 +143,7 @@ def test_small_step_is_not_lost_in_bfloat16(narrow, tmp_path):
     for number in range(2):
         narrow.save_state("m", tmp_path / str(number), optimizer=True)
         saved.append(load_file(tmp_path / str(number) / "adapter_model.safetensors"))
-        finish(narrow.run_pass("m", TrainingPass(data(), "cross_entropy")))
+        finish(narrow.run_pass("m", PassJob(data(), "cross_entropy")))
         narrow.optim_step("m", AdamStep(learning_rate=1e-5))
     moved = [(saved[1][name] != before).float().flatten() for name, before in saved[0].items()]
     assert torch.cat(moved).mean() > 0.95
@@ -247,7 +245,7 @@ def test_every_plain_peft_adapter_is_read(engine, tiny, tmp_path):
         base = theirs.unload()
         engine.restore_model("m", base_models.TINY, tmp_path / kind, optimizer=False)
         ours = finish(
-            engine.run_pass("m", TrainingPass(data(), "cross_entropy", backward=False))
+            engine.run_pass("m", PassJob(data(), "cross_entropy", backward=False))
         ).logprobs[0]
         targets = torch.tensor(TOKENS[1:].astype(np.int64))[:, None]
         expected = logits.log_softmax(-1).gather(-1, targets)[:, 0]
@@ -257,7 +255,7 @@ def test_every_plain_peft_adapter_is_read(engine, tiny, tmp_path):
         (tmp_path / "again" / "tinkex.json").unlink()
         engine.restore_model("n", base_models.TINY, tmp_path / "again", optimizer=False)
         again = finish(
-            engine.run_pass("n", TrainingPass(data(), "cross_entropy", backward=False))
+            engine.run_pass("n", PassJob(data(), "cross_entropy", backward=False))
         ).logprobs[0]
         np.testing.assert_allclose(again, ours, atol=1e-6)
 

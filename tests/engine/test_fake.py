@@ -17,7 +17,7 @@ from tinkex.engine import base_models, checks, fake
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.calls import SharedPasses
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import InvalidInputError, NotFoundError, TinkerError
 
 from ..running import finish
@@ -72,7 +72,7 @@ def text():
 
 
 def run(engine, data, loss_fn="cross_entropy", config=None, *, model="m", backward=True):
-    return finish(engine.run_pass(model, TrainingPass(data, loss_fn, config or {}, backward)))
+    return finish(engine.run_pass(model, PassJob(data, loss_fn, config or {}, backward)))
 
 
 def train(engine, steps, model="m", **options):
@@ -282,7 +282,7 @@ def test_passes_accumulate_until_the_step_and_forward_adds_no_gradient(engine):
 
 
 def test_abandoned_pass_adds_no_gradient(engine):
-    work = engine.run_pass("m", TrainingPass(examples(), "cross_entropy"))
+    work = engine.run_pass("m", PassJob(examples(), "cross_entropy"))
     next(work)
     work.close()
     assert engine.optim_step("m", AdamStep()) == {"grad_norm": 0.0, "learning_rate": 1e-4}
@@ -665,7 +665,7 @@ MISTAKES = {
     "other base model": lambda e, _: e.open_sampler("s", TWIN, model_id="m"),
     "other base model, unknown": lambda e, _: e.open_sampler("s", "other", model_id="m"),
     "nothing to train": lambda e, _: e.create_model("n", base_models.TINY, NOT_TRAINED),
-    "model of pass": lambda e, _: e.run_pass("nobody", TrainingPass([], "ppo")),
+    "model of pass": lambda e, _: e.run_pass("nobody", PassJob([], "ppo")),
     "model of step": lambda e, _: e.optim_step("nobody", AdamStep()),
     "model of save": lambda e, d: e.save_state("nobody", d, optimizer=False),
     "model of sampler": lambda e, _: e.open_sampler("s", base_models.TINY, model_id="nobody"),

@@ -14,7 +14,7 @@ from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
 from tinkex.engine.parcels import FileDepot
 from tinkex.engine.shards import divide
-from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob
 from tinkex.errors import InvalidInputError
 
 from ..running import finish
@@ -67,7 +67,7 @@ def test_divided_passes_and_steps_end_in_the_same_bits(engines, tmp_path):
     for engine in (home, alone):
         engine.create_model("m", TINY, SPEC)
     for step in range(3):
-        request = TrainingPass(examples(step), "cross_entropy")
+        request = PassJob(examples(step), "cross_entropy")
         expected = finish(alone.run_pass("m", request))
         result = divided(home, helper, request)
         assert result.metrics == expected.metrics
@@ -83,7 +83,7 @@ def test_parts_of_a_pass_can_be_divided_and_begun_again(engines, tmp_path):
         engine.create_model("m", TINY, SPEC)
     for index in range(3):
         part = PassPart("p", index, 3)
-        request = TrainingPass(examples(index), "cross_entropy", part=part)
+        request = PassJob(examples(index), "cross_entropy", part=part)
         finish(alone.run_pass("m", request))
         finish(home.run_shards("m", request, [0]))  # the helper died: the part begins again
         divided(home, helper, request, helped=(0, 3))
@@ -96,16 +96,14 @@ def test_invalid_pass_leaves_no_gradient_and_drops_the_parts_before_it(engines, 
     home, _, alone = engines
     for engine in (home, alone):
         engine.create_model("m", TINY, SPEC)
-    first = TrainingPass(examples(0), "cross_entropy", part=PassPart("p", 0, 2))
+    first = PassJob(examples(0), "cross_entropy", part=PassPart("p", 0, 2))
     finish(home.run_pass("m", first))
     bad = Example(np.array([9999]), {"target_tokens": np.array([1])})
-    second = TrainingPass([bad], "cross_entropy", part=PassPart("p", 1, 2))
+    second = PassJob([bad], "cross_entropy", part=PassPart("p", 1, 2))
     with pytest.raises(InvalidInputError):
         finish(home.run_shards("m", second, [0]))
     with pytest.raises(InvalidInputError, match="earlier request"):
-        finish(
-            home.run_shards("m", TrainingPass(examples(1), "ppo", part=PassPart("p", 1, 2)), [0])
-        )
+        finish(home.run_shards("m", PassJob(examples(1), "ppo", part=PassPart("p", 1, 2)), [0]))
     for engine in (home, alone):
         engine.optim_step("m", AdamStep(1e-2))
     assert weights(home, tmp_path / "home") == weights(alone, tmp_path / "alone")
@@ -115,7 +113,7 @@ def test_depot_holds_one_adapter_of_a_model_and_no_gradients_after_a_pass(engine
     home, helper, _ = engines
     home.create_model("m", TINY, SPEC)
     for step in range(2):
-        divided(home, helper, TrainingPass(examples(step), "cross_entropy"))
+        divided(home, helper, PassJob(examples(step), "cross_entropy"))
         home.optim_step("m", AdamStep(1e-2))
     assert len(list((tmp_path / "depot").iterdir())) == 1
     home.unload_model("m")

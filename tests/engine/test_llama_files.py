@@ -15,7 +15,7 @@ from tinkex.engine.engine import TorchEngine
 from tinkex.engine.llama_files import read_llama
 from tinkex.engine.lora import Adapter
 from tinkex.engine.trainer import LanguageModel, TrainedModel, run_pass
-from tinkex.engine.values import Example, LoraSpec, TrainingPass
+from tinkex.engine.values import Example, LoraSpec, PassJob
 
 from ..running import finish
 
@@ -62,7 +62,7 @@ def logprobs(network):
     model = TrainedModel(language, Adapter.fresh(language.layers, LoraSpec(2, seed=1), "cpu"))
     tokens = np.random.default_rng(0).integers(0, 300, 90)
     example = Example(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:]})
-    done = finish(run_pass(model, TrainingPass([example], "cross_entropy"), 512))
+    done = finish(run_pass(model, PassJob([example], "cross_entropy"), 512))
     return done.logprobs[0], list(language.layers)
 
 
@@ -112,3 +112,15 @@ def test_checkpoint_of_another_precision_is_restored_with_a_warning(tmp_path, ca
     narrow.restore_model("n", base_models.TINY, tmp_path / "saved", optimizer=True)
     assert "n was trained in float32" in caplog.text
     assert "--dtype float32" in caplog.text
+
+
+def test_checkpoint_of_other_kernels_is_restored_with_a_warning(tmp_path, caplog, monkeypatch):
+    tiny = base_models.prepare(base_models.parse_spec(base_models.TINY), tmp_path / "models")
+    native = TorchEngine([tiny])
+    native.create_model("m", base_models.TINY, LoraSpec(2))
+    native.save_state("m", tmp_path / "saved", optimizer=True)
+    monkeypatch.setenv("TINKEX_KERNELS", "torch")
+    plain = TorchEngine([tiny])
+    plain.restore_model("n", base_models.TINY, tmp_path / "saved", optimizer=True)
+    assert (native.kernels, plain.kernels) == ("native", "torch")
+    assert "n was trained with native kernels" in caplog.text

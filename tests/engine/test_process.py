@@ -46,12 +46,12 @@ from tinkex.engine.values import (
     AdamStep,
     Example,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleEvent,
     SampleJob,
     TracedGraph,
-    TrainingPass,
 )
 from tinkex.errors import InvalidInputError, NotFoundError
 
@@ -117,12 +117,12 @@ class Diary:
         self.note(f"unload {model_id}")
         raise ForeignError("no", response=object())
 
-    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+    def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         if model_id == "missing":
             raise NotFoundError("There is no model 'missing'.")
         return self._pass(model_id, request)
 
-    def _pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+    def _pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         for number, _ in enumerate(request.examples):
             if request.loss_fn == f"fails at {number}":
                 raise InvalidInputError("is wrong", field="data")
@@ -211,8 +211,8 @@ class Diary:
         return sent
 
 
-def pieces(count: int, loss_fn: str = "cross_entropy") -> TrainingPass:
-    return TrainingPass([Example(np.zeros(1), {})] * count, loss_fn)
+def pieces(count: int, loss_fn: str = "cross_entropy") -> PassJob:
+    return PassJob([Example(np.zeros(1), {})] * count, loss_fn)
 
 
 def passing(call_id: int, model_id: str, count: int) -> CallFrame:
@@ -430,6 +430,24 @@ def test_finished_replies_are_sent_before_a_step_that_crashes_the_engine():
     assert by_id(sent)[1].value == PassResult([], {"pieces": 0.0})
 
 
+# -- rest --------------------------------------------------------------------------------------------
+
+
+def test_idle_loop_rests_once_after_each_piece_of_work():
+    engine = Diary()
+    again = [passing(2, "a", 1), None]
+
+    def rest() -> None:
+        engine.note("rest")
+        engine.inbox.put(again.pop(0))
+
+    engine.put(passing(1, "a", 1))
+    Loop(
+        engine, engine.inbox, lambda sent: None, lambda name: BASE, rest=rest, rest_after=0.0
+    ).run()
+    assert engine.entries == ["a 0", "a done", "rest"] * 2
+
+
 # -- the end -----------------------------------------------------------------------------------------
 
 
@@ -515,7 +533,7 @@ def example(length: int = 6) -> Example:
 
 def train(pipe: Pipe) -> None:
     """Request one training step and one sample over a pipe."""
-    asked = TrainingPass([example()] * 3, "cross_entropy")
+    asked = PassJob([example()] * 3, "cross_entropy")
     pipe.ask(CallFrame(1, CreateModel("m", "tinkex/tiny", LoraSpec(4))))
     result = pipe.ask(CallFrame(2, RunPass("m", asked)))
     assert [len(logprobs) for logprobs in result.logprobs] == [6, 6, 6]
@@ -628,7 +646,7 @@ def test_process_ends_in_the_middle_of_a_pass_when_its_pipe_closes(cache_dir):
         pipe.ask(CallFrame(1, CreateModel("m", "tinkex/tiny", LoraSpec(4))))
         pipe.ask(CallFrame(2, OpenSampler("s", "tinkex/tiny")))
         # The pass takes minutes; the first token shows that it has started.
-        endless = TrainingPass([example(256)] * 10_000, "cross_entropy")
+        endless = PassJob([example(256)] * 10_000, "cross_entropy")
         pipe.send(CallFrame(3, RunPass("m", endless)))
         job = SampleJob("s", np.arange(3, dtype=np.int32), 1, 5, stop_tokens=(), stream=True)
         pipe.send(CallFrame(4, AddSample(job)))

@@ -29,6 +29,8 @@ def load(tiny: base_models.PreparedModel):
     return base_models.load(tiny, device="cpu", dtype=torch.float32)
 
 
-@pytest.fixture
-def language_model(tiny) -> LanguageModel:
-    return LanguageModel(load(tiny), context_length=tiny.context_length)
+@pytest.fixture(params=["native", "torch"])
+def language_model(tiny, request) -> LanguageModel:
+    """The tiny model, once with the kernels in C and once with those of torch."""
+    native = request.param == "native"
+    return LanguageModel(load(tiny), context_length=tiny.context_length, native=native)

@@ -13,7 +13,7 @@ from tinkex.engine import checkpoint
 from tinkex.engine.lora import Adapter, adaptable_layers
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import LanguageModel, TrainedModel, run_pass
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import InvalidInputError
 
 from ..running import finish
@@ -72,7 +72,7 @@ def test_every_family_trains_and_samples(family, dtype, tolerance):
     text = Example(PROMPT[:-1], {"target_tokens": PROMPT[1:].astype(np.int64)})
     losses = []
     for _ in range(10):
-        done = finish(run_pass(model, TrainingPass([text], "cross_entropy"), 512))
+        done = finish(run_pass(model, PassJob([text], "cross_entropy"), 512))
         losses.append(done.metrics["loss:sum"])
         model.optimizer.step(AdamStep(learning_rate=5e-3))
     assert losses[-1] < 0.7 * losses[0]
@@ -87,7 +87,7 @@ def test_every_family_trains_and_samples(family, dtype, tolerance):
     ):
         whole = np.concatenate([PROMPT, tokens])
         example = Example(whole[:-1], {"target_tokens": whole[1:].astype(np.int64)})
-        request = TrainingPass([example], "cross_entropy", backward=False)
+        request = PassJob([example], "cross_entropy", backward=False)
         scored = finish(run_pass(model, request, 512)).logprobs[0]
         np.testing.assert_allclose(logprobs, scored[len(PROMPT) - 1 :], atol=tolerance)
 

@@ -16,7 +16,7 @@ from tinkex.engine.decoder import PlainDecoder
 from tinkex.engine.lean_decoder import LeanDecoder
 from tinkex.engine.lora import Adapter
 from tinkex.engine.trainer import LanguageModel, run_pass
-from tinkex.engine.values import AdamStep, SampledResult, TrainingPass
+from tinkex.engine.values import AdamStep, PassJob, SampledResult
 from tinkex.errors import RequestErrorCategory, RequestFailedError
 
 from ..running import finish
@@ -233,7 +233,7 @@ def test_plain_decoder_keeps_non_finite_sequences_apart(shared):
 def test_training_after_a_far_too_large_step_does_not_crash(shared):
     """The results are not finite, but the request does not fail."""
     model = trained(shared)
-    request = TrainingPass(examples(), "cross_entropy")
+    request = PassJob(examples(), "cross_entropy")
     finish(run_pass(model, request, 512))
     model.optimizer.step(AdamStep(learning_rate=1e30))
     after = finish(run_pass(model, request, 512))

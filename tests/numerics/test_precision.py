@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from tinkex.engine.devices import has_bfloat16
-from tinkex.engine.llama_train import TrainingRun
+from tinkex.engine.llama_train import MicroBatchPass
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import LanguageModel, run_pass
-from tinkex.engine.values import Example, SampleJob, TrainingPass
+from tinkex.engine.values import Example, PassJob, SampleJob
 
 from ..running import finish
 from .conftest import load
@@ -51,7 +51,7 @@ def test_trainer_and_sampler_agree_on_a_thousand_sampled_tokens(dtype):
     result = run(Sampler(language, end_tokens=()), jobs)["sampled"]
     texts = [np.concatenate([PROMPT, tokens]) for tokens in result.tokens]
     data = [Example(text[:-1], {"target_tokens": text[1:].astype(np.int64)}) for text in texts]
-    request = TrainingPass(data, "cross_entropy", backward=False)
+    request = PassJob(data, "cross_entropy", backward=False)
     scored = finish(run_pass(model, request, 512)).logprobs
     differences = np.concatenate(
         [
@@ -74,7 +74,9 @@ def test_layers_that_run_again_in_the_backward_pass_change_no_bit(tiny, dtype):
     found = []
     for budget in (10**9, 0):
         model = trained(language)
-        work = TrainingRun(language.llama, tokens, lengths, model.adapter, activation_bytes=budget)
+        work = MicroBatchPass(
+            language.llama, tokens, lengths, model.adapter, activation_bytes=budget
+        )
         hidden = work.forward(backward=True)
         work.backward(torch.ones_like(hidden))
         found.append([hidden, *(parameter.grad for parameter in model.adapter.parameters())])

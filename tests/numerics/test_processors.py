@@ -17,11 +17,12 @@ from transformers import (
 )
 
 from tinkex.engine import drawing
-from tinkex.engine.grammars import Grammars
+from tinkex.engine.grammars import Grammars, allowed_tokens
 from tinkex.engine.processors import shaping_of
 from tinkex.engine.values import Constraint, SampleJob
 from tinkex.errors import InvalidInputError
 
+from .test_drawing import Given
 from .test_sampling import PROMPT, job, run, sampler_of
 
 V = 264
@@ -154,6 +155,47 @@ def test_constraint_that_allows_every_likely_token_changes_nothing(constrained):
             assert one.tolist() == other.tolist()
         for one, other in zip(free.logprobs, bound.logprobs, strict=True):
             assert one.tolist() == other.tolist()
+
+
+def test_constrained_draws_have_the_probabilities_of_the_allowed_tokens(tiny):
+    """Drawn with evenly spaced numbers, so that frequencies are probabilities; half of the mass is not allowed."""
+    letters = Constraint("regex", "[a-t]")
+    grammars, wanted = Grammars(tiny.directory, V, tiny.eos_token_ids), job(constraint=letters)
+    logits_V, count = logits_of(4) / 4, 8_000
+    allowed = list(range(ord("a"), ord("t") + 1))
+    logits_V[allowed] += 2.5
+    chances_V = logits_V.softmax(-1).numpy()
+    assert 0.2 < chances_V[allowed].sum() < 0.8
+    shapings = [shaping_of(wanted, V, (257,), grammars.matcher) for _ in range(count)]
+    grid: list[Any] = [Given((number + 0.5) / count) for number in range(count)]
+    drawn = drawing.choose(logits_V.expand(count, -1).clone(), [wanted] * count, grid, shapings)
+    found = np.bincount(drawn.tokens, minlength=V) / count
+    assert found.sum() == pytest.approx(found[allowed].sum())
+    expected = chances_V[allowed] / chances_V[allowed].sum()
+    np.testing.assert_allclose(found[allowed], expected, atol=0.01)
+    np.testing.assert_allclose(drawn.logprobs, np.log(chances_V[drawn.tokens]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", r"[a-c]{2,5}(é|€)?"),
+        Constraint("json_schema", '{"type":"array","items":{"type":"string","maxLength":3}}'),
+        Constraint("json_schema", '{"type":"object"}'),
+        Constraint("grammar", 'start: "x"* /[0-9]+/ | "y"'),
+        Constraint("grammar", '%llguidance {}\nstart: few "!"\nfew[max_tokens=3]: /[ab]*/'),
+    ],
+)
+def test_token_is_accepted_where_the_mask_allows_it(tiny, constraint):
+    grammars, random = Grammars(tiny.directory, V, tiny.eos_token_ids), np.random.default_rng(1)
+    for ends in ((257,), (65, 257), ()):
+        matcher = grammars.matcher(constraint, ends)
+        for _ in range(30):
+            (tokens,) = allowed_tokens([matcher])
+            accepted = [token for token in range(V) if matcher.accepts(token)]
+            assert accepted == tokens.tolist() or not accepted
+            if matcher.take(int(random.choice(tokens))):
+                break
 
 
 def test_constrained_and_free_rows_of_one_batch_do_not_change_each_other(constrained):

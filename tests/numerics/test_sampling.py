@@ -10,7 +10,7 @@ import torch
 
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import TrainedModel, run_pass
-from tinkex.engine.values import Example, SampleJob, TrainingPass
+from tinkex.engine.values import Example, PassJob, SampleJob
 from tinkex.errors import InvalidInputError
 
 from ..running import finish
@@ -78,7 +78,7 @@ def test_sampled_and_prompt_logprobs_equal_the_trainer(language_model, adapted):
     logprobs = finish(
         run_pass(
             TrainedModel(language_model, model.adapter),
-            TrainingPass([example], "cross_entropy", backward=False),
+            PassJob([example], "cross_entropy", backward=False),
             999,
         )
     ).logprobs[0]

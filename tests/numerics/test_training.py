@@ -13,7 +13,7 @@ from tinkex.engine.checks import LOSSES
 from tinkex.engine.lora import Adapter
 from tinkex.engine.shards import divide
 from tinkex.engine.trainer import TrainedModel, begin_pass, finish_pass, run_pass, run_shards
-from tinkex.engine.values import AdamStep, Example, LoraSpec, TrainingPass
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob
 from tinkex.errors import InvalidInputError
 
 from ..running import finish
@@ -87,7 +87,7 @@ def reference_loss(name, logp, inputs):
 @pytest.mark.parametrize("budget", [16, 10_000])
 def test_every_loss_and_its_gradient_equal_the_reference(language_model, name, budget, lengths):
     model, data = trained(language_model), examples(name, lengths)
-    result = finish(run_pass(model, TrainingPass(data, name), budget))
+    result = finish(run_pass(model, PassJob(data, name), budget))
     gradients = [parameter.grad.clone() for parameter in model.adapter.parameters()]
     model.optimizer.clear()
     expected = torch.zeros(())
@@ -110,7 +110,7 @@ def test_soft_targets_sum_over_their_alternatives(language_model):
     }
     example = Example(random.integers(0, 256, 6).astype(np.int32), inputs)
     model = trained(language_model)
-    result = finish(run_pass(model, TrainingPass([example], "cross_entropy"), 100))
+    result = finish(run_pass(model, PassJob([example], "cross_entropy"), 100))
     with model.adapter.switched_on(language_model.layers):
         logits = language_model.model(torch.tensor(example.tokens_T.astype(np.int64))[None]).logits[
             0
@@ -127,7 +127,7 @@ def test_zero_weight_masks_an_infinite_ratio(language_model):
     inputs["logprobs"] = np.array([-1e9, -5, -5, -5], np.float32)
     inputs["weights"] = np.array([0, 1, 1, 1], np.float32)
     model = trained(language_model)
-    request = TrainingPass([Example(example.tokens_T, inputs)], "ppo")
+    request = PassJob([Example(example.tokens_T, inputs)], "ppo")
     result = finish(run_pass(model, request, 100))
     assert np.isfinite(result.metrics["loss:sum"])
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.adapter.parameters())
@@ -141,8 +141,8 @@ def test_example_with_only_zero_weights_adds_nothing(language_model, name):
     hidden["sequence_ratio_mask"] = np.ones(6, np.float32)
     hidden["weights"] = np.zeros(6, np.float32)
     both, one = trained(language_model), trained(language_model)
-    request = TrainingPass([data[0], Example(data[1].tokens_T, hidden)], name)
-    expected = finish(run_pass(one, TrainingPass(data[:1], name), 100)).metrics["loss:sum"]
+    request = PassJob([data[0], Example(data[1].tokens_T, hidden)], name)
+    expected = finish(run_pass(one, PassJob(data[:1], name), 100)).metrics["loss:sum"]
     assert finish(run_pass(both, request, 100)).metrics["loss:sum"] == pytest.approx(expected)
     for ours, theirs in zip(both.adapter.parameters(), one.adapter.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
@@ -151,19 +151,19 @@ def test_example_with_only_zero_weights_adds_nothing(language_model, name):
 def test_passes_accumulate_until_the_step_and_forward_adds_no_gradient(language_model):
     data = examples()
     together, apart = trained(language_model), trained(language_model)
-    finish(run_pass(together, TrainingPass(data, "cross_entropy"), 64))
+    finish(run_pass(together, PassJob(data, "cross_entropy"), 64))
     for example in data:
-        finish(run_pass(apart, TrainingPass([example], "cross_entropy"), 64))
-        finish(run_pass(apart, TrainingPass(data, "cross_entropy", backward=False), 64))
+        finish(run_pass(apart, PassJob([example], "cross_entropy"), 64))
+        finish(run_pass(apart, PassJob(data, "cross_entropy", backward=False), 64))
     for one, other in zip(together.adapter.parameters(), apart.adapter.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_failed_pass_adds_no_gradient(language_model):
     model = trained(language_model)
-    finish(run_pass(model, TrainingPass(examples(), "cross_entropy"), 64))
+    finish(run_pass(model, PassJob(examples(), "cross_entropy"), 64))
     before = [parameter.grad.clone() for parameter in model.adapter.parameters()]
-    work = run_pass(model, TrainingPass(examples(seed=5), "cross_entropy"), 16)
+    work = run_pass(model, PassJob(examples(seed=5), "cross_entropy"), 16)
     next(work)
     with pytest.raises(RuntimeError):
         work.throw(RuntimeError("out of memory"))
@@ -195,7 +195,7 @@ def test_twenty_steps_equal_peft_and_torch_adamw(tiny, language_model):
     )
     data = examples()
     for _ in range(20):
-        finish(run_pass(ours, TrainingPass(data, "cross_entropy"), 32))
+        finish(run_pass(ours, PassJob(data, "cross_entropy"), 32))
         ours.optimizer.step(options)
         for example in data:
             logits = theirs(torch.tensor(example.tokens_T.astype(np.int64))[None]).logits[0]
@@ -233,7 +233,7 @@ def test_twenty_steps_equal_peft_and_torch_adamw(tiny, language_model):
 def test_bad_examples_are_refused_by_name(language_model, changes, field):
     good = {"tokens_T": np.array([1, 2], np.int32), "inputs": {"target_tokens": np.array([1, 2])}}
     model = trained(language_model)
-    request = TrainingPass([Example(**(good | changes))], "cross_entropy")
+    request = PassJob([Example(**(good | changes))], "cross_entropy")
     with pytest.raises(InvalidInputError) as caught:
         finish(run_pass(model, request, 64))
     assert caught.value.field == field
@@ -249,14 +249,12 @@ def test_bad_examples_are_refused_by_name(language_model, changes, field):
 )
 def test_unknown_losses_and_settings_are_refused(language_model, loss_fn, config, field):
     with pytest.raises(InvalidInputError) as caught:
-        finish(
-            run_pass(trained(language_model), TrainingPass(examples(loss_fn), loss_fn, config), 64)
-        )
+        finish(run_pass(trained(language_model), PassJob(examples(loss_fn), loss_fn, config), 64))
     assert caught.value.field == field
 
 
 def test_shards_computed_by_several_engines_end_in_the_same_bits(language_model):
-    request = TrainingPass(examples(lengths=[250, 200, 240, 180, 256, 77] * 3), "cross_entropy")
+    request = PassJob(examples(lengths=[250, 200, 240, 180, 256, 77] * 3), "cross_entropy")
     assert len(divide(request.examples, 512)) == 7
     home, helper, alone = (trained(language_model) for _ in range(3))
     for _ in range(2):  # the second pass adds to the gradients of the first

@@ -15,6 +15,14 @@ from .conftest import Http
 from .test_openai import CHAT, HI, TEXT, TINY
 
 MESSAGES = "/v1/messages"
+#: A request of the text completions API that never draws its end token.
+ENDLESS = {
+    "model": TINY,
+    "prompt": "x",
+    "max_tokens": 2000,
+    "n": 64,
+    "logit_bias": {"257": -100, "260": -100},
+}
 
 
 def in_flight(http) -> int:
@@ -36,15 +44,15 @@ def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
     _, http = own
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     engine = max(int(pid) for file in children for pid in file.read_text().split())
-    # Greedy: the model repeats itself and never draws its end token.
-    body = {"model": TINY, "messages": HI, "max_tokens": 2000, "stream": True, "temperature": 0}
-    lines = []
-    with http.client.stream("POST", path, json=body) as response:
-        for number, line in enumerate(response.iter_lines()):
-            lines.append(line)
-            if number == 6:
-                os.kill(engine, signal.SIGKILL)
-    data = [line for line in lines if line.startswith("data: ")]
+    body = {"model": TINY, "messages": HI, "max_tokens": 2000, "stream": True}
+    # The tiny model ends the stream after a tenth of a second; beside these 64 sequences every step takes longer.
+    with http.client.stream("POST", TEXT, json=ENDLESS | {"stream": True}) as beside:
+        next(beside.iter_lines())
+        with http.client.stream("POST", path, json=body) as response:
+            lines = response.iter_lines()
+            data = [next(lines)]
+            os.kill(engine, signal.SIGKILL)
+            data = [line for line in [*data, *lines] if line.startswith("data: ")]
     assert "error" in data[-1]
     assert "died" in data[-1] or "engine" in data[-1]
     assert "[DONE]" not in data[-1]
@@ -53,14 +61,7 @@ def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
 @pytest.mark.parametrize("stream", [True, False])
 def test_sample_is_cancelled_when_the_client_hangs_up(own, stream):
     running, http = own
-    body = {
-        "model": TINY,
-        "prompt": "x",
-        "max_tokens": 2000,
-        "n": 64,
-        "stream": stream,
-        "logit_bias": {"257": -100, "260": -100},
-    }
+    body = ENDLESS | {"stream": stream}
     if stream:
         with http.client.stream("POST", TEXT, json=body) as response:
             next(response.iter_lines())

@@ -28,6 +28,7 @@ PAUSED = QueueStateChange("r-1", "paused_capacity", "busy")
 ACTIVE = QueueStateChange("r-1", "active", None)
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_requests_and_queues_are_logged(caplog):
     caplog.set_level(logging.DEBUG, "tinkex")
     number = telemetry.attach_logger()
@@ -44,6 +45,7 @@ def test_requests_and_queues_are_logged(caplog):
     ]
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_the_level_can_be_chosen(caplog):
     caplog.set_level(logging.INFO, "tinkex")
     number = telemetry.attach_logger(logging.DEBUG)
@@ -53,6 +55,7 @@ def test_the_level_can_be_chosen(caplog):
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_other_events_can_be_logged(caplog):
     caplog.set_level(logging.INFO, "tinkex")
     number = telemetry.attach_logger(logging.INFO, RegularizerEvent)

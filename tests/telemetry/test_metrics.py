@@ -114,6 +114,7 @@ def test_counts_of_many_threads_are_complete():
 # -- from events --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_requests_are_counted():
     with Metrics() as metrics:
         for event in (request(10), request(20), request(40, 500)):
@@ -129,6 +130,7 @@ def test_requests_are_counted():
     assert found.histograms["tinkex_request_duration_ms"].p50 == pytest.approx(30)
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_everything_else_is_counted():
     now = [0.0]
     with Metrics(clock=lambda: now[0]) as metrics:
@@ -187,6 +189,7 @@ def test_tokens_per_second_are_since_the_previous_snapshot():
     assert metrics.snapshot().gauges == {"tinkex_sampled_tokens_per_second": 4}
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_many_events_are_counted_before_a_snapshot():
     with Metrics() as metrics:
         for _ in range(2500):
@@ -195,6 +198,7 @@ def test_many_events_are_counted_before_a_snapshot():
     assert metrics.snapshot().counters["tinkex_requests_total"] == 2500
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_request_counters_exist_before_the_first_request():
     zeros = {
         "tinkex_requests_failure": 0,
@@ -216,6 +220,7 @@ def test_disabled_metrics_ignore_events_but_count_by_hand():
     assert metrics.snapshot().counters == {"a": 1}
 
 
+@pytest.mark.usefixtures("paused_loop")
 def test_attaching_twice_counts_once():
     metrics = Metrics().attach().attach()
     bus.emit(request(1))

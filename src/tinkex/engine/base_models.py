@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.config import read_env
 from tinkex.engine import smollm2
 from tinkex.engine.files import flush
 from tinkex.errors import InvalidInputError
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 __all__ = [
     "TINY",
     "ModelSpec",
+    "OnProgress",
     "PreparedModel",
-    "Progress",
     "built_in",
+    "default_cache_dir",
     "load",
     "parameter_count",
     "parse_spec",
@@ -45,7 +47,7 @@ __all__ = [
     "read",
 ]
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 TINY = "tinkex/tiny"
 
@@ -99,6 +101,12 @@ class PreparedModel:
     eos_token_ids: tuple[int, ...]
 
 
+def default_cache_dir() -> Path:
+    """The directory of prepared base models; all services of this user share it."""
+    cache = read_env("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "models"
+
+
 def parse_spec(text: str) -> ModelSpec:
     """Read `NAME` or `NAME=SOURCE`; a name alone is its own source."""
     name, equals, source = text.strip().partition("=")
@@ -113,7 +121,7 @@ def built_in() -> tuple[str, ...]:
 
 
 def prepare(
-    spec: ModelSpec, cache_dir: Path, *, progress: Progress = lambda _message: None
+    spec: ModelSpec, cache_dir: Path, *, progress: OnProgress = lambda _message: None
 ) -> PreparedModel:
     """Find the model's local directory; generate or download it if it does not exist yet."""
     if spec.source == TINY:
@@ -233,7 +241,7 @@ def _made(cache_dir: Path, name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _download(source: str, progress: Progress) -> Path:
+def _download(source: str, progress: OnProgress) -> Path:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.startswith("."):
         raise _refused(f"there is no directory {source!r}, and it is not a hub id either")
     try:

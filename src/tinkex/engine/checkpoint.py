@@ -57,6 +57,7 @@ class LoadedCheckpoint:
     moments: dict[str, Tensor] | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
     dtype: str | None = None  # of the matrix products in training, if known
+    kernels: str | None = None  # what computed between them, if known
 
     def restore_gradients(self, optimizer: AdamW, names: list[str]) -> None:
         """Set the parameters' gradients to those of the snapshot, for the next optimizer step."""
@@ -95,6 +96,7 @@ def save(
     optimizer: AdamW | None = None,
     gradients: Sequence[Tensor | None] = (),
     dtype: str | None = None,
+    kernels: str | None = None,
 ) -> int:
     """Write a checkpoint and return its size in bytes; replaces an older one at `directory`."""
     return directories.write(
@@ -105,6 +107,7 @@ def save(
         target_modules=[name.rpartition(".")[2] for name in adapter.pairs],
         steps=0 if optimizer is None else optimizer.steps,
         dtype=dtype,
+        kernels=kernels,
     )
 
 
@@ -185,7 +188,9 @@ def load(
         with directories.reading(GRADIENTS):
             check_regular(directory / GRADIENTS, limit)
             accumulated = load_file(directory / GRADIENTS)
-    return LoadedCheckpoint(spec, pairs, manifest.steps, moments, accumulated, manifest.dtype)
+    return LoadedCheckpoint(
+        spec, pairs, manifest.steps, moments, accumulated, manifest.dtype, manifest.kernels
+    )
 
 
 def _spec_of(config: dict[str, Any]) -> LoraSpec:

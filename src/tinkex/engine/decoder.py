@@ -36,7 +36,7 @@ class Decoder(Protocol):
     @property
     def page_bytes(self) -> int: ...
 
-    def read(self, step: Step, groups: Sequence[Rows]) -> Tensor:
+    def read(self, step: Step, groups: tuple[Rows, ...]) -> Tensor:
         """Read the chunks of a step; return the hidden states of all rows, in the order of the chunks."""
 
     def logits(self, hidden_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
@@ -93,7 +93,7 @@ class PlainDecoder:
         """Nothing is prepared per adapter."""
 
     @torch.inference_mode()
-    def read(self, step: Step, groups: Sequence[Rows]) -> Tensor:
+    def read(self, step: Step, groups: tuple[Rows, ...]) -> Tensor:
         from transformers import DynamicCache
 
         states = []

@@ -46,6 +46,7 @@ __all__ = [
     "put",
     "read_json",
     "reading",
+    "whole",
     "write",
 ]
 
@@ -68,12 +69,13 @@ def write(
     target_modules: Iterable[str],
     steps: int,
     dtype: str | None = None,
+    kernels: str | None = None,
 ) -> int:
     """Write a checkpoint and return its size in bytes; `fill` writes the tensors.
 
     Replaces an older checkpoint at `directory`.
     """
-    with _whole(directory) as scratch:
+    with whole(directory) as scratch:
         with _no_room(scratch):
             fill(scratch)
         config = _peft_config(spec, base_model, target_modules)
@@ -84,6 +86,7 @@ def write(
             "lora": asdict(spec),
             "steps": steps,
             **({} if dtype is None else {"dtype": dtype}),
+            **({} if kernels is None else {"kernels": kernels}),
             "sha256": {file.name: _digest(file) for file in sorted(scratch.iterdir())},
         }
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -92,13 +95,13 @@ def write(
 
 def copy(source: Path, target: Path) -> None:
     """Copy a checkpoint. Checksums are not verified here: damage is found when the copy is read."""
-    with _whole(target) as scratch:
+    with whole(target) as scratch:
         shutil.copytree(source, scratch, dirs_exist_ok=True)
 
 
 def link(source: Path, target: Path) -> None:
     """Copy a checkpoint with hard links where possible: files of a checkpoint never change."""
-    with _whole(target) as scratch:
+    with whole(target) as scratch:
         shutil.copytree(source, scratch, dirs_exist_ok=True, copy_function=_link_or_copy)
 
 
@@ -110,7 +113,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 @contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
+def whole(directory: Path) -> Iterator[Path]:
     """Yield a scratch directory; afterwards flush it and rename it to `directory`, or delete it on an error."""
     make_directory(directory.parent)
     # Does not contain the directory's name, which may already have the maximum length.
@@ -148,6 +151,11 @@ class Manifest:
     spec: LoraSpec | None = None
     steps: int = 0
     dtype: str | None = None
+    kernels: str | None = None
+
+
+def _word(value: object) -> str | None:
+    return value if isinstance(value, str) and value.isalnum() and len(value) < 20 else None
 
 
 def checked_manifest(directory: Path) -> Manifest:
@@ -162,9 +170,7 @@ def checked_manifest(directory: Path) -> Manifest:
     with reading(_MANIFEST):
         content = read_json(directory / _MANIFEST)
         spec, steps = checked_spec(LoraSpec(**content["lora"])), _count(content["steps"])
-        dtype = content.get("dtype")
-        known = isinstance(dtype, str) and dtype.isalnum() and len(dtype) < 20
-        manifest = Manifest(spec, steps, dtype if known else None)
+        manifest = Manifest(spec, steps, _word(content.get("dtype")), _word(content.get("kernels")))
         digests = dict(content["sha256"])
     for name, expected in digests.items():
         if not is_plain_name(name):

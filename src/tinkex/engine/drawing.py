@@ -4,14 +4,16 @@ One uniform random number per row picks a token by cumulative probability, which
 the whole vocabulary. The cumulative sum has two levels: the sums of blocks select a block, then a sum within that block
 selects the token. Tokens are drawn on the CPU, even if the model is on another device.
 
+A sequence with a constraint draws as if it had none. If its constraint does not allow the token, it draws again, from the
+allowed tokens alone. A token t with probability p(t) is thus drawn with p(t) + (1 - a) p(t) / a = p(t) / a, where a is the
+probability of all allowed tokens: the same as if it had been drawn from them at once, which needs the mask of all tokens.
+
 Shapes: B rows, V vocabulary, K blocks of C tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .grammars import Matcher, allowed_tokens
 from .processors import Shaping
 from .values import Array, SampleJob
 
@@ -58,90 +61,113 @@ def choose(
     if any(temperature != 1 for temperature in temperatures):
         logits_BV.div_(torch.tensor(temperatures)[:, None])
     chances_BV, ends_BK = _chances(logits_BV)
-    whole_B = ends_BK[:, -1].copy()
-    masked = _Masked.of(logits_BV, chances_BV, ends_BK, shapings)
-    vocabulary = logits_BV.shape[1]
-    chosen_B, kept_B = np.zeros(len(jobs), np.int64), np.ones(len(jobs))
+    draw = _Draw(logits_BV, chances_BV, ends_BK[:, -1], jobs, randoms)
     greedy = [row for row, job in enumerate(jobs) if job.temperature <= 0]
     if greedy:
         rows_BV = logits_BV if len(greedy) == len(jobs) else logits_BV[greedy]
-        chosen_B[greedy] = rows_BV.argmax(-1).numpy()
-        for row in masked.rows.intersection(greedy):
-            banned_V = torch.from_numpy(~masked.allowed[row])
-            chosen_B[row] = int(logits_BV[row].masked_fill(banned_V, -inf).argmax())
+        draw.chosen_B[greedy] = rows_BV.argmax(-1).numpy()
+    bound = {
+        row: shaping.matcher
+        for row, shaping in enumerate(shapings)
+        if shaping is not None and shaping.matcher is not None
+    }
     free = []
     for row, job in enumerate(jobs):
-        if job.temperature > 0 and (0 < job.top_k < vocabulary or job.top_p < 1 or job.min_p > 0):
-            chances_V = chances_BV[row, :vocabulary]
-            kept = _kept(chances_V, float(ends_BK[row, -1]), job.top_k, job.top_p, job.min_p)
-            if job.kept_mass:
-                kept_B[row] = chances_V[kept].sum(dtype=np.float64) / ends_BK[row, -1]
-            chosen_B[row] = _of_few(chances_V, kept, randoms[row].random())
-        elif job.temperature > 0:
+        if job.temperature > 0 and not _filters(job, logits_BV.shape[1]):
             free.append(row)
+        elif job.temperature > 0 and row not in bound:
+            draw.filtered(row)
     if free:
         fractions = np.array([randoms[row].random() for row in free])
-        chosen_B[free] = _by_blocks(chances_BV, ends_BK[free], np.array(free), fractions)
-    # Softmax sums in float32, so the probabilities may not add up to one; dividing by their sum corrects that.
-    chances_B = chances_BV[np.arange(len(jobs)), chosen_B]
-    for row, unmasked_V in masked.unmasked.items():
-        chances_B[row] = unmasked_V[chosen_B[row]]
-        if jobs[row].kept_mass:
-            kept_B[row] *= masked.kept_mass(row)
-    with np.errstate(divide="ignore"):
-        logprobs_B = np.log(chances_B / whole_B)
-    for row in masked.rows.intersection(np.flatnonzero(np.isneginf(logprobs_B)).tolist()):
-        # The only tokens that the constraint allows may have probabilities below the smallest float.
-        logits_V = logits_BV[row].double()
-        logprobs_B[row] = float(logits_V[chosen_B[row]] - logits_V.logsumexp(-1))
-    if greedy:
-        kept_B[greedy] = np.exp(logprobs_B[greedy])
-    return Drawn(chosen_B.tolist(), logprobs_B.astype(np.float32).tolist(), kept_B.tolist())
+        found = _by_blocks(chances_BV, ends_BK[free], np.array(free), fractions)
+        draw.chosen_B[free], draw.again_B[free] = found
+    if bound:
+        draw.constrained(bound)
+    return draw.drawn(bound, greedy)
 
 
-@dataclass(frozen=True)
-class _Masked:
-    """Rows with a constraint: while tokens are drawn, their probabilities are those of the allowed tokens alone."""
+class _Draw:
+    """The tokens of all rows while they are drawn."""
 
-    rows: frozenset[int]
-    allowed: Mapping[int, Array]
-    unmasked: Mapping[int, Array]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         logits_BV: Tensor,
         chances_BV: Array,
-        ends_BK: Array,
-        shapings: Sequence[Shaping | None],
-    ) -> _Masked:
-        masks = {
-            row: mask
-            for row, shaping in enumerate(shapings)
-            if shaping is not None and (mask := shaping.allowed()) is not None
-        }
-        if not masks:
-            return cls(frozenset(), {}, {})
-        rows = list(masks)
-        allowed_BV = torch.from_numpy(np.stack(list(masks.values())))
-        unmasked_BV = chances_BV[rows]
-        masked_BV = torch.from_numpy(unmasked_BV.copy())
-        masked_BV[:, : allowed_BV.shape[1]].mul_(allowed_BV)
-        ends = _ends(masked_BV)
-        # The probabilities of the allowed tokens may be too small for float32: then only they are compared.
-        small = np.flatnonzero(ends[:, -1] < _SMALL)
-        if len(small):
-            of_allowed = logits_BV[rows][small].masked_fill(~allowed_BV[small], -inf)
-            masked_BV[small] = _padded(of_allowed.softmax(-1))
-            ends[small] = _ends(masked_BV[small])
-        chances_BV[rows], ends_BK[rows] = masked_BV.numpy(), ends
-        return cls(frozenset(rows), masks, dict(zip(rows, unmasked_BV, strict=True)))
+        whole_B: Array,
+        jobs: Sequence[SampleJob],
+        randoms: Sequence[np.random.Generator],
+    ) -> None:
+        self._logits_BV = logits_BV
+        self._chances_BV = chances_BV
+        self._whole_B = whole_B
+        self._jobs = jobs
+        self._randoms = randoms
+        self.chosen_B = np.zeros(len(jobs), np.int64)
+        self.kept_B = np.ones(len(jobs))
+        #: For each row, a random number that does not depend on the token it drew.
+        self.again_B = np.zeros(len(jobs))
 
-    def kept_mass(self, row: int) -> float:
-        """The probability of the allowed tokens together."""
-        chances_V, mask_V = self.unmasked[row], self.allowed[row]
-        kept_V = chances_V[: len(mask_V)][mask_V]
-        return float(kept_V.sum(dtype=np.float64) / chances_V.sum(dtype=np.float64))
+    def filtered(self, row: int) -> None:
+        """Draw from the tokens that top-k, top-p and min-p keep."""
+        job, chances_V = self._jobs[row], self._chances_BV[row, : self._logits_BV.shape[1]]
+        kept = _kept(chances_V, float(self._whole_B[row]), job.top_k, job.top_p, job.min_p)
+        if job.kept_mass:
+            self.kept_B[row] = chances_V[kept].sum(dtype=np.float64) / self._whole_B[row]
+        self.chosen_B[row] = _of_few(chances_V, kept, self._randoms[row].random())
+
+    def constrained(self, bound: Mapping[int, Matcher]) -> None:
+        """Replace tokens that constraints do not allow. Filters apply to the allowed tokens."""
+        masked = [row for row, matcher in bound.items() if self._needs_mask(row, matcher)]
+        if not masked:
+            return
+        for row, tokens in zip(masked, allowed_tokens([bound[row] for row in masked]), strict=True):
+            self._of_allowed(row, tokens)
+
+    def _needs_mask(self, row: int, matcher: Matcher) -> bool:
+        job = self._jobs[row]
+        if job.temperature > 0 and (job.kept_mass or _filters(job, self._logits_BV.shape[1])):
+            return True
+        return not matcher.accepts(int(self.chosen_B[row]))
+
+    def _of_allowed(self, row: int, tokens: Array) -> None:
+        job = self._jobs[row]
+        if job.temperature <= 0:
+            self.chosen_B[row] = tokens[int(self._logits_BV[row][tokens].argmax())]
+            return
+        chances = self._chances_BV[row][tokens]
+        ends = chances.cumsum(dtype=np.float64)
+        share = ends[-1] / self._whole_B[row]
+        if ends[-1] < _SMALL:  # too small for float32: only the allowed tokens are compared
+            chances = self._logits_BV[row][tokens].softmax(-1).numpy()
+            ends = chances.cumsum(dtype=np.float64)
+        if _filters(job, self._logits_BV.shape[1]):
+            kept = _kept(chances, float(ends[-1]), job.top_k, job.top_p, job.min_p)
+            self.kept_B[row] = share * chances[kept].sum(dtype=np.float64) / ends[-1]
+            self.chosen_B[row] = tokens[_of_few(chances, kept, self._randoms[row].random())]
+            return
+        self.kept_B[row] = share
+        place = tokens.searchsorted(self.chosen_B[row])
+        if place == len(tokens) or tokens[place] != self.chosen_B[row]:
+            self.chosen_B[row] = tokens[_place(ends, self.again_B[row])]
+
+    def drawn(self, bound: Collection[int], greedy: Sequence[int]) -> Drawn:
+        # Softmax sums in float32, so the probabilities may not add up to one; dividing by their sum corrects that.
+        chances_B = self._chances_BV[np.arange(len(self._jobs)), self.chosen_B]
+        with np.errstate(divide="ignore"):
+            logprobs_B = np.log(chances_B / self._whole_B)
+        for row in bound:
+            if np.isneginf(logprobs_B[row]):
+                # The only tokens that the constraint allows may have probabilities below the smallest float.
+                logits_V = self._logits_BV[row].double()
+                logprobs_B[row] = float(logits_V[self.chosen_B[row]] - logits_V.logsumexp(-1))
+        if greedy:
+            self.kept_B[greedy] = np.exp(logprobs_B[greedy])
+        logprobs = logprobs_B.astype(np.float32).tolist()
+        return Drawn(self.chosen_B.tolist(), logprobs, self.kept_B.tolist())
+
+
+def _filters(job: SampleJob, vocabulary: int) -> bool:
+    return 0 < job.top_k < vocabulary or job.top_p < 1 or job.min_p > 0
 
 
 def topk(logits_NV: Tensor, k: int, normalizers_N1: Tensor) -> tuple[Array, Array]:
@@ -168,19 +194,27 @@ def _ends(chances_BV: Tensor) -> Array:
     return ends
 
 
-def _by_blocks(chances_BV: Array, ends_BK: Array, rows_B: Array, fractions_B: Array) -> Array:
+def _by_blocks(
+    chances_BV: Array, ends_BK: Array, rows_B: Array, fractions_B: Array
+) -> tuple[Array, Array]:
+    """The token at each fraction of the total probability, and the fraction within that token."""
     blocks_B, within_B = _search(ends_BK, fractions_B)
     chances_BKC = chances_BV.reshape(len(chances_BV), -1, _BLOCK)
     ends_BC = chances_BKC[rows_B, blocks_B].cumsum(-1, dtype=np.float64)
-    found: Array = blocks_B * _BLOCK + _search(ends_BC, within_B)[0]
-    return found
+    places_B, within_B = _search(ends_BC, within_B)
+    return blocks_B * _BLOCK + places_B, within_B
 
 
 def _of_few(chances_V: Array, tokens: Array, fraction: float) -> int:
     # Vocabulary order, as in `_by_blocks`, so that a seed picks the same token either way.
     tokens = np.sort(tokens)
-    ends = chances_V[tokens].cumsum(dtype=np.float64)
-    return int(tokens[_search(ends[None], np.array([fraction]))[0][0]])
+    return int(tokens[_place(chances_V[tokens].cumsum(dtype=np.float64), fraction)])
+
+
+def _place(ends: Array, fraction: float) -> int:
+    """The index of the piece that contains a fraction of the total; never an empty piece."""
+    wanted = min(fraction * ends[-1], np.nextafter(ends[-1], 0))
+    return min(int(ends.searchsorted(wanted, side="right")), len(ends) - 1)  # the last if NaN
 
 
 def _search(ends_BK: Array, fractions_B: Array) -> tuple[Array, Array]:

@@ -23,6 +23,7 @@ from .checks import check_base, check_same_base
 from .devices import SMALL_MODEL, choices_for, dtype_for
 from .grammars import Grammars
 from .helping import Helping
+from .kernels import TorchKernels
 from .llama_files import read_llama
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
@@ -43,11 +44,11 @@ from .values import (
     AdamStep,
     LoraSpec,
     LossLimits,
+    PassJob,
     PassResult,
     SampleEvent,
     SampleJob,
     TracedGraph,
-    TrainingPass,
 )
 
 __all__ = ["TorchEngine"]
@@ -82,6 +83,7 @@ class TorchEngine:
         *,
         device: str = "cpu",
         dtype: str | torch.dtype = torch.float32,
+        native: bool | None = None,
         detokenize: Callable[[PreparedModel, Sequence[int]], str] | None = None,
         token_budget: int | None = None,
         cache_bytes: int | None = None,
@@ -90,7 +92,7 @@ class TorchEngine:
     ) -> None:
         self._helping = None if depot is None else Helping(depot)
         self._known = {model.name: model for model in models}
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._native = device, dtype, native
         self._detokenize = detokenize
         choices = choices_for(torch.device(device))
         self.token_budget = choices.micro_batch_tokens if token_budget is None else token_budget
@@ -146,6 +148,14 @@ class TorchEngine:
                 model.dtype,
                 saved.dtype,
             )
+        elif saved.kernels not in {None, language.kernels.name}:
+            logger.warning(
+                "%s was trained with %s kernels, and this engine has %s kernels: it goes on, but its numbers differ "
+                "in the last digits. Native kernels need a C compiler, and TINKEX_KERNELS=torch turns them off.",
+                model_id,
+                saved.kernels,
+                language.kernels.name,
+            )
         names = list(adapter.pairs)
         if optimizer:
             saved.restore(model.optimizer, names)
@@ -157,13 +167,13 @@ class TorchEngine:
         if self._helping is not None:
             self._helping.retract(model_id)
 
-    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+    def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         """Start a forward or forward-backward pass; the generator yields after each micro-batch."""
         base_model, model = self._named(model_id)
         return self._run_pass(self._base(base_model), model, request)
 
     def _run_pass(
-        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass
+        self, loaded: _Loaded, model: TrainedModel, request: PassJob
     ) -> Generator[None, None, PassResult]:
         pieces = run_pass(model, request, self.token_budget, self._loss_limits)
         while True:
@@ -185,14 +195,14 @@ class TorchEngine:
         return self._in_pool.publish(model_id, *self._named(model_id))
 
     def run_shards(
-        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+        self, model_id: str, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Parcel]]:
         """Begin a pass on the model's home and compute some of its shards; their gradients stay here."""
         base_model, model = self._named(model_id)
         return self._run_shards(self._base(base_model), model, request, numbers)
 
     def _run_shards(
-        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass, numbers: Sequence[int]
+        self, loaded: _Loaded, model: TrainedModel, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Parcel]]:
         begin_pass(model, request)
         try:
@@ -205,7 +215,7 @@ class TorchEngine:
         return ShardSums(sums.losses, sums.logprobs)
 
     def help_pass(
-        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+        self, adapter: PublishedAdapter, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Parcel]]:
         """Compute some shards of a pass for a model that lives on another engine."""
         loaded = self._base(adapter.base_model)
@@ -214,7 +224,7 @@ class TorchEngine:
         return self._in_pool.packed(sums)
 
     def finish_pass(
-        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+        self, model_id: str, request: PassJob, parts: Sequence[ShardSums[Parcel]]
     ) -> PassResult:
         """Add what all engines have computed of a pass to the model's gradients."""
         base_model, model = self._named(model_id)
@@ -225,7 +235,7 @@ class TorchEngine:
         return finish_pass(model, request, sums)
 
     def _shards(
-        self, loaded: _Loaded, model: TrainedModel, request: TrainingPass, numbers: Sequence[int]
+        self, loaded: _Loaded, model: TrainedModel, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Gradients]]:
         pieces = run_shards(model, request, numbers, self.token_budget, self._loss_limits)
         while True:
@@ -257,7 +267,14 @@ class TorchEngine:
         """Write a checkpoint and return its size in bytes."""
         base_model, model = self._named(model_id)
         kept = model.optimizer if optimizer else None
-        return checkpoint.save(directory, model.adapter, base_model, kept, dtype=model.dtype)
+        return checkpoint.save(
+            directory,
+            model.adapter,
+            base_model,
+            kept,
+            dtype=model.dtype,
+            kernels=model.base.kernels.name,
+        )
 
     def snapshot(self, model_id: str, directory: Path) -> Callable[[], int]:
         """Copy the current model, optimizer and gradients; return a function that writes them, from any thread."""
@@ -275,6 +292,7 @@ class TorchEngine:
             optimizer,
             gradients,
             dtype=model.dtype,
+            kernels=model.base.kernels.name,
         )
 
     # -- sampling ----------------------------------------------------------------------------
@@ -344,6 +362,12 @@ class TorchEngine:
         found = {str(loaded.language.dtype) for loaded in self._loaded.values()}
         return ", ".join(sorted(name.removeprefix("torch.") for name in found)) or "float32"
 
+    @property
+    def kernels(self) -> str:
+        """What computes between the matrix products: `native` or `torch`."""
+        found = {loaded.language.kernels.name for loaded in self._loaded.values()}
+        return ", ".join(sorted(found)) or TorchKernels.name
+
     def _known_model(self, name: str) -> PreparedModel:
         check_base(name, self._known)
         return self._known[name]
@@ -361,7 +385,9 @@ class TorchEngine:
             network: Any = read_llama(model, device=self._device, dtype=dtype)
             if network is None:
                 network = base_models.load(model, device=self._device, dtype=dtype)
-            language = LanguageModel(network, context_length=model.context_length)
+            language = LanguageModel(
+                network, context_length=model.context_length, native=self._native
+            )
             sampler = Sampler(
                 language,
                 end_tokens=model.eos_token_ids,

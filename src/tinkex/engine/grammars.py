@@ -1,8 +1,7 @@
 """Constraints on sampled text: a JSON schema, a regular expression or a Lark grammar, by llguidance.
 
-A compiled grammar is kept and copied for every sequence that uses it. The mask of allowed tokens after a drawn token is
-computed in a thread while the model computes the next logits, so a constrained sequence costs the batch almost nothing.
-llguidance releases the GIL while it computes.
+A compiled grammar is kept and copied for every sequence that uses it. Whether it allows one token is quick to tell; the
+mask of all allowed tokens takes up to a thousand times as long, so it is computed only if a drawn token is not allowed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,9 +20,10 @@ from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailed
 from .values import Array, Constraint
 
 if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Grammars", "Matcher"]
+__all__ = ["Grammars", "Matcher", "allowed_tokens"]
 
 #: Compiled grammars that are kept.
 _KEPT: Final = 256
@@ -32,23 +32,16 @@ _JSON_OPTIONS: Final[JsonCompileOptions] = {"whitespace_flexible": False}
 
 
 class Matcher:
-    """Position of one sequence in its grammar, and the mask of tokens that may come next."""
+    """Position of one sequence in its grammar. `ends` are the tokens that end the sequence."""
 
     def __init__(
-        self,
-        matcher: Any,
-        vocab_size: int,
-        ends: Collection[int],
-        model_ends: Sequence[int],
-        threads: ThreadPoolExecutor,
+        self, matcher: LLMatcher, vocab_size: int, ends: Collection[int], model_ends: Sequence[int]
     ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._model_ends = np.array(model_ends, np.int64)
-        self._ends = np.array(sorted(ends), np.int64)
-        self._threads = threads
+        self._ends, self._end_list = frozenset(ends), list(ends)
+        self._model_ends = list(model_ends)
         self._error = ""
-        self._next: Future[Array] = threads.submit(self._compute)
 
     @property
     def failure(self) -> RequestFailedError | None:
@@ -60,40 +53,55 @@ class Matcher:
             category=RequestErrorCategory.User,
         )
 
-    def allowed(self) -> Array:
-        """Which tokens may come next, as a boolean array of the vocabulary."""
-        return self._next.result()
+    def accepts(self, token: int) -> bool:
+        """Whether a token may come next. False for an end token of the model that is the only way on."""
+        if self._error:
+            return True
+        if token in self._ends:
+            return self._matcher.is_accepting()
+        return token not in self._model_ends and self._matcher.validate_tokens([token]) == 1
 
     def take(self, token: int) -> bool:
         """Advance by a drawn token; True if nothing may follow it."""
         if token in self._ends:
             return True
-        self._next.result()  # until then, the thread that computes the mask owns the matcher
         self._matcher.consume_token(token)
         self._note_error()
-        if self._matcher.is_stopped():
-            return True
-        self._next = self._threads.submit(self._compute)
-        return False
+        return self._matcher.is_stopped()
 
     def _note_error(self) -> None:
         if self._matcher.is_error():
             self._error = _first_lines(self._matcher.get_error())
 
-    def _compute(self) -> Array:
-        """The allowed tokens. Where the text may end, these include the tokens that end this sequence."""
-        bits = np.full(-(-self._vocab_size // 32), -1, np.int32)
-        if not self._error:
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self._note_error()
-        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size]
-        mask: Array = allowed.astype(bool)
-        model_ends = mask[self._model_ends]
-        mask[self._model_ends] = False  # they end the text only if the request says so
-        mask[self._ends] = bool(self._error) or self._matcher.is_accepting()
-        if not mask.any():
-            mask[self._model_ends] = model_ends
-        return mask
+    def _allowed(self, bits: Array) -> Array:
+        """The tokens that may come next, from the mask of llguidance."""
+        self._note_error()
+        if self._error:
+            bits[:] = -1
+        flags = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
+        allowed = flags.view(np.bool_)
+        model_ends = allowed[self._model_ends]
+        allowed[self._model_ends] = False  # they end the text only if the request says so
+        allowed[self._end_list] = bool(self._error) or self._matcher.is_accepting()
+        tokens: Array = np.flatnonzero(allowed)
+        return tokens if len(tokens) else np.array(self._model_ends)[model_ends]
+
+
+def allowed_tokens(matchers: Sequence[Matcher]) -> list[Array]:
+    """The tokens that may come next in each sequence, in ascending order; computed in parallel."""
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+    bits = allocate_token_bitmask(len(matchers), max(each._vocab_size for each in matchers))
+    sound = [(each._matcher, row) for row, each in enumerate(matchers) if not each._error]
+    fill_next_token_bitmask_par(_executor(), sound, bits)
+    return [each._allowed(row) for each, row in zip(matchers, bits, strict=True)]
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(os.cpu_count() or 1)
 
 
 class Grammars:
@@ -105,9 +113,6 @@ class Grammars:
         self._end_tokens = list(end_tokens)
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
-        self._threads = ThreadPoolExecutor(
-            max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="tinkex-masks"
-        )
 
     def check(self, constraint: Constraint) -> None:
         """Refuse a constraint that cannot be compiled or that no text matches."""
@@ -116,7 +121,7 @@ class Grammars:
     def matcher(self, constraint: Constraint, ends: Collection[int]) -> Matcher:
         """A matcher at the start of the text; `ends` are the tokens that end the sequence."""
         compiled = self._get(constraint).deep_copy()
-        return Matcher(compiled, self._vocab_size, ends, self._end_tokens, self._threads)
+        return Matcher(compiled, self._vocab_size, ends, self._end_tokens)
 
     def _get(self, constraint: Constraint) -> Any:
         if constraint not in self._compiled:
@@ -149,7 +154,9 @@ class Grammars:
                     field="sampling_params",
                 )
             self._tokenizer = LLTokenizer(
-                str(file), n_vocab=self._vocab_size, eos_token=self._end_tokens or None
+                str(file),
+                n_vocab=self._vocab_size,
+                eos_token=self._end_tokens or None,
             )
         return self._tokenizer
 

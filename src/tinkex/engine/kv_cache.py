@@ -121,6 +121,10 @@ class KeyValueCache:
         flat = self._layers[layer].view(-1, self._size)
         flat.index_copy_(0, rows, heads_N2GE.reshape(-1, self._size).to(self.dtype))
 
+    def whole(self, layer: int) -> Tensor:
+        """Keys and values of all pages, 2 × G × P × S × E."""
+        return self._layers[layer]
+
     def read(self, layer: int, source: Source) -> tuple[Tensor, Tensor]:
         """Keys and values of sequences, each B·G × T × E."""
         whole = self._layers[layer]

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import AttentionPlan
+from .attention import attention_of_step
 from .batch_scheduler import Fork, Step
 from .continuations import Chunk, Continuation
 from .kv_cache import KeyValueCache
-from .llama import LlamaBody, LlamaLayer, Rows, rms_norm, rotate
+from .llama import LlamaBody, Rows
 from .lora import Adapter
 from .products import linear
 from .trainer import LanguageModel
@@ -64,36 +64,35 @@ class LeanDecoder:
                 projection.forget(adapter)
 
     @torch.inference_mode()
-    def read(self, step: Step, groups: Sequence[Rows]) -> Tensor:
+    def read(self, step: Step, groups: tuple[Rows, ...]) -> Tensor:
         self.cache.prepare(step.fresh)
         tokens_N, positions_N = _tokens(step.chunks)
         device = self._base.device
         x = self._body.embed(tokens_N.to(device))
-        cos, sin = self._rotation(x, positions_N.to(device))
-        first = self._body.layers[0]
-        heads = (first.heads, first.groups, first.size)
-        plan = AttentionPlan(step.chunks, self.cache, heads, device)
-        for index, layer in enumerate(self._body.layers):
-            qkv = layer.qkv.infer(rms_norm(x, *layer.before), groups)
-            heads_NHE = _rotated(layer, qkv.float(), cos, sin)
-            x.add_(layer.out.infer(plan.attend(index, heads_NHE), groups))
-            gate, up = layer.gate_up.infer(rms_norm(x, *layer.after), groups).chunk(2, dim=-1)
-            x.add_(layer.down.infer(layer.activation(gate).mul_(up), groups))
-        return rms_norm(x, *self._body.norm)
-
-    def _rotation(self, x: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, N × (H + G) × E; those of the queries have the scale of attention, as in training."""
-        layer = self._body.layers[0]
-        cos, sin = self._body.module.rotary_emb(x, positions_N[None])
-        scales = torch.ones(layer.heads + layer.groups, 1, device=x.device)
-        scales[: layer.heads] = layer.size**-0.5
-        return cos[0, :, None] * scales, sin[0, :, None] * scales
+        cos, sin = self._body.module.rotary_emb(x, positions_N.to(device)[None])
+        attention = attention_of_step(self._body, step.chunks, self.cache, (cos[0], sin[0]))
+        kernels, layers = self._body.kernels, self._body.layers
+        normed = kernels.norm(x, *layers[0].before, self._body.dtype)
+        for index, layer in enumerate(layers):
+            mixed = attention.attend(index, layer, layer.qkv.infer(normed, groups))
+            out = layer.out.infer(mixed, groups)
+            x, normed = kernels.add_norm(x, out, *layer.after)
+            down = layer.down.infer(kernels.gated(layer.gate_up.infer(normed, groups)), groups)
+            if index + 1 < len(layers):
+                x, normed = kernels.add_norm(x, down, *layers[index + 1].before)
+        return kernels.norm(kernels.add(x, down), *self._body.norm)
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
         unembed = self._base.unembed
-        logits = linear(hidden_ND.to(unembed.weight.dtype), unembed.weight, unembed.bias)
-        logits = self._base.scaled(logits.float())
+        logits = self._base.scaled(
+            self._body.kernels.products.linear(
+                hidden_ND.to(unembed.weight.dtype),
+                unembed.weight,
+                unembed.bias,
+                dtype=torch.float32,
+            )
+        )
         for group in groups:
             pair = None if group.adapter is None else group.adapter.pairs.get("lm_head")
             if group.adapter is not None and pair is not None:
@@ -111,15 +110,3 @@ def _tokens(chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
     tokens = [chunk.continuation.text(chunk.start, chunk.start + chunk.count) for chunk in chunks]
     positions = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
     return torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(positions))
-
-
-def _rotated(layer: LlamaLayer, qkv_ND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries, keys and values, N × heads × E; changes `qkv_ND`."""
-    heads = qkv_ND.view(len(qkv_ND), -1, layer.size)
-    turned = heads[:, : layer.heads + layer.groups]
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = torch.split(turned, [layer.heads, layer.groups], dim=1)
-        q.copy_(layer.q_norm(q))
-        k.copy_(layer.k_norm(k))
-    turned.copy_(rotate(turned, cos, sin))
-    return heads

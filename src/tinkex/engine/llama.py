@@ -9,16 +9,18 @@ heads, E head size, R rank of all adapters of a projection together.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from .kernels import TorchKernels, rms_norm
 from .lora import Adapter, LoraLinear
-from .products import linear
+from .native.attention import HeadShape
+from .products import AdaptedRows, Factors, TorchProducts
 
 __all__ = [
     "HeadNorm",
@@ -27,11 +29,11 @@ __all__ = [
     "Projection",
     "Rows",
     "is_llama",
-    "rms_norm",
-    "rms_scale",
     "rotate",
 ]
 
+#: Batches whose factors a projection remembers.
+_BATCHES: Final = 4
 _FAMILY: Final = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 
@@ -54,7 +56,8 @@ class Rows:
 class Projection:
     """Linear layers that read the same input, fused into one."""
 
-    def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
+    def __init__(self, layers: Mapping[str, LoraLinear], products: TorchProducts) -> None:
+        self.products = products
         self.names = list(layers)
         parts = list(layers.values())
         self.sizes = [part.out_features for part in parts]
@@ -65,48 +68,71 @@ class Projection:
         for part, weight in zip(parts, torch.split(self.weight, self.sizes), strict=True):
             part.base.weight.data = weight
         # By id of the adapter. Keeping the adapter in the value prevents reuse of its id.
-        self._frozen: dict[int, tuple[Adapter, tuple[Tensor, Tensor] | None]] = {}
+        self._frozen: dict[int, tuple[Adapter, Factors | None]] = {}
+        self._batches: deque[tuple[tuple[Rows, ...], AdaptedRows]] = deque(maxlen=_BATCHES)
 
-    def infer(self, x_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
+    def infer(self, x_ND: Tensor, groups: tuple[Rows, ...]) -> Tensor:
         """Compute the output for rows that may use different adapters, in the type of the weights."""
+        rows = self._adapted_rows(groups)
         x_ND = x_ND.to(self.weight.dtype)
-        y = linear(x_ND, self.weight, self.bias)
-        for group in groups:
-            factors = None if group.adapter is None else self._frozen_factors(group.adapter)
-            if factors is not None:
-                a, b = factors
-                y[group.rows].addmm_(linear(x_ND[group.rows], a), b.t())
-        return y
+        if not rows.groups:
+            return self.products.linear(x_ND, self.weight, self.bias)
+        return self.products.adapted(x_ND, self.weight, self.bias, rows)
 
-    def _frozen_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
+    def _adapted_rows(self, groups: tuple[Rows, ...]) -> AdaptedRows:
+        """The factors of the groups; a batch mostly has the groups of the one before."""
+        for known, rows in self._batches:
+            if known == groups:
+                return rows
+        found = AdaptedRows(
+            [
+                (group.rows, factors)
+                for group in groups
+                if group.adapter is not None
+                and (factors := self._frozen_factors(group.adapter)) is not None
+            ]
+        )
+        self._batches.appendleft((groups, found))
+        return found
+
+    def _frozen_factors(self, adapter: Adapter) -> Factors | None:
         """Fused factors of a sampler's adapter; cached, because the adapter never changes."""
         if id(adapter) not in self._frozen:
-            pairs = [adapter.pairs.get(name) for name in self.names]
-            tensors = [
-                None if pair is None else (pair.a.detach(), pair.b.detach()) for pair in pairs
-            ]
-            fused = None
-            if any(tensors):
-                a, b = fuse(tensors, self.sizes, torch.float32)
-                dtype = self.weight.dtype
-                fused = (a.to(dtype), (b * adapter.scale).to(dtype))
-            self._frozen[id(adapter)] = (adapter, fused)
+            self._frozen[id(adapter)] = adapter, self.factors(adapter)
         return self._frozen[id(adapter)][1]
+
+    def factors(self, adapter: Adapter) -> Factors | None:
+        """The factors of an adapter, fused; None if it leaves this projection as it is."""
+        pairs = [adapter.pairs.get(name) for name in self.names]
+        tensors = [None if pair is None else (pair.a.detach(), pair.b.detach()) for pair in pairs]
+        return fuse(tensors, self.sizes, adapter.scale, self.weight.dtype) if any(pairs) else None
 
     def forget(self, adapter: Adapter) -> None:
         self._frozen.pop(id(adapter), None)
+        self._batches.clear()
 
 
 def fuse(
-    pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Fuse several pairs into one, in `dtype`: A stacked, B block-diagonal."""
+    pairs: Sequence[tuple[Tensor, Tensor] | None],
+    sizes: Sequence[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> Factors:
+    """Fuse several pairs into one: A stacked, B block-diagonal and scaled, each rounded once to `dtype`.
+
+    The number of columns is even: native products read pairs of numbers.
+    """
     present = [pair for pair in pairs if pair is not None]
-    a = torch.cat([pair[0] for pair in present]).to(dtype)
-    b = a.new_zeros(sum(sizes), len(a))
-    for rows, columns, pair in blocks_of(pairs, sizes):
-        b[rows, columns] = pair[1]
-    return a, b
+    ranks = sum(len(pair[0]) for pair in present)
+    columns = ranks + ranks % 2
+    a = present[0][0].new_zeros(columns, present[0][0].shape[1], dtype=dtype)
+    b = a.new_zeros(sum(sizes), columns)
+    spans = []
+    for rows, part, pair in blocks_of(pairs, sizes):
+        a[part] = pair[0]
+        b[rows, part] = pair[1] * scale
+        spans.append((rows.stop, part.start, part.stop))
+    return Factors(a, b, tuple(spans))
 
 
 def blocks_of(pairs: Sequence[Any], sizes: Sequence[int]) -> list[tuple[slice, slice, Any]]:
@@ -139,21 +165,22 @@ class HeadNorm:
 class LlamaLayer:
     """One layer: projections, norms and attention heads."""
 
-    def __init__(self, name: str, module: Any, config: Any) -> None:
+    def __init__(self, name: str, module: Any, config: Any, products: TorchProducts) -> None:
         attention, mlp = module.self_attn, module.mlp
         prefix = f"{name}.self_attn"
         self.qkv = Projection(
             {
                 f"{prefix}.{part}": getattr(attention, part)
                 for part in ("q_proj", "k_proj", "v_proj")
-            }
+            },
+            products,
         )
-        self.out = Projection({f"{prefix}.o_proj": attention.o_proj})
+        self.out = Projection({f"{prefix}.o_proj": attention.o_proj}, products)
         self.gate_up = Projection(
-            {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")}
+            {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")},
+            products,
         )
-        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj})
-        self.activation = functional.silu
+        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj}, products)
         self.before = _norm_of(module.input_layernorm)
         self.after = _norm_of(module.post_attention_layernorm)
         self.q_norm = HeadNorm.of(getattr(attention, "q_norm", None))
@@ -161,6 +188,7 @@ class LlamaLayer:
         self.heads: int = config.num_attention_heads
         self.groups: int = config.num_key_value_heads
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.shape = HeadShape(self.heads, self.groups, self.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,22 +199,22 @@ class LlamaLayer:
     def projections(self) -> tuple[Projection, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) · up`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
-
 
 class LlamaBody:
     """The layers of a Llama model, its embedding and its last norm."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, kernels: TorchKernels) -> None:
+        self.kernels = kernels
         self.module: Any = getattr(model, model.base_model_prefix)
         prefix = model.base_model_prefix
         self.layers = [
-            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config)
+            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config, kernels.products)
             for index, layer in enumerate(self.module.layers)
         ]
+        first = self.layers[0]
+        served = first.shape.is_served and first.q_norm is None
+        #: Attention in C, used by training and sampling, or None if torch computes it.
+        self.attention = kernels.attention if served else None
         self.norm = _norm_of(self.module.norm)
         self.dtype: torch.dtype = self.layers[0].dtype
         self._leave_the_file(model)
@@ -215,17 +243,6 @@ class LlamaBody:
         """The residual stream of new rows, in float32."""
         embedded: Tensor = self.module.embed_tokens(tokens)
         return embedded.float()
-
-
-def rms_scale(x: Tensor, eps: float) -> Tensor:
-    """One over the root mean square of each row."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """The norm of float32 rows, rounded once to `dtype`. Nine times as fast as torch's own on a CPU."""
-    return torch.mul(x * rms_scale(x, eps), weight, out=torch.empty_like(x, dtype=dtype))
 
 
 def _norm_of(module: Any) -> tuple[Tensor, float]:

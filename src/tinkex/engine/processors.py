@@ -1,8 +1,8 @@
 """What changes the distribution of a sequence beyond temperature, top-k and top-p: penalties, biases and constraints.
 
 The penalties are those of OpenAI's API and of transformers: presence and frequency count the drawn tokens, repetition
-counts prompt and drawn tokens. They are applied to the logits before the temperature. Constraints are masks, applied
-when a token is drawn, so that logprobs stay those of the unconstrained model.
+counts prompt and drawn tokens. They are applied to the logits before the temperature. Constraints are applied when a
+token is drawn, so that logprobs stay those of the unconstrained model.
 
 Shapes: V vocabulary.
 """
@@ -17,17 +17,18 @@ from torch import Tensor
 from tinkex.errors import RequestFailedError
 
 from .grammars import Matcher
-from .values import Array, Constraint, SampleJob
+from .values import Constraint, SampleJob
 
 __all__ = ["Shaping", "shaping_of"]
 
 
 class Shaping:
-    """The state of one sequence from which its penalties, biases and mask are computed."""
+    """The state of one sequence from which its penalties, biases and allowed tokens are computed."""
 
     def __init__(self, job: SampleJob, vocab_size: int, matcher: Matcher | None) -> None:
         self._job = job
-        self._matcher = matcher
+        #: The constraint of the sequence, if it has one.
+        self.matcher = matcher
         self._counts_V: Tensor | None = None
         self._seen_V: Tensor | None = None
         self._bias: tuple[Tensor, Tensor] | None = None
@@ -42,7 +43,7 @@ class Shaping:
 
     @property
     def failure(self) -> RequestFailedError | None:
-        return None if self._matcher is None else self._matcher.failure
+        return None if self.matcher is None else self.matcher.failure
 
     def adjust(self, logits_V: Tensor) -> None:
         """Apply penalties and biases in place."""
@@ -56,17 +57,13 @@ class Shaping:
         if self._bias is not None:
             logits_V.index_add_(0, *self._bias)
 
-    def allowed(self) -> Array | None:
-        """Which tokens the constraint allows next; None without a constraint."""
-        return None if self._matcher is None else self._matcher.allowed()
-
     def take(self, token: int) -> bool:
         """Count a drawn token; True if the constraint allows nothing after it."""
         if self._counts_V is not None:
             self._counts_V[token] += 1
         if self._seen_V is not None:
             self._seen_V[token] = True
-        return self._matcher is not None and self._matcher.take(token)
+        return self.matcher is not None and self.matcher.take(token)
 
 
 def shaping_of(

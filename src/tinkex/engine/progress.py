@@ -12,17 +12,18 @@ import struct
 import tempfile
 from typing import IO, Final, Self
 
-__all__ = ["IDLE", "SAMPLING", "UNTIMED", "Progress"]
+__all__ = ["IDLE", "SAMPLING", "UNTIMED", "EngineProgress"]
 
 #: Recorded instead of a call id: no work; a sampling step; work without a time limit.
 IDLE: Final = 0
 SAMPLING: Final = -1
 UNTIMED: Final = -2
 
-_RECORD: Final = struct.Struct("<qq")
+#: Changes, current work, and the memory of an engine on another machine.
+_RECORD: Final = struct.Struct("<qqq")
 
 
-class Progress:
+class EngineProgress:
     """A counter of changes and the current work: a call id or one of the constants."""
 
     def __init__(self, memory: mmap.mmap | bytearray, file: IO[bytes] | None = None) -> None:
@@ -55,14 +56,23 @@ class Progress:
 
     def begin(self, work: int) -> None:
         self._changes += 1
-        _RECORD.pack_into(self._memory, 0, self._changes, work)
+        _RECORD.pack_into(self._memory, 0, self._changes, work, 0)
 
     def end(self) -> None:
         self.begin(IDLE)
 
     def read(self) -> tuple[int, int]:
-        changes, work = _RECORD.unpack_from(self._memory)
+        changes, work, _ = _RECORD.unpack_from(self._memory)
         return changes, work
+
+    def repeat(self, read: tuple[int, int], memory: int) -> None:
+        """Record what an engine on another machine has recorded, and the bytes of memory it uses."""
+        _RECORD.pack_into(self._memory, 0, *read, memory)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory of an engine on another machine; 0 if not known."""
+        return int(_RECORD.unpack_from(self._memory)[2])
 
     def close(self) -> None:
         if isinstance(self._memory, mmap.mmap):

@@ -20,16 +20,17 @@ from tinkex._wire.pass_parts import PassPart
 from .checks import Loss, check_examples, check_loss
 from .devices import choices_for
 from .llama import LlamaBody, is_llama
-from .llama_train import TrainingRun
+from .llama_train import MicroBatchPass
 from .lora import Adapter, LoraLinear, wrap
 from .losses import loss_sum
+from .native import kernels_for
 from .optim import AdamW
 from .pending import PendingPass
 from .shards import ShardSums, add_in_order, divide
 from .traced import CUSTOM
 from .traced_cost import TracedSum
 from .unembedding import target_logprobs, unembedded
-from .values import AdamStep, Array, Example, LossLimits, PassResult, TrainingPass
+from .values import AdamStep, Array, Example, LossLimits, PassJob, PassResult
 
 __all__ = [
     "Gradients",
@@ -52,17 +53,18 @@ _LOGIT_ROWS: Final = 256
 class LanguageModel:
     """A base model, split into body, unembedding and wrapped linear layers."""
 
-    def __init__(self, model: Any, *, context_length: int) -> None:
+    def __init__(self, model: Any, *, context_length: int, native: bool | None = None) -> None:
         self.model = model
         self.layers: dict[str, LoraLinear] = wrap(model)
         self.body: Any = getattr(model, model.base_model_prefix)
         self.unembed: Any = model.get_output_embeddings()
-        self.llama = LlamaBody(model) if is_llama(model.config) else None
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.kernels = kernels_for(self.device, self.dtype, native=native)
+        self.llama = LlamaBody(model, self.kernels) if is_llama(model.config) else None
         self.config = model.config
         self.context_length = context_length
         self.vocab_size: int = self.unembed.out_features
-        self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
         self.activation_bytes = choices_for(self.device).activation_bytes
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
@@ -74,11 +76,11 @@ class LanguageModel:
     def scaled(self, logits: Tensor) -> Tensor:
         """Apply what some families do to the logits after the unembedding."""
         if self._scale is not None:
-            logits = logits * self._scale
+            logits = logits.float() * self._scale
         if self._divisor is not None:
-            logits = logits / self._divisor
+            logits = logits.float() / self._divisor
         if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+            logits = torch.tanh(logits.float() / self._softcap) * self._softcap
         return logits
 
 
@@ -115,7 +117,8 @@ class TrainedModel:
         if base.llama is None:
             return base.logits(hidden_ND)
         pair = self.adapter.pairs.get("lm_head")
-        return base.scaled(unembedded(hidden_ND, base.unembed.weight, pair, self.adapter.scale))
+        scale, products = self.adapter.scale, base.kernels.products
+        return base.scaled(unembedded(hidden_ND, base.unembed.weight, pair, scale, products))
 
     def step(self, options: AdamStep) -> dict[str, float]:
         """Take an optimizer step; drops the gradients of an incomplete pass."""
@@ -126,7 +129,7 @@ class TrainedModel:
 
 def run_pass(
     model: TrainedModel,
-    request: TrainingPass,
+    request: PassJob,
     token_budget: int,
     limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
 ) -> Generator[None, None, PassResult]:
@@ -143,7 +146,7 @@ def run_pass(
     return finish_pass(model, request, [sums])
 
 
-def begin_pass(model: TrainedModel, request: TrainingPass) -> None:
+def begin_pass(model: TrainedModel, request: PassJob) -> None:
     """Take the gradients of the parts before this one; raises if an earlier part is missing.
 
     A part that is begun again, because another engine died while it helped, has taken them before.
@@ -160,7 +163,7 @@ def begin_pass(model: TrainedModel, request: TrainingPass) -> None:
 
 def run_shards(
     model: TrainedModel,
-    request: TrainingPass,
+    request: PassJob,
     numbers: Sequence[int] | None,
     token_budget: int,
     limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
@@ -198,7 +201,7 @@ def run_shards(
 
 
 def finish_pass(
-    model: TrainedModel, request: TrainingPass, parts: Sequence[ShardSums[Gradients]]
+    model: TrainedModel, request: PassJob, parts: Sequence[ShardSums[Gradients]]
 ) -> PassResult:
     """Add the sums of all shards to the model's gradients, unless parts of the pass are still to come."""
     if request.backward:
@@ -292,7 +295,7 @@ def _body_pass(model: TrainedModel, sequences: Sequence[Array]) -> BodyPass:
         return _PlainPass(base, sequences)
     tokens_N = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     lengths = [len(sequence) for sequence in sequences]
-    return TrainingRun(
+    return MicroBatchPass(
         base.llama,
         tokens_N.to(base.device),
         lengths,
@@ -335,7 +338,9 @@ def _unembed(
         here = {name: tensor[part] for name, tensor in inputs.items()}
         targets = here["target_tokens"]
         logp = target_logprobs(
-            model.logits(hidden_ND[part]), targets if targets.dim() == 2 else targets[:, None]
+            model.logits(hidden_ND[part]),
+            targets if targets.dim() == 2 else targets[:, None],
+            model.base.kernels,
         )
         logp = logp if targets.dim() == 2 else logp.squeeze(-1)
         value = loss(logp, here)

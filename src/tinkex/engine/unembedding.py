@@ -1,31 +1,31 @@
 """From hidden states to the logprobs of targets, with gradients, for some positions at a time.
 
-The product has the type of the frozen weight, everything after it is float32, and so are the factors of an adapter of
-the unembedding: as in the decoder, so that both compute the same logits.
+Logits have the type of the frozen weight, in which the product computes them. If an adapter of the unembedding adds to
+them they are float32, as its factors are: as in the decoder, so that both compute the same logits.
 
 Shapes: N positions, D hidden, V vocabulary, K targets per position.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .kernels import TorchKernels
 from .lora import Pair
-from .products import linear
+from .products import TorchProducts, linear
 
 __all__ = ["target_logprobs", "unembedded"]
 
-#: Rows of logits that are worked on at once: 32 rows of 49k logits are 6 MB and stay in a CPU's cache.
-_ROWS: Final = 32
 
-
-def unembedded(hidden_ND: Tensor, weight: Tensor, pair: Pair | None, scale: float) -> Tensor:
-    """Logits of float32 hidden states, in float32."""
+def unembedded(
+    hidden_ND: Tensor, weight: Tensor, pair: Pair | None, scale: float, products: TorchProducts
+) -> Tensor:
+    """Logits of float32 hidden states; float32 with an adapter, otherwise in the type of the weight."""
     a, b = (None, None) if pair is None else (pair.a, pair.b)
-    logits: Tensor = _Unembedded.apply(hidden_ND, weight, a, b, scale)  # type: ignore[no-untyped-call]
+    logits: Tensor = _Unembedded.apply(hidden_ND, weight, a, b, scale, products)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -38,10 +38,12 @@ class _Unembedded(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         scale: float,
+        products: TorchProducts,
     ) -> Tensor:
-        logits = linear(hidden_ND.to(weight.dtype), weight).float()
+        logits = products.linear(hidden_ND.to(weight.dtype), weight)
         inner = None
         if a is not None and b is not None:
+            logits = logits.float()
             inner = linear(hidden_ND, a).mul_(scale)
             logits.addmm_(inner, b.t())
         ctx.save_for_backward(hidden_ND, weight, a, b, inner)
@@ -53,32 +55,28 @@ class _Unembedded(torch.autograd.Function):
         hidden_ND, weight, a, b, inner = ctx.saved_tensors
         hidden_g = linear(g_NV.to(weight.dtype), weight.t()).float()
         if a is None:
-            return hidden_g, None, None, None, None
+            return hidden_g, None, None, None, None, None
         inner_g = linear(g_NV, b.t()).mul_(ctx.scale)
         hidden_g.addmm_(inner_g, a)
-        return hidden_g, None, inner_g.t() @ hidden_ND, g_NV.t() @ inner, None
+        return hidden_g, None, inner_g.t() @ hidden_ND, g_NV.t() @ inner, None, None
 
 
-def target_logprobs(logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
-    """Logprobs of the targets. The backward pass overwrites the logits with their gradient, to save memory."""
-    logprobs: Tensor = _TargetLogprobs.apply(logits_NV, targets_NK)  # type: ignore[no-untyped-call]
+def target_logprobs(logits_NV: Tensor, targets_NK: Tensor, kernels: TorchKernels) -> Tensor:
+    """Logprobs of the targets in float32. The backward pass overwrites the logits with their gradient."""
+    logprobs: Tensor = _TargetLogprobs.apply(logits_NV, targets_NK, kernels)  # type: ignore[no-untyped-call]
     return logprobs
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor) -> Tensor:
-        total = torch.cat(
-            [rows.logsumexp(-1, keepdim=True) for rows in torch.split(logits_NV, _ROWS)]
-        )
-        ctx.save_for_backward(logits_NV, total, targets_NK)
-        return logits_NV.gather(-1, targets_NK) - total
+    def forward(ctx: Any, logits_NV: Tensor, targets_NK: Tensor, kernels: TorchKernels) -> Tensor:
+        total_N1 = kernels.log_sum_exp(logits_NV)
+        ctx.save_for_backward(logits_NV, total_N1, targets_NK)
+        ctx.kernels = kernels
+        return logits_NV.gather(-1, targets_NK).float() - total_N1
 
     @staticmethod
-    def backward(ctx: Any, g_NK: Tensor) -> tuple[Tensor, None]:
-        logits_NV, total, targets_NK = ctx.saved_tensors
-        minus = -g_NK.sum(-1, keepdim=True)
-        for start in range(0, len(logits_NV), _ROWS):
-            rows = slice(start, start + _ROWS)
-            logits_NV[rows].sub_(total[rows]).exp_().mul_(minus[rows])
-        return logits_NV.scatter_add_(-1, targets_NK, g_NK), None
+    def backward(ctx: Any, g_NK: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, total_N1, targets_NK = ctx.saved_tensors
+        ctx.kernels.logits_back(logits_NV, total_N1, targets_NK, g_NK)
+        return logits_NV, None, None

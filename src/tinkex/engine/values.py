@@ -21,13 +21,13 @@ __all__ = [
     "Example",
     "LoraSpec",
     "LossLimits",
+    "PassJob",
     "PassResult",
     "SampleEvent",
     "SampleJob",
     "SampledResult",
     "StreamedToken",
     "TracedGraph",
-    "TrainingPass",
     "VllmOptions",
 ]
 
@@ -98,7 +98,7 @@ class VllmOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPass:
+class PassJob:
     """A forward pass over examples, with or without gradients; `traced` is set for the loss `custom`."""
 
     examples: Sequence[Example]

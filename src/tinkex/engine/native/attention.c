@@ -1,0 +1,487 @@
+/* Causal attention over packed rows or pages of a cache, forward and backward.
+
+   A query's result depends on the query and on the keys and values up to its position alone: scores add up the numbers
+   of a head in order, the softmax runs over all keys at once, and the mixed values add up the keys in order. So trainer
+   and sampler get the same bits, whatever stands beside a row and wherever its keys lie.
+
+   All products are built from one: rows of A, one cell at a time, times packed B. A cell is 32 bits: one float32, or
+   two bfloat16 that are multiplied and added together. Sums are float32. In bfloat16 the weights are rounded before
+   they meet the values.
+
+   Shapes: H query heads, G key-value heads, R = H / G, E numbers of a head, a multiple of 16. */
+
+#include <stdlib.h>
+
+#include "numbers.h"
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__)
+#include "transpose.h"
+#endif
+
+#define LANES 16
+#define TILE 64 /* keys that are packed together */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+typedef uint32_t cell;
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef cell cells __attribute__((vector_size(4 * LANES)));
+
+/* -- the product ---------------------------------------------------------------------------- */
+
+INLINE lanes multiplied(lanes sum, cell a, cells b, const int half) {
+#if defined(__AVX512BF16__)
+    if (half)
+        return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#endif
+    if (half) {
+        cells wide = a - (cells){};
+        sum += (lanes)(wide << 16) * (lanes)(b << 16);
+        return sum + (lanes)(wide & 0xffff0000u) * (lanes)(b & 0xffff0000u);
+    }
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(from_bits(a)), (__m512)b, (__m512)sum);
+#else
+    return sum + (from_bits(a) - (lanes){}) * (lanes)b;
+#endif
+}
+
+/* c (+)= a b: `steps` cells of each row of a; b holds `steps` rows of vectors. Strides count cells, of b vectors. */
+typedef struct {
+    const cell *a;
+    long a_row, a_step;
+    const cells *b;
+    long b_step;
+    float *c;
+    long c_row, steps;
+    int add;
+} Product;
+
+INLINE void block(const Product *p, const int rows, const int wide, const int half) {
+    lanes sums[6][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int w = 0; w < wide; w++)
+            sums[r][w] = p->add ? ((const lanes *)(p->c + r * p->c_row))[w] : (lanes){};
+    for (long s = 0; s < p->steps; s++) {
+        cells b[4];
+        UNROLL for (int w = 0; w < wide; w++)
+            b[w] = p->b[s * p->b_step + w];
+        UNROLL for (int r = 0; r < rows; r++) {
+            cell a = p->a[r * p->a_row + s * p->a_step];
+            UNROLL for (int w = 0; w < wide; w++)
+                sums[r][w] = multiplied(sums[r][w], a, b[w], half);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int w = 0; w < wide; w++)
+            ((lanes *)(p->c + r * p->c_row))[w] = sums[r][w];
+}
+
+#define BLOCK(R, W) \
+    static void block_##R##_##W(const Product *p, int half) { \
+        if (half) \
+            block(p, R, W, 1); \
+        else \
+            block(p, R, W, 0); \
+    }
+#define BLOCKS(R) BLOCK(R, 1) BLOCK(R, 2) BLOCK(R, 3) BLOCK(R, 4)
+BLOCKS(1) BLOCKS(2) BLOCKS(3) BLOCKS(4) BLOCKS(5) BLOCKS(6)
+#define NAMES(R) {block_##R##_1, block_##R##_2, block_##R##_3, block_##R##_4}
+static void (*const BLOCK_OF[6][4])(const Product *, int) = {NAMES(1), NAMES(2), NAMES(3), NAMES(4), NAMES(5), NAMES(6)};
+
+/* A product of `rows` rows and `wide` vectors. */
+static void multiply(Product p, long rows, long wide, int half) {
+    for (long w = 0; w < wide; w += 4)
+        for (long r = 0; r < rows; r += 6) {
+            Product part = p;
+            part.a += r * p.a_row;
+            part.b += w;
+            part.c += r * p.c_row + w * LANES;
+            BLOCK_OF[MIN(rows - r, 6) - 1][MIN(wide - w, 4) - 1](&part, half);
+        }
+}
+
+/* -- packing -------------------------------------------------------------------------------- */
+
+/* Where the keys or values of a sequence and head lie: in adjacent rows, or in pages. */
+typedef struct {
+    const char *base;
+    long stride, first, page; /* bytes from row to row; the first row, or 0 with pages of so many rows */
+    const int64_t *table;
+} Source;
+
+INLINE const void *row_of(const Source *source, long position) {
+    long row = source->page ? source->table[position / source->page] * source->page + position % source->page
+                            : source->first + position;
+    return source->base + row * source->stride;
+}
+
+/* Pack rows side by side, for products with their transpose: out[c][i] is cell c of row i; missing rows are zero. */
+static void pack_across(const Source *source, long begin, long count, long width, cell *out) {
+    for (long i = 0; i < count; i += LANES) {
+        const cell *rows[LANES];
+        for (long j = 0; j < LANES; j++)
+            rows[j] = i + j < count ? row_of(source, begin + i + j) : 0;
+        long c = 0;
+#if defined(__AVX512F__)
+        for (; c + LANES <= width; c += LANES) {
+            __m512i r[16];
+            UNROLL for (int j = 0; j < 16; j++)
+                r[j] = rows[j] ? _mm512_loadu_si512(rows[j] + c) : _mm512_setzero_si512();
+            transpose(r);
+            UNROLL for (int j = 0; j < 16; j++)
+                _mm512_store_si512(out + (c + j) * TILE + i, r[j]);
+        }
+#endif
+        for (; c < width; c++)
+            for (long j = 0; j < LANES; j++)
+                out[c * TILE + i + j] = rows[j] ? rows[j][c] : 0;
+    }
+}
+
+/* Pack rows one after another, for products with themselves: bfloat16 in pairs of rows, the last with zeros. */
+static void pack_along(const Source *source, long begin, long count, long size, cell *out, int half) {
+    if (!half) {
+        for (long i = 0; i < count; i++)
+            memcpy(out + i * size, row_of(source, begin + i), 4 * (size_t)size);
+        return;
+    }
+    for (long i = 0; i < count; i += 2) {
+        const uint16_t *low = row_of(source, begin + i), *high = i + 1 < count ? row_of(source, begin + i + 1) : 0;
+        cell *to = out + i / 2 * size;
+        if (high)
+            for (long e = 0; e < size; e++)
+                to[e] = (cell)low[e] | (cell)high[e] << 16;
+        else
+            for (long e = 0; e < size; e++)
+                to[e] = low[e];
+    }
+}
+
+/* -- scratch memory of a thread, kept for the next call -------------------------------------- */
+
+static _Thread_local char *scratch;
+static _Thread_local size_t scratch_size;
+
+static char *reserve(size_t size) {
+    if (size > scratch_size) {
+        free(scratch);
+        scratch_size = (size + 4095) / 4096 * 4096;
+        scratch = aligned_alloc(64, scratch_size);
+        if (!scratch)
+            abort();
+    }
+    return scratch;
+}
+
+INLINE void *take(char **from, long numbers) {
+    void *taken = *from;
+    *from += (4 * numbers + 63) / 64 * 64;
+    return taken;
+}
+
+/* -- softmax -------------------------------------------------------------------------------- */
+
+/* Turn `count` scores into weights; the others up to `all` are zero. */
+static void softmax(float *scores, long count, long all) {
+    float largest = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : largest)
+    for (long j = 0; j < count; j++)
+        largest = scores[j] > largest ? scores[j] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (long j = 0; j < count; j++) {
+        scores[j] = exponential(scores[j] - largest);
+        sum += scores[j];
+    }
+    float scale = 1.0f / sum;
+#pragma omp simd
+    for (long j = 0; j < count; j++)
+        scores[j] *= scale;
+    memset(scores + count, 0, 4 * (size_t)(all - count));
+}
+
+INLINE void round_row(const float *from, uint16_t *to, long count) {
+#pragma omp simd
+    for (long j = 0; j < count; j++)
+        to[j] = rounded(from[j]);
+}
+
+/* -- rotation ------------------------------------------------------------------------------- */
+
+/* Rotate the numbers of a head by the angles of its position, times `scale`; back with sign -1. */
+INLINE void rotate_head(const float *x, const float *cos, const float *sin, float scale, float sign, float *out,
+                        long size) {
+    long part = size / 2;
+#pragma omp simd
+    for (long e = 0; e < part; e++) {
+        float low = x[e], high = x[part + e];
+        out[e] = (low * cos[e] - high * (sin[e] * sign)) * scale;
+        out[part + e] = (high * cos[part + e] + low * (sin[part + e] * sign)) * scale;
+    }
+}
+
+#define LARGEST 512 /* numbers of a head at most */
+
+/* Rows of queries, keys and values: queries rotated and scaled, keys rotated, values as they are. */
+EXPORT void tinkex_rotate(int threads, int half, const void *qkv, const float *cos, const float *sin, float scale,
+                          void *out, long heads, long groups, long size, long rows) {
+    long width = (heads + 2 * groups) * size;
+#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+    for (long n = 0; n < rows; n++) {
+        float x[LARGEST], turned[LARGEST];
+        for (long h = 0; h < heads + groups; h++) {
+            const void *from = at(qkv, n * width + h * size, half);
+            void *to = at(out, n * width + h * size, half);
+            if (half)
+                for (long e = 0; e < size; e++)
+                    x[e] = get(from, e, 1);
+            else
+                memcpy(x, from, 4 * (size_t)size);
+            rotate_head(x, cos + n * size, sin + n * size, h < heads ? scale : 1.0f, 1.0f, turned, size);
+            if (half)
+                round_row(turned, to, size);
+            else
+                memcpy(to, turned, 4 * (size_t)size);
+        }
+        long values = n * width + (heads + groups) * size;
+        memcpy(at(out, values, half), at(qkv, values, half), (size_t)(groups * size * (half ? 2 : 4)));
+    }
+}
+
+/* -- forward -------------------------------------------------------------------------------- */
+
+/* Queries in adjacent rows. Keys and values lie in adjacent rows from `keys`, or in the pages from table[keys]. */
+typedef struct { int64_t row, count, first, keys; } Sequence;
+
+/* Queries and their heads, and where the keys and values are. Strides count numbers. */
+typedef struct {
+    const void *q, *k, *v;
+    int64_t q_stride, k_stride, k_group, page;
+    const int64_t *table;
+    int64_t heads, groups, size;
+} Heads;
+
+typedef struct { long sequence, head, begin, count; } Unit;
+
+static Source source_of(const Heads *heads, const Sequence *sequence, const void *base, long group, int half) {
+    long number = half ? 2 : 4;
+    return (Source){(const char *)base + group * heads->k_group * number, heads->k_stride * number,
+                    heads->page ? 0 : sequence->keys, heads->page, heads->page ? heads->table + sequence->keys : 0};
+}
+
+/* Queries of a block. Scores of all its rows stay in the cache: 768 kB. The choice changes no bit. */
+static long block_of(long keys, long rows_per_query) {
+    long fitting = 196608 / (keys * rows_per_query);
+    return MAX(2, MIN(32, fitting));
+}
+
+static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit *unit, void *out, int half) {
+    long R = heads->heads / heads->groups, E = heads->size, number = half ? 2 : 4, width = half ? E / 2 : E;
+    long first = sequence->first + unit->begin, keys = first + unit->count, rows = unit->count * R;
+    long padded = (keys + TILE - 1) / TILE * TILE, per = half ? 2 : 1;
+    char *space = reserve((size_t)(4 * (rows * (2 * padded + 2 * E) + 2 * TILE * E) + 1024));
+    float *scores = take(&space, rows * padded), *sums = take(&space, rows * E);
+    cell *weights = half ? take(&space, rows * padded / 2) : (cell *)scores;
+    cell *queries = take(&space, rows * width), *tile = take(&space, TILE * E);
+    Source k = source_of(heads, sequence, heads->k, unit->head, half);
+    Source v = source_of(heads, sequence, heads->v, unit->head, half);
+    for (long i = 0; i < unit->count; i++) { /* the heads of a query are adjacent */
+        long row = sequence->row + unit->begin + i;
+        memcpy(queries + i * R * width, (const char *)heads->q + (row * heads->q_stride + unit->head * R * E) * number,
+               (size_t)(R * E * number));
+    }
+    for (long t = 0; t < keys; t += TILE) {
+        long some = MIN(TILE, keys - t), skipped = MAX(0, t - first) * R; /* queries before the tile do not see it */
+        pack_across(&k, t, some, width, tile);
+        multiply((Product){queries + skipped * width, width, 1, (cells *)tile, TILE / LANES,
+                           scores + skipped * padded + t, padded, width, 0},
+                 rows - skipped, (some + LANES - 1) / LANES, half);
+    }
+    for (long r = 0; r < rows; r++) {
+        softmax(scores + r * padded, first + r / R + 1, padded);
+        if (half)
+            round_row(scores + r * padded, (uint16_t *)(weights + r * padded / 2), padded);
+    }
+    memset(sums, 0, (size_t)(4 * rows * E));
+    for (long t = 0; t < keys; t += TILE) {
+        long some = MIN(TILE, keys - t), skipped = MAX(0, t - first) * R;
+        pack_along(&v, t, some, E, tile, half);
+        multiply((Product){weights + (skipped * padded + t) / per, padded / per, 1, (cells *)tile, E / LANES,
+                           sums + skipped * E, E, (some + per - 1) / per, 1},
+                 rows - skipped, E / LANES, half);
+    }
+    for (long i = 0; i < unit->count; i++) {
+        long to = (sequence->row + unit->begin + i) * heads->heads * E + unit->head * R * E;
+        if (half)
+            round_row(sums + i * R * E, at(out, to, 1), R * E);
+        else
+            memcpy(at(out, to, 0), sums + i * R * E, (size_t)(4 * R * E));
+    }
+}
+
+/* Mixed values of every query, rows of H E numbers. Queries are rotated and scaled, keys rotated. */
+EXPORT void tinkex_attend(int threads, int half, const Heads *heads, const Sequence *sequences, long count, void *out) {
+    long R = heads->heads / heads->groups, units = 0, work = 0;
+    for (long s = 0; s < count; s++) {
+        long keys = sequences[s].first + sequences[s].count, size = block_of(keys, R);
+        units += (sequences[s].count + size - 1) / size * heads->groups;
+        work += keys * sequences[s].count;
+    }
+    Unit *list = malloc((size_t)(units + 1) * sizeof *list);
+    if (!list)
+        abort();
+    long made = 0;
+    for (long s = 0; s < count; s++) {
+        long size = block_of(sequences[s].first + sequences[s].count, R);
+        for (long b = (sequences[s].count - 1) / size * size; b >= 0; b -= size) /* the longest first */
+            for (long g = 0; g < heads->groups; g++)
+                list[made++] = (Unit){s, g, b, MIN(size, sequences[s].count - b)};
+    }
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (work * heads->heads * heads->size > SMALL)
+    for (long u = 0; u < units; u++)
+        attend_unit(heads, sequences + list[u].sequence, list + u, out, half);
+    free(list);
+}
+
+/* -- backward ------------------------------------------------------------------------------- */
+
+/* One query head of a sequence in adjacent rows. Adds to the gradients of its keys and values, k_g and v_g: T x E. */
+static void attend_back_unit(const Heads *heads, const Sequence *sequence, long head, const void *g, const float *cos,
+                             const float *sin, float scale, void *qkv_g, float *k_g, float *v_g, int half) {
+    long E = heads->size, R = heads->heads / heads->groups, number = half ? 2 : 4, width = half ? E / 2 : E;
+    long T = sequence->count, per = half ? 2 : 1, whole = (T + TILE - 1) / TILE * TILE;
+    long size = MAX(8, MIN(64, 49152 / whole)) & ~1L, lines = heads->heads * E;
+    char *space = reserve((size_t)(4 * (size * (5 * whole + 6 * E) + 2 * TILE * E) + 4096));
+    float *weights = take(&space, size * whole), *weights_g = take(&space, size * whole);
+    cell *across = half ? take(&space, size * whole / 2) : (cell *)weights; /* weights by pairs of queries */
+    cell *across_g = half ? take(&space, size * whole / 2) : (cell *)weights_g;
+    cell *rounded_g = half ? take(&space, size * whole / 2) : (cell *)weights_g;
+    cell *queries = take(&space, size * E), *outputs_g = take(&space, size * E);
+    cell *queries_along = take(&space, size * E), *outputs_along = take(&space, size * E);
+    float *q_g = take(&space, size * E);
+    cell *tile = take(&space, TILE * E);
+    Source k = source_of(heads, sequence, heads->k, head / R, half);
+    Source v = source_of(heads, sequence, heads->v, head / R, half);
+    Source q = {(const char *)heads->q + head * E * number, heads->q_stride * number, sequence->row, 0, 0};
+    Source o = {(const char *)g + head * E * number, lines * number, sequence->row, 0, 0};
+    memset(k_g, 0, (size_t)(4 * T * E));
+    memset(v_g, 0, (size_t)(4 * T * E));
+    for (long begin = 0; begin < T; begin += size) {
+        long rows = MIN(size, T - begin), keys = begin + rows, padded = (keys + TILE - 1) / TILE * TILE;
+        for (long i = 0; i < rows; i++) {
+            memcpy(queries + i * width, row_of(&q, begin + i), (size_t)(E * number));
+            memcpy(outputs_g + i * width, row_of(&o, begin + i), (size_t)(E * number));
+        }
+        pack_along(&q, begin, rows, E, queries_along, half);
+        pack_along(&o, begin, rows, E, outputs_along, half);
+        for (long t = 0; t < keys; t += TILE) {
+            long some = MIN(TILE, keys - t), skipped = MAX(0, t - begin), at_tile = skipped * padded + t;
+            long wide = (some + LANES - 1) / LANES;
+            pack_across(&k, t, some, width, tile);
+            multiply((Product){queries + skipped * width, width, 1, (cells *)tile, TILE / LANES, weights + at_tile,
+                               padded, width, 0}, rows - skipped, wide, half);
+            pack_across(&v, t, some, width, tile);
+            multiply((Product){outputs_g + skipped * width, width, 1, (cells *)tile, TILE / LANES, weights_g + at_tile,
+                               padded, width, 0}, rows - skipped, wide, half);
+        }
+        for (long i = 0; i < rows; i++) {
+            float *w = weights + i * padded, *w_g = weights_g + i * padded, along = 0;
+            long count = begin + i + 1;
+            softmax(w, count, padded);
+#pragma omp simd reduction(+ : along)
+            for (long j = 0; j < count; j++)
+                along += w[j] * w_g[j];
+#pragma omp simd
+            for (long j = 0; j < count; j++)
+                w_g[j] = w[j] * (w_g[j] - along);
+            memset(w_g + count, 0, 4 * (size_t)(padded - count));
+        }
+        if (half) {
+            if (rows % 2) { /* the last pair of queries has only one */
+                memset(weights + rows * padded, 0, 4 * (size_t)padded);
+                memset(weights_g + rows * padded, 0, 4 * (size_t)padded);
+            }
+            for (long i = 0; i < rows; i += 2) {
+                const float *low = weights + i * padded, *high = low + padded;
+                const float *low_g = weights_g + i * padded, *high_g = low_g + padded;
+#pragma omp simd
+                for (long j = 0; j < padded; j++) {
+                    across[i / 2 * padded + j] = (cell)rounded(low[j]) | (cell)rounded(high[j]) << 16;
+                    across_g[i / 2 * padded + j] = (cell)rounded(low_g[j]) | (cell)rounded(high_g[j]) << 16;
+                }
+            }
+            for (long i = 0; i < rows; i++)
+                round_row(weights_g + i * padded, (uint16_t *)(rounded_g + i * padded / 2), padded);
+        }
+        memset(q_g, 0, (size_t)(4 * rows * E));
+        for (long t = 0; t < keys; t += TILE) {
+            long some = MIN(TILE, keys - t), skipped = MAX(0, t - begin), from = skipped / per;
+            long steps = (rows + per - 1) / per - from;
+            pack_along(&k, t, some, E, tile, half);
+            multiply((Product){rounded_g + (skipped * padded + t) / per, padded / per, 1, (cells *)tile, E / LANES,
+                               q_g + skipped * E, E, (some + per - 1) / per, 1}, rows - skipped, E / LANES, half);
+            multiply((Product){across + from * padded + t, 1, padded, (cells *)(outputs_along + from * E), E / LANES,
+                               v_g + t * E, E, steps, 1}, some, E / LANES, half);
+            multiply((Product){across_g + from * padded + t, 1, padded, (cells *)(queries_along + from * E), E / LANES,
+                               k_g + t * E, E, steps, 1}, some, E / LANES, half);
+        }
+        for (long i = 0; i < rows; i++) {
+            long row = sequence->row + begin + i;
+            float turned[LARGEST], *found = q_g + i * E;
+            if (cos) {
+                rotate_head(found, cos + row * E, sin + row * E, scale, -1.0f, turned, E);
+                found = turned;
+            }
+            void *to = at(qkv_g, row * heads->q_stride + head * E, half);
+            if (half)
+                round_row(found, to, E);
+            else
+                memcpy(to, found, 4 * (size_t)E);
+        }
+    }
+}
+
+/* Gradients of queries, keys and values before their rotation (if `cos` is given), given those of the mixed values.
+   Sequences lie in adjacent rows of queries, keys and values. `space` holds 2 x H x rows x E numbers. */
+EXPORT void tinkex_attend_back(int threads, int half, const Heads *heads, const Sequence *sequences, long count,
+                               const void *g, const float *cos, const float *sin, float scale, void *qkv_g,
+                               float *space, long rows) {
+    long H = heads->heads, G = heads->groups, E = heads->size, R = H / G;
+    float *k_g = space, *v_g = space + H * rows * E;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (long u = 0; u < count * H; u++) {
+            const Sequence *sequence = sequences + u / H;
+            long head = u % H, own = (head * rows + sequence->row) * E;
+            attend_back_unit(heads, sequence, head, g, cos, sin, scale, qkv_g, k_g + own, v_g + own, half);
+        }
+#pragma omp for
+        for (long n = 0; n < rows; n++)
+            for (long group = 0; group < G; group++) {
+                float key[LARGEST], value[LARGEST], turned[LARGEST], *found = key;
+                memcpy(key, k_g + (group * R * rows + n) * E, 4 * (size_t)E);
+                memcpy(value, v_g + (group * R * rows + n) * E, 4 * (size_t)E);
+                for (long r = 1; r < R; r++)
+                    for (long e = 0; e < E; e++) {
+                        key[e] += k_g[((group * R + r) * rows + n) * E + e];
+                        value[e] += v_g[((group * R + r) * rows + n) * E + e];
+                    }
+                if (cos) {
+                    rotate_head(key, cos + n * E, sin + n * E, 1.0f, -1.0f, turned, E);
+                    found = turned;
+                }
+                void *to_key = at(qkv_g, n * heads->q_stride + (H + group) * E, half);
+                void *to_value = at(qkv_g, n * heads->q_stride + (H + G + group) * E, half);
+                if (half) {
+                    round_row(found, to_key, E);
+                    round_row(value, to_value, E);
+                } else {
+                    memcpy(to_key, found, 4 * (size_t)E);
+                    memcpy(to_value, value, 4 * (size_t)E);
+                }
+            }
+    }
+}

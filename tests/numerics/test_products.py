@@ -1,0 +1,112 @@
+"""Native products: equal to PyTorch's up to rounding, and no row affects another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tinkex.engine.native import NativeProducts, library, products_of
+from tinkex.engine.products import AdaptedRows, Factors, TorchProducts
+
+INPUTS, PARTS = 96, (64, 32, 50)  # the outputs are not a multiple of any block
+REFERENCE = TorchProducts()
+
+
+@pytest.fixture(scope="module")
+def products() -> NativeProducts:
+    compiled = library.library()
+    assert compiled is not None, "these tests need a C compiler"
+    found = products_of(compiled)
+    if not isinstance(found, NativeProducts):
+        pytest.skip("this processor has no AVX-512 BF16")
+    return found
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def factors(rank: int, seed: int = 1) -> Factors:
+    """Factors of three layers that read the same input."""
+    columns = 3 * rank + 3 * rank % 2
+    a, b = drawn(columns, INPUTS, seed=seed), torch.zeros(sum(PARTS), columns).bfloat16()
+    spans, row = [], 0
+    for part, size in enumerate(PARTS):
+        where = slice(part * rank, (part + 1) * rank)
+        b[row : row + size, where] = drawn(size, rank, seed=seed + part)
+        row += size
+        spans.append((row, where.start, where.stop))
+    return Factors(a, b, tuple(spans))
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether numbers are rounded correctly to bfloat16, up to the last bit."""
+    return torch.allclose(found.double(), exact, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 33, 64, 80, 81, 130])
+def test_a_product_is_that_of_pytorch_up_to_rounding(products, rows):
+    x, weight, bias = drawn(rows, INPUTS), drawn(sum(PARTS), INPUTS), drawn(sum(PARTS))
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert close(products.linear(x, weight, bias), exact)
+    assert close(REFERENCE.linear(x, weight, bias), exact)
+    wide = products.linear(x, weight, bias, dtype=torch.float32)
+    assert torch.equal(wide, products.linear(x, weight, bias).float())
+
+
+@pytest.mark.parametrize("inputs", [2, 30, 34, 2050, 4100])
+def test_inputs_of_every_even_number(products, inputs):
+    x, weight = drawn(20, inputs), drawn(40, inputs)
+    exact = x.double() @ weight.double().t()
+    assert close(products.linear(x, weight) / inputs**0.5, exact / inputs**0.5)
+
+
+def test_odd_inputs_float32_and_other_layouts_are_left_to_pytorch(products):
+    for weight in (drawn(40, 33), drawn(40, 32).float(), drawn(32, 40).t()):
+        x = drawn(3, weight.shape[1]).to(weight.dtype)
+        assert torch.equal(products.linear(x, weight), REFERENCE.linear(x, weight))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_bits_of_a_row_depend_on_nothing_else(products, threads):
+    x, weight = drawn(130, INPUTS), drawn(sum(PARTS), INPUTS)
+    expected = torch.cat([products.linear(row[None], weight) for row in x])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (8, 20, 40, 64, 130):
+            assert torch.equal(products.linear(x[:rows], weight), expected[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 20])
+def test_rows_with_adapters(products, rank):
+    x, weight = drawn(90, INPUTS), drawn(sum(PARTS), INPUTS)
+    groups = [(slice(3, 21), factors(rank, 1)), (slice(21, 90), factors(rank + 1, 5))]
+    y = products.adapted(x, weight, None, AdaptedRows(groups))
+    plain = products.linear(x, weight)
+    assert torch.equal(y[:3], plain[:3])
+    for rows, each in groups:
+        alone, inner = products.adapted_and_inner(x[rows], weight, None, each)
+        assert torch.equal(y[rows], alone)
+        assert close(inner, x[rows].double() @ each.a.double().t())
+        exact = x[rows].double() @ weight.double().t() + inner.double() @ each.b.double().t()
+        assert close(alone / rank**0.5, exact / rank**0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_factors_and_rows_reach_no_other_row(products, bad):
+    x, weight = drawn(40, INPUTS), drawn(sum(PARTS), INPUTS)
+    good, spoiled = factors(8, 1), factors(8, 5)
+    expected = products.adapted(x, weight, None, AdaptedRows([(slice(0, 9), good)]))
+    spoiled.a[0], spoiled.b[:, 0] = bad, bad
+    x[30] = bad
+    groups = [(slice(0, 9), good), (slice(9, 12), spoiled)]
+    y = products.adapted(x, weight, None, AdaptedRows(groups))
+    others = [row for row in range(40) if row not in {9, 10, 11, 30}]
+    assert torch.equal(y[others], expected[others])
+    assert not y[9:12].isfinite().all()
+    assert not y[30].isfinite().any()
