@@ -1,6 +1,7 @@
 """Speed of a pool of engines against one engine, on this machine; every figure is a ratio within one run.
 
-    python benchmarks/pool.py [--model NAME] [--rounds 2] [--only training|sampling|dividing]
+    python benchmarks/pool.py [--model NAME] [--rounds 2] [--only training|sampling|dividing|one|threshold]
+                            [--against 1|2]
 
 Threads are fixed per engine, so that two engines with one thread are compared with one engine with one and with two
 threads. Takes a few minutes and wants a quiet machine.
@@ -15,29 +16,44 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tinkex.engine.interface import Engines
 from tinkex.engine.process import Setup
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
+from tinkex.engine.shards import divide
+from tinkex.engine.shared_memory import SharedMemory
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.server.engines import make_engines
-from tinkex.server.pool import Pool
+from tinkex.server.members import Member
+from tinkex.server.pool import EnginePool
 from tinkex.server.service import default_cache_dir
+from tinkex.server.supervisor import Supervisor
+from tinkex.server.worker import Worker
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-async def started(stack: AsyncExitStack, model: str, count: int, threads: int) -> Engines:
+async def started(
+    stack: AsyncExitStack, model: str, count: int, threads: int, *, pool_of_one: bool = False
+) -> Engines:
     setup = Setup((model,), default_cache_dir(), dtype="float32", threads=threads)
-    engines = make_engines(setup, count=count, in_process=False, deadline=600.0, on_demand=False)
+    if pool_of_one:
+        exchange = SharedMemory()
+        worker = Worker(replace(setup, depot=exchange.directory), name="engine-0")
+        engines: Engines = EnginePool([Member(Supervisor(worker, on_demand=True))], exchange)
+    else:
+        engines = make_engines(
+            setup, count=count, in_process=False, deadline=600.0, on_demand=False
+        )
     await engines.start()
     stack.push_async_callback(engines.stop)
     return engines
 
 
-def batch(rows: int, length: int) -> TrainingPass:
+def batch(rows: int, length: int) -> PassJob:
     random = np.random.default_rng(0)
     examples = [
         Example(
@@ -46,10 +62,10 @@ def batch(rows: int, length: int) -> TrainingPass:
         )
         for _ in range(rows)
     ]
-    return TrainingPass(examples, "cross_entropy")
+    return PassJob(examples, "cross_entropy")
 
 
-async def train(engines: Engines, request: TrainingPass) -> None:
+async def train(engines: Engines, request: PassJob) -> None:
     await engines.trainer.run_pass("m", request)
     await engines.trainer.optim_step("m", AdamStep(1e-4))
 
@@ -71,7 +87,7 @@ async def compare(
     """Median tokens per second of each, measured in turns."""
     rates: dict[str, list[float]] = {name: [] for name, _ in named}
     for number in range(rounds + 1):
-        for name, engines in named:
+        for name, engines in named if number % 2 else named[::-1]:
             began = time.perf_counter()
             await work(engines)
             if number:  # the first round warms up
@@ -88,7 +104,7 @@ def show(title: str, rates: dict[str, float]) -> None:
 
 async def dividing(engines: Engines, model: str, rounds: int) -> None:
     """What travels for one divided pass, and how long publishing and adding take at the model's home."""
-    assert isinstance(engines, Pool)
+    assert isinstance(engines, EnginePool)
     for rank in (8, 32):
         await engines.trainer.create_model("d", model, LoraSpec(rank, seed=1))
         home = engines.trainer.home("d")
@@ -113,34 +129,80 @@ async def dividing(engines: Engines, model: str, rounds: int) -> None:
         await engines.trainer.unload_model("d")
 
 
-async def main(model: str, rounds: int, only: str | None) -> None:
+async def threshold(engines: Engines, model: str, rounds: int) -> None:
+    """A pass of two engines against the same on its home alone, by size: where dividing begins to pay."""
+    assert isinstance(engines, EnginePool)
+    for rank in (8, 32):
+        await engines.trainer.create_model("t", model, LoraSpec(rank, seed=1))
+        home = engines.trainer.home("t")
+        assert home is not None
+        helper = next(member for member in engines.members if member is not home)
+        for tokens in (512, 1024, 2048):
+            request, alone, divided = batch(tokens // 128, 128), [], []
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                await home.engine.run_pass("t", request)
+                alone.append(time.perf_counter() - began)
+                await engines.trainer.optim_step("t", AdamStep(1e-4))
+                began = time.perf_counter()
+                publishing = asyncio.ensure_future(home.engine.publish("t"))
+                shards = range(len(divide(request.examples, home.engine.ready.token_budget)))
+                half = len(shards) // 2
+                own = asyncio.ensure_future(home.engine.run_shards("t", request, shards[:half]))
+                adapter = await publishing
+                theirs = await helper.engine.help_pass(adapter, request, shards[half:])
+                await home.engine.finish_pass("t", request, [await own, theirs])
+                divided.append(time.perf_counter() - began)
+                await engines.trainer.optim_step("t", AdamStep(1e-4))
+            ratio = statistics.median(alone[1:]) / statistics.median(divided[1:])
+            print(f"  {tokens} tokens, rank {rank}: two engines {ratio:.2f} x one")
+        await engines.trainer.unload_model("t")
+
+
+async def main(model: str, rounds: int, only: str | None, against: int | None) -> None:
     async with AsyncExitStack() as stack:
-        named = [
-            ("1 engine x 1 thread", await started(stack, model, 1, 1)),
-            ("2 engines x 1 thread", await started(stack, model, 2, 1)),
-            ("1 engine x 2 threads", await started(stack, model, 1, 2)),
-        ]
+        if only == "one":
+            named = [
+                ("single engine", await started(stack, model, 1, 2)),
+                ("pool of one", await started(stack, model, 1, 2, pool_of_one=True)),
+            ]
+        elif only in {"dividing", "threshold"}:
+            named = [("2 engines x 1 thread", await started(stack, model, 2, 1))]
+        else:
+            named = [("2 engines x 1 thread", await started(stack, model, 2, 1))]
+            if against in {None, 1}:
+                named.insert(0, ("1 engine x 1 thread", await started(stack, model, 1, 1)))
+            if against in {None, 2}:
+                named.append(("1 engine x 2 threads", await started(stack, model, 1, 2)))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for _, engines in named:
             await engines.trainer.create_model("m", model, LoraSpec(8, seed=1))
         await named[0][1].trainer.save_state("m", scratch / "adapter", optimizer=False)
         for _, engines in named:
             await engines.sampler.open_sampler("s", model, scratch / "adapter")
-        if only in {None, "training"}:
+        if only in {None, "one", "training"}:
             request = batch(16, 128)
             rates = await compare(named, lambda each: train(each, request), 16 * 128, rounds)
             show("training 16 x 128, rank 8", rates)
         if only in {None, "sampling"}:
             rates = await compare(named, lambda each: sample(each, 32, 32), 32 * 32, rounds)
             show("sampling 32 at once, rank 8", rates)
+            # What two engines could reach at most: each has half of the batch, and reads all weights for it.
+            halves = await compare(named[:1], lambda each: sample(each, 16, 32), 16 * 32, rounds)
+            show("sampling 16 at once", halves)
         if only in {None, "dividing"}:
-            await dividing(named[1][1], model, rounds)
+            await dividing(dict(named)["2 engines x 1 thread"], model, rounds)
+        if only == "threshold":
+            await threshold(named[0][1], model, rounds)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=SMOL)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", choices=["training", "sampling", "dividing"])
+    parser.add_argument("--only", choices=["training", "sampling", "dividing", "one", "threshold"])
+    parser.add_argument(
+        "--against", type=int, choices=[1, 2], help="only one engine with so many threads"
+    )
     options = parser.parse_args()
-    asyncio.run(main(options.model, options.rounds, options.only))
+    asyncio.run(main(options.model, options.rounds, options.only, options.against))

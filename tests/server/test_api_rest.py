@@ -23,18 +23,6 @@ OLD_CLIENT = {"user-agent": "AsyncTinker/Python 0.27.2"}
 DATE = re.compile(r"[A-Z][a-z]{2}, \d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2} GMT")
 
 
-@pytest.fixture(scope="module")
-def running():
-    with service("fake") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def api(running):
-    with Api(running.url) as user:
-        yield user
-
-
 def today() -> dict[str, str]:
     now = datetime.now(UTC)
     return {

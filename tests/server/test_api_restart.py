@@ -194,6 +194,7 @@ def test_samples_in_flight_finish_after_a_restart(place):
     assert api.told("asample", request) == promise
 
 
+@pytest.mark.heavy
 def test_samples_in_flight_without_a_session_finish_after_a_restart(place):
     path = place.api.model().save("w")
     named = {"sampling_session_id": None, "model_path": path}

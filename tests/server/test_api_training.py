@@ -11,7 +11,7 @@ import pytest
 from tinkex._wire import json_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.proto_codec import decode_forward_backward_output
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 from tinkex.testing import service
 from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
@@ -447,7 +447,7 @@ def test_one_invalid_example_fails_only_its_own_pass(api):
 
 
 def test_requests_over_the_pending_limit_get_429_and_can_be_retried():
-    with service("fake", limits=Limits(pending=2)) as running, Api(running.url) as api:
+    with service("fake", limits=KeyLimits(pending=2)) as running, Api(running.url) as api:
         stuck, model = api.model(), api.model()
         waiting = [stuck.optim_step(seq_id=number) for number in (2, 3)]
         refused = model.ask("optim_step", seq_id=1, adam_params={})

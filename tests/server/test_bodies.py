@@ -15,7 +15,7 @@ import zstandard
 from tinkex._wire.operations import OPERATIONS, Body
 from tinkex.server.auth import Keys
 from tinkex.server.bodies import OFF_LOOP_BYTES
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 from tinkex.testing import service
 
 from .api import JSON, PROTO, Api, datum
@@ -176,7 +176,7 @@ def test_requests_being_answered_are_bounded_per_key(tmp_path):
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
 
     async def scenario() -> None:
-        limits = Limits.of_options(["requests=1"])
+        limits = KeyLimits.of_options(["requests=1"])
         options = {"keys": Keys.from_file(file), "limits": limits}
         async with housed(tmp_path / "data", **options) as (made, client):
             body = json.dumps({"tags": [], "sdk_version": "1"}).encode()

@@ -12,7 +12,7 @@ from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
 from tinkex.server.file_threads import FileThreads
-from tinkex.server.quotas import Limits, Quota, Quotas
+from tinkex.server.quotas import KeyLimits, Quota, Quotas
 from tinkex.server.service import Service, Settings
 from tinkex.server.store import Database, RunRow, SessionRow, Store
 
@@ -47,7 +47,7 @@ def database(tmp_path):
 
 
 def quota() -> Quota:
-    return Quotas.of(Limits()).checkpoint_bytes
+    return Quotas.of(KeyLimits()).checkpoint_bytes
 
 
 @pytest.fixture

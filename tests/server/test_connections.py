@@ -260,6 +260,7 @@ def test_a_lease_and_an_open_poll_are_not_closed(tmp_path):
     on_skipping_loop(scenario)
 
 
+@pytest.mark.heavy
 def test_a_peer_that_does_not_read_its_response_is_disconnected(tmp_path):
     async def scenario(loop: SkippingLoop) -> None:
         async with serving(tmp_path) as connect:

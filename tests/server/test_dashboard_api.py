@@ -18,18 +18,6 @@ from .api import TINY, Api, datum
 SCRIPT = "<script>alert(1)</script>"
 
 
-@pytest.fixture(scope="module")
-def running():
-    with service("fake") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def api(running):
-    with Api(running.url) as user:
-        yield user
-
-
 def local(api, path, **query):
     answer = api.http.get(f"/local/{path}", params=query)
     assert answer.status_code == 200, answer.text
@@ -296,6 +284,94 @@ def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp
         assert [each["samples"] for each in steps] == [1]
 
 
+# -- deleting ------------------------------------------------------------------------------------------
+
+
+def ended(api, model):
+    """Finish the session of a run, and wait until its model is unloaded."""
+    finish = {"reason": {"type": "success"}}
+    assert api.post(f"sessions/{model.session_id}/finish", finish).status_code == 200
+    while local(api, f"runs/{model.model_id}")["state"]["kind"] != "ended":
+        pass
+
+
+@pytest.fixture
+def alone():
+    """A service without other runs."""
+    with service("fake") as running, Api(running.url) as user:
+        yield user
+
+
+def test_deleted_run_is_gone_with_its_metrics_samples_and_checkpoints(alone):
+    api, model = alone, alone.model()
+    model.step()
+    path = model.save("final", "save_weights_for_sampler")
+    log(api, model.model_id, {"step": 1, "metrics": {"a": 1.0}, "samples": [{"text": "mine"}]})
+    run = f"/local/runs/{model.model_id}"
+    refused = api.http.delete(run)
+    assert refused.status_code == 409
+    assert "Close the client" in refused.json()["detail"]
+    ended(api, model)
+    local(api, run.removeprefix("/local/") + "/metrics")  # waits until everything is written
+    assert local(api, "service")["disk"]["metrics"] > 0
+    with Listener(api) as listener:
+        gone = api.http.delete(run)
+        assert gone.status_code == 200, gone.text
+        listener.until(lambda name, content: name == "gone" and model.model_id in content["runs"])
+    assert (gone.json()["checkpoints"], gone.json()["kept"]) == (1, False)
+    assert gone.json()["metric_bytes"] > 0
+    assert local(api, "service")["disk"]["metrics"] == 0
+    for part in ("", "/metrics", "/checkpoints", "/samples"):
+        assert api.http.get(run + part).status_code == 404
+    assert api.http.delete(run).status_code == 404
+    assert model.model_id not in [each["id"] for each in local(api, "runs")["runs"]]
+    assert api.get(f"training_runs/{model.model_id}").status_code == 404
+    weights = api.post("weights_info", {"tinker_path": path})
+    assert weights.status_code in {400, 404, 422}
+
+
+def test_checkpoints_of_a_deleted_run_can_be_kept(api):
+    model = api.model()
+    model.step()
+    model.save("final", "save_weights_for_sampler")
+    ended(api, model)
+    gone = api.http.delete(f"/local/runs/{model.model_id}", params={"keep_checkpoints": True})
+    assert (gone.json()["checkpoints"], gone.json()["kept"]) == (0, True)
+    found = local(api, f"runs/{model.model_id}")
+    assert (found["checkpoints"], found["steps"], found["metrics"], found["loss"]) == (
+        1,
+        0,
+        [],
+        None,
+    )
+
+
+def test_run_of_another_key_cannot_be_deleted(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
+    with (
+        service("fake", keys=Keys.from_file(file)) as started,
+        Api(started.url, "tml-ann-key-1") as ann,
+        Api(started.url, "tml-bob-key-1") as bob,
+    ):
+        model = ann.model()
+        model.step()
+        ended(ann, model)
+        assert bob.http.delete(f"/local/runs/{model.model_id}").status_code == 404
+        assert local(ann, f"runs/{model.model_id}")["steps"] == 1
+
+
+def test_deleted_run_stays_deleted_after_a_restart(tmp_path):
+    with service("fake", data_dir=tmp_path) as started, Api(started.url) as api:
+        model = api.model()
+        model.step()
+        ended(api, model)
+        assert api.http.delete(f"/local/runs/{model.model_id}").status_code == 200
+    with service("fake", data_dir=tmp_path) as started, Api(started.url) as api:
+        assert local(api, "runs")["runs"] == []
+        assert not list((tmp_path / "metrics").rglob("*.bin"))
+
+
 # -- events --------------------------------------------------------------------------------------------
 
 
@@ -341,6 +417,7 @@ class Listener:
         raise AssertionError(self.events)
 
 
+@pytest.mark.heavy
 def test_a_step_is_told_to_open_pages(running, api):
     model = api.model()
     with Api(running.url) as page, Listener(page) as listener:
@@ -419,6 +496,23 @@ def test_a_bad_prompt_is_refused_with_its_field(api, fields, field):
     answer = api.http.post("/local/playground", json={"model": TINY, **fields})
     assert answer.status_code in {400, 404, 422}
     assert field in answer.text
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "media"),
+    [
+        (
+            415,
+            b'{"model": "tinkex/tiny", "prompt": "a"}',
+            "text/plain",
+        ),  # as a foreign page can send
+        (413, b" " * ((4 << 20) + 1), "application/json"),
+        (413, b"[" * 2_000, "application/json"),
+    ],
+)
+def test_a_bad_body_of_the_playground_is_refused(api, status, content, media):
+    answer = api.http.post("/local/playground", content=content, headers={"content-type": media})
+    assert answer.status_code == status, answer.text
 
 
 # -- the service ---------------------------------------------------------------------------------------

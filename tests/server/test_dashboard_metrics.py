@@ -14,7 +14,7 @@ from tinkex.errors import InvalidInputError, RateLimitError
 from tinkex.server.dashboard.columns import FANOUT, Column
 from tinkex.server.dashboard.store import MetricPoint, MetricStore, RunMetrics, check_name
 from tinkex.server.dashboard.thinning import AXES, POINT, points_as_buckets, thinned
-from tinkex.server.quotas import Limits, Quotas
+from tinkex.server.quotas import KeyLimits, Quotas
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -170,7 +170,7 @@ def test_a_file_of_names_that_is_damaged_costs_the_metrics_but_not_the_run(tmp_p
 
 
 def store(tmp_path, **limits):
-    return MetricStore(tmp_path, Quotas.of(Limits(**limits)).metric_bytes)
+    return MetricStore(tmp_path, Quotas.of(KeyLimits(**limits)).metric_bytes)
 
 
 def test_points_can_be_read_after_a_restart_and_are_counted(tmp_path):

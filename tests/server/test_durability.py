@@ -50,6 +50,7 @@ def test_an_acknowledged_session_and_model_survive_a_power_cut(tmp_path, cut):
         assert (model.step(), model.logprobs()) == expected
 
 
+@pytest.mark.heavy
 def test_acknowledged_steps_survive_a_power_cut_with_snapshots_and_without(tmp_path, cut):
     for interval in (0.0, 3600.0):
         shutil.rmtree(tmp_path / "live")
@@ -172,6 +173,7 @@ def check_nothing_rolled_back(directory: Path, expected: dict[str, object], next
     return given_up
 
 
+@pytest.mark.heavy
 def test_a_flipped_bit_in_the_journal_never_rolls_a_run_back_or_hangs_it(trained, tmp_path):
     _, expected, next_seq = trained
     [segment] = (trained[0] / "journal").iterdir()

@@ -146,6 +146,7 @@ async def scenario(data_dir: Path, disk: FailingDisk) -> tuple[list[Any], list[A
     return seen, again, user.refused
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
 def test_a_failed_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch, number):
     disk = FailingDisk(monkeypatch, number)

@@ -13,7 +13,7 @@ import torch
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.server.auth import Keys
 from tinkex.server.imports import unpack
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 from tinkex.server.service import Settings
 from tinkex.testing import service
 
@@ -142,7 +142,7 @@ def test_tar_headers_are_bounded_before_they_are_read(tmp_path):
 def test_archive_is_charged_to_the_checkpoint_quota_before_it_is_read(saved):
     archive = tar(*saved.items())
     with (
-        service("fake", limits=Limits(checkpoint_bytes=len(archive) - 1)) as running,
+        service("fake", limits=KeyLimits(checkpoint_bytes=len(archive) - 1)) as running,
         httpx.Client(trust_env=False) as http,
     ):
         place = f"{running.url}/local/import"
@@ -152,7 +152,7 @@ def test_archive_is_charged_to_the_checkpoint_quota_before_it_is_read(saved):
         unstated = http.post(place, params=QUERY, headers=TAR, content=iter([archive]))
         assert unstated.status_code == 413
         assert refused.headers["x-should-retry"] == "false"
-    with service("fake", limits=Limits(checkpoint_bytes=len(archive))) as running:
+    with service("fake", limits=KeyLimits(checkpoint_bytes=len(archive))) as running:
         assert post(running, saved).status_code == 200
         assert post(running, saved).status_code == 429
 

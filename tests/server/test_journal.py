@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.server.journal import Damage, Journal, Kind, Place, Record
+from tinkex.server.journal import BodyPosition, Damage, Journal, Kind, Record
 from tinkex.server.segments import PROLOGUE_BYTES, scope_sum
 
 Entry = tuple[Kind, dict[str, object], bytes]
@@ -358,7 +358,7 @@ def test_compaction_keeps_needed_records_and_reports_their_new_places(tmp_path):
         assert len(in_oldest) > 2
         before = journal.size
         asked: list[str] = []
-        moved: dict[str, Place] = {}
+        moved: dict[str, BodyPosition] = {}
 
         def needed(record: Record) -> bool:
             asked.append(record.head["id"])
@@ -441,7 +441,7 @@ def test_moved_records_are_flushed_before_the_old_segment_is_deleted(tmp_path):
         oldest = min(tmp_path.iterdir())
         asyncio.run(journal.flushed())
         synced.clear()
-        places: list[Place] = []
+        places: list[BodyPosition] = []
         compact(journal, lambda _: True, lambda record: places.append(record.place))
         assert len({place.segment for place in places}) == 2  # they did not fit into one segment
         assert {file.stat().st_ino for file in tmp_path.iterdir()} <= synced
@@ -480,7 +480,7 @@ def test_a_journal_continues_once_a_full_disk_has_space_for_a_new_segment(tmp_pa
 
 def test_a_disk_that_fills_up_during_compaction_loses_nothing(tmp_path):
     many = [body(number) for number in range(9)]
-    places: dict[str, Place] = {}
+    places: dict[str, BodyPosition] = {}
     with opened(tmp_path, segment_bytes=560) as (journal, _):
         for entry in many:
             places[str(entry[1]["id"])] = journal.append(*entry)
@@ -630,7 +630,7 @@ class FailingDisk:
 
 def test_after_a_failed_flush_unflushed_records_are_rewritten(tmp_path):
     disk = FailingDisk()
-    places: dict[str, Place] = {}
+    places: dict[str, BodyPosition] = {}
 
     async def fail(journal: Journal) -> None:
         journal.on_moved = lambda record: places.update({record.head["id"]: record.place})

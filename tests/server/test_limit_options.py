@@ -29,5 +29,5 @@ def test_every_number_that_can_be_set_is_documented():
     numbers = [row.name for row in fields(Settings) if type(row.default) in {int, float}]
     assert "kept_results" in numbers
     undocumented = [name for name in numbers if f"`{name}`" not in pages]
-    with_an_option_of_their_own = {"snapshot_every", "engines"}
+    with_an_option_of_their_own = {"snapshot_every", "engines", "engine_cpus"}
     assert set(undocumented) <= with_an_option_of_their_own

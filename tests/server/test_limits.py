@@ -14,7 +14,7 @@ import pytest
 
 from tinkex._wire.operations import OPERATIONS
 from tinkex.server.auth import Keys
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 from tinkex.server.scheduling import GAP_LIMIT
 from tinkex.testing import service
 
@@ -29,11 +29,12 @@ def running(tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
     with service(
-        "fake", keys=Keys.from_file(file), limits=Limits(pending=3), max_samples=4
+        "fake", keys=Keys.from_file(file), limits=KeyLimits(pending=3), max_samples=4
     ) as started:
         yield started
 
 
+@pytest.mark.heavy
 def test_many_waiting_samples_of_a_key_do_not_delay_other_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")

@@ -69,6 +69,7 @@ FAMILIES = {
     "tinkex_engine_up": "gauge",
     "tinkex_engine_restarts": "counter",
     "tinkex_engine_load": "gauge",
+    "tinkex_engine_memory_bytes": "gauge",
     "tinkex_engine_busy_seconds": "counter",
     "tinkex_engine_lives": "gauge",
     "tinkex_resident_bytes": "gauge",

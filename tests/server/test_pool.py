@@ -11,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from tinkex.engine.interface import IN_LINE, EngineDiedError
+from tinkex.cli.serve import command as serve_command
+from tinkex.engine.interface import IN_LINE, EngineDiedError, Spot
 from tinkex.engine.process import Setup
-from tinkex.engine.values import AdamStep, Example, LoraSpec, SampleJob, TrainingPass
-from tinkex.errors import APIStatusError, NotFoundError, RequestFailedError
+from tinkex.engine.shared_memory import SharedMemory
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
+from tinkex.errors import APIStatusError, ConfigError, NotFoundError, RequestFailedError
 from tinkex.server.engines import engine_count, make_engines, share_out
-from tinkex.server.pool import Pool
-from tinkex.server.shared_memory import SharedMemory
+from tinkex.server.pool import EnginePool
+from tinkex.server.service import Settings
 from tinkex.server.suspects import DEATHS_ALLOWED
 from tinkex.testing import service
 
@@ -35,10 +38,12 @@ def cache_dir(tmp_path_factory):
 
 
 @asynccontextmanager
-async def pooled(cache_dir: Path, count: int = 2, *, thread: bool = False) -> AsyncIterator[Pool]:
+async def pooled(
+    cache_dir: Path, count: int = 2, *, thread: bool = False
+) -> AsyncIterator[EnginePool]:
     setup = Setup((TINY,), cache_dir, "fake")
     pool = make_engines(setup, count=count, in_process=thread, deadline=60.0, on_demand=False)
-    assert isinstance(pool, Pool)
+    assert isinstance(pool, EnginePool)
     await pool.start()
     try:
         yield pool
@@ -46,21 +51,21 @@ async def pooled(cache_dir: Path, count: int = 2, *, thread: bool = False) -> As
         await pool.stop()
 
 
-def kill(pool: Pool, name: str) -> None:
+def kill(pool: EnginePool, name: str) -> None:
     pid = {engine.name: engine.pid for engine in pool.status()}[name]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
 
-def home(pool: Pool, model_id: str) -> str:
+def home(pool: EnginePool, model_id: str) -> str:
     member = pool.trainer.home(model_id)
     assert member is not None
     return member.name
 
 
-def request(count: int = 2) -> TrainingPass:
+def request(count: int = 2) -> PassJob:
     example = Example(np.arange(5), {"target_tokens": np.arange(5) + 1})
-    return TrainingPass([example] * count, "cross_entropy")
+    return PassJob([example] * count, "cross_entropy")
 
 
 async def died(lease) -> None:
@@ -84,20 +89,96 @@ def test_models_spread_over_the_engines(cache_dir):
     run(main())
 
 
+def take_turn(pool: EnginePool, model_id: str):
+    (spot,) = pool.trainer.spots([model_id])
+    assert spot is not None
+    return pool.trainer.take_turn(model_id, spot)
+
+
 def test_each_engine_has_its_own_line(cache_dir):
     async def main():
         async with pooled(cache_dir, 2, thread=True) as pool:
-            turns = [pool.trainer.take_turn(f"m{number}") for number in range(2 * IN_LINE)]
-            assert not pool.trainer.has_room("another")
+            turns = [take_turn(pool, f"m{number}") for number in range(2 * IN_LINE)]
+            assert pool.trainer.spots(["another", "m0"]) == [None, None]
             assert [engine.in_line for engine in pool.status()] == [IN_LINE, IN_LINE]
             turns[0].end()
-            assert pool.trainer.has_room("another")
-            assert pool.trainer.has_room("m0")
-            assert not pool.trainer.has_room("m1")
+            another, m0, m1 = pool.trainer.spots(["another", "m0", "m1"])
+            assert another == m0 == Spot("engine-0")
+            assert m1 is None
 
     run(main())
 
 
+def test_model_moves_to_an_idle_engine_with_its_optimizer_and_adapter(cache_dir, tmp_path):
+    async def weights(pool: EnginePool, model_id: str) -> bytes:
+        directory = tmp_path / f"{model_id}-{len(list(tmp_path.iterdir()))}"
+        await pool.trainer.save_state(model_id, directory, optimizer=True)
+        written: bytes = (directory / "adapter_model.safetensors").read_bytes()
+        return written
+
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            trainer = pool.trainer
+            for name in ("stays", "moves"):
+                await trainer.create_model(name, TINY, SPEC)
+                await trainer.run_pass(name, request())
+                await trainer.optim_step(name, STEP)
+            away = next(each.name for each in pool.members if each.name != home(pool, "moves"))
+            turn = trainer.take_turn("moves", Spot(away, moves=True))
+            await trainer.run_pass("moves", request())
+            assert home(pool, "moves") == away
+            assert sorted(each.models for each in pool.status()) == [0, 2]
+            await trainer.optim_step("moves", STEP)
+            turn.end()
+            await trainer.run_pass("stays", request())
+            await trainer.optim_step("stays", STEP)
+            assert await weights(pool, "moves") == await weights(pool, "stays")
+
+    run(main())
+
+
+@pytest.mark.heavy
+def test_model_whose_new_engine_dies_goes_on_at_home(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            trainer = pool.trainer
+            lease = await trainer.create_model("m", TINY, SPEC)
+            first = home(pool, "m")
+            away = next(each.name for each in pool.members if each.name != first)
+            turn = trainer.take_turn("m", Spot(away, moves=True))
+            kill(pool, away)
+            with pytest.raises(EngineDiedError):
+                await trainer.run_pass("m", request())
+            assert not lease.lost
+            await trainer.run_pass("m", request())
+            assert home(pool, "m") == first
+            assert turn.end() >= 0
+            assert [each.in_line for each in pool.status()] == [0, 0]
+
+    run(main())
+
+
+def test_model_with_gradients_does_not_move(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            trainer = pool.trainer
+            await trainer.create_model("m", TINY, SPEC)
+            member = trainer.home("m")
+            assert member is not None
+            member.load.line.length, member.load.line.usual = IN_LINE, 10.0
+            (between,) = trainer.spots(["m"])
+            assert between is not None
+            assert between.moves
+            assert between.idle
+            await trainer.run_pass("m", request())
+            assert trainer.spots(["m"]) == [None]
+            await trainer.optim_step("m", STEP)
+            assert trainer.spots(["m"]) == [between]
+
+    run(main())
+
+
+@pytest.mark.heavy
 def test_a_death_loses_only_the_models_of_that_engine(cache_dir):
     async def main():
         async with pooled(cache_dir) as pool:
@@ -131,6 +212,7 @@ def test_unknown_model_and_sampler_are_not_found(cache_dir):
     run(main())
 
 
+@pytest.mark.heavy
 def test_a_request_that_kills_engines_fails_alone_and_kills_only_one(cache_dir):
     async def main():
         async with pooled(cache_dir) as pool:
@@ -177,7 +259,7 @@ def test_health_says_when_no_engine_is_left(cache_dir):
 # -- samplers -------------------------------------------------------------------------------------
 
 
-async def trained(pool: Pool, model_id: str, directory: Path, steps: int) -> Path:
+async def trained(pool: EnginePool, model_id: str, directory: Path, steps: int) -> Path:
     await pool.trainer.create_model(model_id, TINY, SPEC)
     for _ in range(steps):
         await pool.trainer.run_pass(model_id, request())
@@ -302,3 +384,17 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
     for each in (live, new):
         each.close()
         assert not each.directory.exists()
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "two"])
+def test_number_of_engines_that_makes_no_sense_is_refused(wrong, tmp_path):
+    answer = CliRunner().invoke(serve_command, ["--engines", wrong, "--data-dir", str(tmp_path)])
+    assert answer.exit_code == 2
+    assert f"must be a number of at least 1, or auto, got '{wrong}'" in answer.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_number_of_engines_is_checked_in_settings_too(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        Settings(tmp_path, engines=0)
+    assert refused.value.field == "engines"

@@ -1,84 +1,131 @@
-"""A run on several real engines ends in the bits of a run on one, also when engines die and when their number changes."""
+"""A run on several real engines ends in the bits of a run on one, also when engines die and when their number changes.
+
+`--long` trains 40 steps on 1 to 4 engines, with 20 kills.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tinkex.server.serve import ServiceThread
+from tinkex.server.service import Settings
 from tinkex.testing import service
-from tinkex.types import AdamParams, Datum, ModelInput
 
-STEPS = 4
+from ..environments import environment
 
-
-def data(step: int) -> list[Datum]:
-    """A pass of about 5,000 tokens: enough for several engines."""
-    random = np.random.default_rng(step)
-    made = []
-    for length in random.integers(60, 200, 40):
-        tokens, targets = random.integers(0, 256, length), random.integers(0, 256, length)
-        made.append(Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": targets}))
-    return made
+SCRIPT = Path(__file__).with_name("pool_run.py")
 
 
-def kill_an_engine(number: int) -> None:
-    """Kill one of the engine processes that this process has started."""
+@pytest.fixture(scope="module")
+def steps(request) -> int:
+    return 40 if request.config.getoption("--long") else 4
+
+
+@pytest.fixture(scope="module", params=["tinkex", "tinker"])
+def client(request) -> tuple[str, str | Path]:
+    """The module that trains, and the interpreter that has it."""
+    if request.param == "tinkex":
+        return "tinkex", sys.executable
+    return "tinker", environment("tinker-0.36.0", "tinker==0.36.0")
+
+
+def engine_pids() -> list[int]:
+    """The engine processes that this process has started."""
     asked = ["pgrep", "-P", str(os.getpid()), "-f", "tinkex.engine"]
-    pids = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
-    os.kill(int(pids[number % len(pids)]), signal.SIGKILL)
+    return list(map(int, subprocess.run(asked, capture_output=True, text=True).stdout.split()))
 
 
-def train(client, steps, *, kills=False, path=None):
-    """Train and return the path of the last checkpoint; a kill comes in the middle of each step."""
-    if path is None:
-        training = client.create_lora_training_client("tinkex/tiny", rank=8, seed=1)
-    else:
-        training = client.create_training_client_from_state_with_optimizer(path)
-    for step in steps:
-        passed = training.forward_backward(data(step), "cross_entropy")
-        stepped = training.optim_step(AdamParams(learning_rate=1e-3))
-        if kills:
-            kill_an_engine(step)
-        passed.result()
-        stepped.result()
-    return training.save_state(f"after-{max(steps)}").result().path
+class Run:
+    """A client in its own process; `in_step` is called in the middle of every step."""
+
+    def __init__(self, client: tuple[str, str | Path], url: str, steps: int) -> None:
+        module, python = client
+        self._process = subprocess.Popen(
+            [python, SCRIPT, module, url, str(steps), "last"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, in_step: Callable[[int], None] = lambda _: None) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step "):
+                    in_step(int(line.split()[1]))
+                    print(file=process.stdin, flush=True)
+        assert process.returncode == 0
 
 
-def saved(directory: Path, name: str) -> dict[str, bytes]:
-    """The files of a checkpoint that hold numbers."""
-    (found,) = directory.glob(f"checkpoints/*/*/{name}")
+def saved(directory: Path) -> dict[str, bytes]:
+    """The files of the last checkpoint that hold numbers."""
+    (found,) = directory.glob("checkpoints/*/*/last")
     return {file.name: file.read_bytes() for file in sorted(found.glob("*.safetensors"))}
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def expected(tmp_path_factory, steps):
     directory = tmp_path_factory.mktemp("one")
     with service("torch", data_dir=directory) as running:
-        train(running.client(), range(STEPS))
-    return saved(directory, f"after-{STEPS - 1}")
+        Run(("tinkex", sys.executable), running.url, steps).finish()
+    return saved(directory)
 
 
-def test_two_engines_end_in_the_bits_of_one(expected, tmp_path):
-    with service("torch", data_dir=tmp_path, engines=2) as running:
-        train(running.client(), range(STEPS))
-    assert saved(tmp_path, f"after-{STEPS - 1}") == expected
+def pytest_generate_tests(metafunc):
+    if "engines" in metafunc.fixturenames:
+        numbers = [1, 2, 3, 4] if metafunc.config.getoption("--long") else [2]
+        metafunc.parametrize("engines", numbers)
 
 
-def test_engines_that_are_killed_change_no_bit(expected, tmp_path):
+def test_any_number_of_engines_ends_in_the_bits_of_one(client, engines, expected, steps, tmp_path):
+    with service("torch", data_dir=tmp_path, engines=engines) as running:
+        Run(client, running.url, steps).finish()
+    assert saved(tmp_path) == expected
+
+
+def test_engines_that_are_killed_change_no_bit(expected, steps, tmp_path):
+    chance = random.Random(steps)
+    fatal = set(chance.sample(range(steps), min(20, steps)))
+
+    def kill(step: int) -> None:
+        if step in fatal and (pids := engine_pids()):
+            os.kill(chance.choice(pids), signal.SIGKILL)
+
     with service("torch", data_dir=tmp_path, engines=3) as running:
-        train(running.client(), range(STEPS), kills=True)
-        assert running.client().health().engines is not None
-    assert saved(tmp_path, f"after-{STEPS - 1}") == expected
+        Run(("tinkex", sys.executable), running.url, steps).finish(kill)
+    assert saved(tmp_path) == expected
 
 
-def test_the_number_of_engines_may_change_during_a_run(expected, tmp_path):
-    with service("torch", data_dir=tmp_path, engines=2) as running:
-        path = train(running.client(), range(2))
-    with service("torch", data_dir=tmp_path, engines=3) as running:
-        train(running.client(), range(2, STEPS), path=path)
-    assert saved(tmp_path, f"after-{STEPS - 1}") == expected
+def test_number_of_engines_may_change_across_a_restart(expected, steps, tmp_path):
+    """The service restarts in the middle of two steps, with more and with fewer engines; the client only waits."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = Settings(tmp_path, ("tinkex/tiny",), engine="torch", engines=2)
+    served = ServiceThread(settings, port)
+    run = Run(("tinkex", sys.executable), served.start(), steps)
+    numbers = {1: 3, steps - 2: 1}
+
+    def restart(step: int) -> None:
+        nonlocal served
+        if step in numbers:
+            served.close()
+            served = ServiceThread(replace(settings, engines=numbers[step]), port)
+            served.start()
+
+    try:
+        run.finish(restart)
+    finally:
+        served.close()
+    assert saved(tmp_path) == expected

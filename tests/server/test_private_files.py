@@ -23,6 +23,7 @@ def open_to_others(directory):
     return [path for path in found if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
+@pytest.mark.heavy
 def test_all_files_of_a_service_process_are_private(tmp_path):
     previous = os.umask(0o022)  # the umask of most shells
     try:

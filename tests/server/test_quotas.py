@@ -20,7 +20,7 @@ from tinkex._wire.failures import error_from_response, response_from_error
 from tinkex.errors import ConfigError, HTTPRequest, RateLimitError
 from tinkex.server.app import build_app
 from tinkex.server.auth import Keys
-from tinkex.server.quotas import Limits, Quota, Quotas, limit_infos
+from tinkex.server.quotas import KeyLimits, Quota, Quotas, limit_infos
 from tinkex.server.service import Service, Settings
 
 from .api import TINY
@@ -44,7 +44,7 @@ async def housed_for_two(place: Path, *limits: str, **settings: Any) -> AsyncIte
             engine="fake",
             engine_in_process=True,
             keys=Keys.from_file(place / "keys"),
-            limits=Limits.of_options(limits),
+            limits=KeyLimits.of_options(limits),
             **settings,
         )
     )
@@ -397,15 +397,15 @@ def report(number: str = "0") -> dict[str, Any]:
 
 
 def test_limits_are_read_from_options():
-    chosen = Limits.of_options(["models=7", "checkpoint_bytes=2GiB", " sessions = 1_000 "])
+    chosen = KeyLimits.of_options(["models=7", "checkpoint_bytes=2GiB", " sessions = 1_000 "])
     assert (chosen.models, chosen.checkpoint_bytes, chosen.sessions) == (7, 2 << 30, 1000)
-    assert chosen.pending == Limits().pending
+    assert chosen.pending == KeyLimits().pending
 
 
 @pytest.mark.parametrize("option", ["", "models", "models=", "models=-1", "models=x", "other=1"])
 def test_wrong_limit_options_are_refused(option):
     with pytest.raises(ConfigError, match="limit: "):
-        Limits.of_options([option])
+        KeyLimits.of_options([option])
 
 
 @pytest.mark.parametrize("info", limit_infos(), ids=lambda info: info.name)

@@ -13,7 +13,7 @@ import pytest
 from tinkex._wire.operations import operation
 from tinkex.server.damage import Lost
 from tinkex.server.futures import Promise, Result
-from tinkex.server.journal import Place
+from tinkex.server.journal import BodyPosition
 from tinkex.server.replay import (
     DAMAGED_BEFORE,
     GONE,
@@ -30,7 +30,7 @@ from tinkex.server.segments import Damage, Kind, Record
 from tinkex.server.snapshots import Snapshot
 
 MODEL = "s:train:0"
-NOWHERE = Place(0, 0, 0)
+NOWHERE = BodyPosition(0, 0, 0)
 
 
 def request(

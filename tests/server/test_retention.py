@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 
 from .test_storage import full, housed, new_model, told
 
@@ -88,7 +88,7 @@ def test_above_its_limit_fetched_results_are_evicted_before_abandoned_ones(
             for promise in made.promises:
                 await promise.finished.wait()
         # A lower limit after a restart: there are more results than allowed.
-        limits = Limits(results=5)
+        limits = KeyLimits(results=5)
         async with housed(tmp_path, limits=limits, now=lambda: moment[0]) as (made, client):
             for promise in made.promises:
                 moment[0] = max(moment[0], datetime.fromtimestamp(promise.finished_at, UTC))

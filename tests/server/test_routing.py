@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.engine.interface import IN_LINE, Spot
 from tinkex.engine.shards import Shard
 from tinkex.engine.values import SampleJob
 from tinkex.server.routing import (
     BLOCK,
     TOKENS_PER_ENGINE,
+    Line,
     Load,
     Prefixes,
     assign,
     block_keys,
+    find_spot,
     new_tokens,
     sampling_cost,
 )
@@ -73,7 +76,7 @@ def test_job_goes_where_its_prompt_was_read_unless_that_engine_is_much_busier():
 
 
 def test_engine_without_the_adapter_or_with_training_costs_more():
-    asked, plain, training = job([1, 2]), Load(tokens=10), Load(tokens=10, in_line=1)
+    asked, plain, training = job([1, 2]), Load(tokens=10), Load(tokens=10, line=Line(1))
     cost = sampling_cost(plain, asked, [], has_adapter=True)
     assert sampling_cost(plain, asked, [], has_adapter=False) > cost
     assert sampling_cost(training, asked, [], has_adapter=True) > cost
@@ -87,7 +90,7 @@ def test_load_of_a_job_counts_its_samples():
 
 
 def test_small_pass_is_not_divided():
-    assert assign(shards(512, 512, 512), 4) == [[0, 1, 2]]
+    assert assign(shards(300, 300, 300), 4) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,41 @@ def test_every_shard_is_computed_once_and_in_order(tokens, engines):
     parts = assign(shards(*tokens), engines)
     assert [number for part in parts for number in part] == list(range(len(tokens)))
     assert len(parts) <= engines
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+def test_seconds_in_line_behind_others_are_not_counted():
+    line = Line()
+    for _ in range(2):
+        line.join()
+    assert line.leave(0.0, 2.0) == 2.0
+    line.join()
+    assert line.leave(0.0, 5.0) == 3.0
+    assert line.leave(4.0, 5.5) == 0.5
+    assert line.length == 0
+
+
+def waiting(length: int, usual: float = 1.0) -> Load:
+    return Load(line=Line(length, usual))
+
+
+def test_model_stays_at_home_while_the_line_is_short():
+    assert find_spot(("home", waiting(1)), ("other", waiting(0)), 0.1) == Spot("home")
+
+
+def test_model_may_move_to_a_shorter_line():
+    full = "home", waiting(IN_LINE)
+    idle = find_spot(full, ("other", waiting(0)), 0.1)
+    used = find_spot(full, ("other", waiting(1)), 0.1)
+    assert idle is not None
+    assert used is not None
+    assert (idle.engine, idle.moves, idle.idle) == ("other", True, True)
+    assert (used.engine, used.moves, used.idle) == ("other", True, False)
+    assert find_spot(full, ("other", waiting(IN_LINE)), 0.1) is None
+    assert find_spot(full, None, 0.1) is None
+
+
+def test_model_does_not_move_if_waiting_is_shorter_than_moving():
+    assert find_spot(("home", waiting(2, 0.1)), ("other", waiting(0)), 0.2) is None

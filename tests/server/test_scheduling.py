@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.engine.interface import Spot
 from tinkex.server.scheduling import (
     GAP_LIMIT,
     SETTLED_GAP_LIMIT,
@@ -125,7 +127,8 @@ def order_of(shares: Shares, waiting: list[Candidate]) -> list[str]:
     order = []
     while (chosen := shares.choose(waiting)) is not None:
         waiting.remove(chosen)
-        shares.serve(chosen.key, 1.0)
+        shares.begin(chosen.key, 1.0)
+        shares.end(chosen.key, 1.0, 1.0)
         order.append(chosen.model_id)
     return order
 
@@ -161,7 +164,65 @@ def test_the_choice_does_not_depend_on_the_order_of_the_list():
     several = [Candidate(f"m{index}", index % 3, index / 2) for index in range(9)]
     shares = Shares()
     for key, amount in enumerate((2.0, 1.0, 1.0)):
-        shares.serve(key, amount)
+        shares.begin(key, amount)
     expected = shares.choose(several)
     random.Random(1).shuffle(several)
     assert shares.choose(several) == expected
+
+
+def test_request_counts_from_its_start():
+    """A key whose requests have not ended is not chosen for all free places."""
+    shares, order = Shares(), []
+    waiting = [*candidates("a", 4), *candidates("b", 4)]
+    while (chosen := shares.choose(waiting)) is not None:
+        waiting.remove(chosen)
+        shares.begin(chosen.key, 2.0)
+        order.append(chosen.key)
+    assert order == ["a", "b"] * 4
+
+
+def test_key_that_was_busy_all_the_time_keeps_its_place_when_another_arrives():
+    shares = Shares()
+    for key, used in (("ahead", 9.0), ("behind", 2.0)):
+        shares.begin(key, 0.0)
+        shares.end(key, 0.0, used)
+    shares.arrive("new", {"ahead", "behind"})
+    several = [Candidate(key, key, 0.0) for key in ("ahead", "new")]
+    assert shares.choose(several) == several[1]
+    shares.begin("new", 0.0)
+    shares.end("new", 0.0, 0.5)
+    behind = Candidate("behind", "behind", 0.0)
+    assert shares.choose([*several, behind]) == behind
+
+
+AWAY = Spot("other", moves=True, idle=True, price=4.0)
+
+
+def test_model_moves_to_an_idle_engine_only_if_none_can_run_at_home():
+    shares = Shares()
+    moves, stays = Candidate("a", "a", 0.0, AWAY), Candidate("b", "b", 1.0)
+    assert shares.choose([moves, stays]) == stays
+    assert shares.choose([moves]) == moves
+    assert shares.choose([replace(moves, spot=replace(AWAY, idle=False))]) is None
+
+
+def test_model_moves_to_a_used_engine_if_its_key_is_far_behind():
+    shares, spot = Shares(), replace(AWAY, idle=False)
+    moves, stays = Candidate("a", "a", 0.0, spot), Candidate("b", "b", 1.0)
+    shares.begin("b", 4.0)
+    assert shares.choose([moves, stays]) == stays
+    shares.begin("b", 0.1)
+    assert shares.choose([moves, stays]) == moves
+
+
+def test_key_that_pauses_between_steps_is_not_charged_for_what_others_have_in_flight():
+    """It would never fall behind otherwise, however little it gets."""
+    shares = Shares()
+    for _ in range(10):
+        shares.begin("steady", 1.0)
+        shares.arrive("pauses", {"steady"})
+        shares.end("steady", 1.0, 1.0)
+        shares.begin("pauses", 0.5)
+        shares.end("pauses", 0.5, 0.5)
+    waiting = [Candidate("a", "pauses", 1.0), Candidate("b", "steady", 0.0)]
+    assert shares.choose(waiting) == waiting[0]

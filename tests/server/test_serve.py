@@ -166,6 +166,7 @@ def test_a_service_prints_its_url_serves_and_stops_on_a_signal(start):
     assert not address.exists()
 
 
+@pytest.mark.heavy
 def test_a_service_can_be_stopped_while_it_starts(start, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -177,6 +178,7 @@ def test_a_service_can_be_stopped_while_it_starts(start, tmp_path):
     assert not (running.data_dir / ADDRESS_FILE).exists()
 
 
+@pytest.mark.heavy
 def test_more_connections_than_descriptors_do_not_break_a_service(start):
     running = start(f"--base-model={TINY}", shell="ulimit -Sn 64; ulimit -Hn 256")
     running.ready()
@@ -193,6 +195,7 @@ def test_more_connections_than_descriptors_do_not_break_a_service(start):
 # -- leases ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_a_leased_service_stops_with_its_last_holder(start):
     running = start(f"--base-model={TINY}", "--leased")
     running.ready()
@@ -318,6 +321,7 @@ def complaint(running: Running) -> str:
     return complained
 
 
+@pytest.mark.heavy
 def test_a_port_in_use_is_reported(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -326,6 +330,7 @@ def test_a_port_in_use_is_reported(start):
     assert "--port" in told
 
 
+@pytest.mark.heavy
 def test_a_data_directory_in_use_is_reported_and_its_service_keeps_running(
     start, tmp_path, cache_home
 ):
@@ -343,15 +348,20 @@ def test_a_data_directory_in_use_is_reported_and_its_service_keeps_running(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--base-model=./not there"], "./not there"),
+        pytest.param(["--base-model=./not there"], "./not there", marks=pytest.mark.heavy),
         ([f"--base-model={TINY}", "--host=0.0.0.0"], "--api-key-file"),
-        ([f"--base-model={TINY}", "--port=70000"], "cannot listen on 127.0.0.1:70000"),
+        pytest.param(
+            [f"--base-model={TINY}", "--port=70000"],
+            "cannot listen on 127.0.0.1:70000",
+            marks=pytest.mark.heavy,
+        ),
     ],
 )
 def test_an_invalid_configuration_is_reported_in_one_line(start, arguments, message):
     assert message in complaint(start(*arguments))
 
 
+@pytest.mark.heavy
 def test_a_data_directory_that_cannot_be_created_is_reported(start, tmp_path):
     (tmp_path / "file").touch()
     told = complaint(start(f"--base-model={TINY}", data_dir=tmp_path / "file" / "data"))

@@ -10,7 +10,7 @@ import pytest
 
 from tinkex._wire.json_codec import from_object
 from tinkex.errors import GoneError
-from tinkex.server.quotas import Limits, Quotas
+from tinkex.server.quotas import KeyLimits, Quotas
 from tinkex.server.sessions import Sessions
 from tinkex.server.store import Database, SessionRow, Store
 from tinkex.types import CreateSessionRequest, FinishSessionRequest
@@ -37,7 +37,7 @@ def test_silent_sessions_expire_after_a_restart(tmp_path):
 
     async def scenario() -> None:
         sessions = Sessions(
-            database, Quotas.of(Limits()).sessions, expiry=100, monotonic=lambda: clock[0]
+            database, Quotas.of(KeyLimits()).sessions, expiry=100, monotonic=lambda: clock[0]
         )
         await sessions.restore()
         assert await expired(sessions) == []  # the time counts from the restart
@@ -66,7 +66,7 @@ def test_ended_sessions_are_not_kept_in_memory(tmp_path):
     finish = from_object({"reason": {"type": "success"}}, FinishSessionRequest)
 
     async def scenario() -> None:
-        sessions = Sessions(database, Quotas.of(Limits()).sessions, expiry=100)
+        sessions = Sessions(database, Quotas.of(KeyLimits()).sessions, expiry=100)
         kept = await sessions.create("me", begin, None)
         for number in range(5):
             ended = await sessions.create("me", begin, f"{number}")
@@ -107,7 +107,7 @@ def test_a_session_stays_active_if_its_end_cannot_be_stored(tmp_path):
 
     async def scenario() -> None:
         sessions = Sessions(
-            database, Quotas.of(Limits()).sessions, expiry=100, monotonic=lambda: clock[0]
+            database, Quotas.of(KeyLimits()).sessions, expiry=100, monotonic=lambda: clock[0]
         )
         await sessions.restore()
         with pytest.raises(OSError, match="No space"):

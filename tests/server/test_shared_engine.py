@@ -88,6 +88,7 @@ def test_loss_with_deep_arguments_is_refused_at_once(two, depth):
     assert answer.json()["category"] == "user"
 
 
+@pytest.mark.heavy
 def test_a_loss_that_exhausts_memory_fails_alone(two):
     ann, bob = two
     model, others = ann.model(), bob.model()

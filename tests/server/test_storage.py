@@ -137,6 +137,7 @@ def training(model: Model, number: int) -> dict[str, object]:
     return {"model_id": model.model_id, "seq_id": number, "forward_backward_input": inputs}
 
 
+@pytest.mark.heavy
 def test_results_that_a_full_disk_could_not_take_are_recomputed_after_a_crash(served, tmp_path):
     """A step runs, its result cannot be written, and the service crashes: the step is replayed once."""
     with Api(served.url) as api:
@@ -259,6 +260,7 @@ def test_a_service_with_a_lost_database_can_still_stop(tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.heavy
 def test_a_service_on_a_full_disk_can_be_restarted(served, tmp_path):
     with Api(served.url) as api:
         model = api.model()
@@ -777,6 +779,7 @@ def test_an_interrupted_checkpoint_replacement_finishes_after_a_restart(tmp_path
     asyncio.run(scenario())
 
 
+@pytest.mark.heavy
 def test_a_checkpoint_can_be_deleted_from_a_full_disk(served, tmp_path):
     """The space is freed even if the database cannot be changed."""
     with Api(served.url) as api:

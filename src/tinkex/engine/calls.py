@@ -17,13 +17,13 @@ from .shards import ShardSums
 from .values import (
     AdamStep,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleEvent,
     SampleJob,
     StreamedToken,
     TracedGraph,
-    TrainingPass,
 )
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "EngineCall",
     "FinishPass",
     "HelpPass",
+    "MoveOut",
     "OpenSampler",
     "OptimStep",
     "PassCall",
@@ -68,9 +69,7 @@ class Engine(Protocol):
     ) -> None: ...
     def restore_snapshot(self, model_id: str, base_model: str, directory: Path) -> None: ...
     def unload_model(self, model_id: str) -> None: ...
-    def run_pass(
-        self, model_id: str, request: TrainingPass
-    ) -> Generator[None, None, PassResult]: ...
+    def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]: ...
     def check_traced(self, graph: TracedGraph) -> None: ...
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]: ...
     def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int: ...
@@ -99,13 +98,13 @@ class SharedPasses(Protocol):
 
     def publish(self, model_id: str) -> PublishedAdapter: ...
     def run_shards(
-        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+        self, model_id: str, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Parcel]]: ...
     def help_pass(
-        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+        self, adapter: PublishedAdapter, request: PassJob, numbers: Sequence[int]
     ) -> Generator[None, None, ShardSums[Parcel]]: ...
     def finish_pass(
-        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+        self, model_id: str, request: PassJob, parts: Sequence[ShardSums[Parcel]]
     ) -> PassResult: ...
 
 
@@ -193,7 +192,7 @@ class UnloadModel(DirectCall[None]):
 @dataclass(frozen=True, slots=True)
 class RunPass(PassCall[PassResult]):
     model_id: str
-    request: TrainingPass
+    request: PassJob
 
     def begin(self, engine: Engine) -> Generator[None, None, PassResult]:
         return engine.run_pass(self.model_id, self.request)
@@ -210,7 +209,7 @@ class Publish(DirectCall[PublishedAdapter]):
 @dataclass(frozen=True, slots=True)
 class RunShards(PassCall[ShardSums[Parcel]]):
     model_id: str
-    request: TrainingPass
+    request: PassJob
     numbers: Sequence[int]
 
     def begin(self, engine: Engine) -> Generator[None, None, ShardSums[Parcel]]:
@@ -220,7 +219,7 @@ class RunShards(PassCall[ShardSums[Parcel]]):
 @dataclass(frozen=True, slots=True)
 class HelpPass(PassCall[ShardSums[Parcel]]):
     adapter: PublishedAdapter
-    request: TrainingPass
+    request: PassJob
     numbers: Sequence[int]
 
     def begin(self, engine: Engine) -> Generator[None, None, ShardSums[Parcel]]:
@@ -230,7 +229,7 @@ class HelpPass(PassCall[ShardSums[Parcel]]):
 @dataclass(frozen=True, slots=True)
 class FinishPass(DirectCall[PassResult]):
     model_id: str
-    request: TrainingPass
+    request: PassJob
     parts: Sequence[ShardSums[Parcel]]
 
     def run(self, engine: Engine) -> PassResult:
@@ -281,6 +280,13 @@ class TakeSnapshot(EngineCall[int]):
 
     def copy(self, engine: Engine) -> Callable[[], int]:
         return engine.snapshot(self.model_id, self.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOut(TakeSnapshot):
+    """The same for a model that no other call is in flight for: it need not wait for those of other models."""
+
+    lane = "now"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ from .values import (
     Array,
     Example,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleEvent,
     SampleJob,
     TracedGraph,
-    TrainingPass,
 )
 
 __all__ = ["FakeEngine"]
@@ -175,7 +175,7 @@ _TERMS: Final[Mapping[str, Callable[[Array, Inputs, Config], Terms]]] = {
 }
 
 
-def _run_pass(model: _Model, request: TrainingPass) -> Generator[None, None, PassResult]:
+def _run_pass(model: _Model, request: PassJob) -> Generator[None, None, PassResult]:
     """Run a pass one example at a time; gradients are accumulated only when the whole pass has succeeded."""
     base = model.table.base
     earlier = model.pending.take(request.part) if request.backward else None
@@ -358,6 +358,7 @@ def _save(directory: Path, model: _Model, *, optimizer: bool, gradients: Rows | 
         target_modules=(),
         steps=model.steps if optimizer else 0,
         dtype="float32",
+        kernels="fake",
     )
 
 
@@ -469,7 +470,7 @@ class FakeEngine:
     def shared_passes(self) -> None:
         """A fake pass is too short to be divided."""
 
-    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+    def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         return _run_pass(self._model(model_id), request)
 
     def check_traced(self, graph: TracedGraph) -> None:

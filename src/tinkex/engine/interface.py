@@ -23,15 +23,16 @@ from .catalog import Catalog
 from .values import (
     AdamStep,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleJob,
     StreamedToken,
     TracedGraph,
-    TrainingPass,
 )
 
 __all__ = [
+    "HOME",
     "IN_LINE",
     "EngineDiedError",
     "EngineLease",
@@ -41,6 +42,7 @@ __all__ = [
     "Engines",
     "OnToken",
     "SamplingEngine",
+    "Spot",
     "TrainingEngine",
     "Turn",
 ]
@@ -81,14 +83,28 @@ class EngineLease(Protocol):
         """Whether its engine has died since; then it has to be loaded again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A free place in the line of an engine."""
+
+    engine: str
+    #: The model lives elsewhere and would move there.
+    moves: bool = False
+    #: The engine has nothing else to do.
+    idle: bool = False
+    #: Seconds that the model's key must be behind others to be moved to an engine that they use.
+    price: float = 0.0
+
+
+#: A place in the line of a model's own engine.
+HOME: Final = Spot("")
+
+
 class Turn(Protocol):
     """A place in the line of an engine, held while a request of a model runs."""
 
-    @property
-    def helped_seconds(self) -> float:
-        """Seconds that other engines have worked on the request."""
-
-    def end(self) -> None: ...
+    def end(self) -> float:
+        """Leave the line; return the seconds that engines have worked on the request."""
 
 
 class TrainingEngine(Protocol):
@@ -97,11 +113,14 @@ class TrainingEngine(Protocol):
     A call for a model whose lease is lost raises `EngineDiedError`; for a model that was never loaded, `NotFoundError`.
     """
 
-    def has_room(self, model_id: str) -> bool:
-        """Whether a request of this model would run soon: the line of the engine that trains it is short."""
+    def spots(self, model_ids: Sequence[str]) -> Sequence[Spot | None]:
+        """Where the next request of each of these models would run soon; None where all lines are long.
 
-    def take_turn(self, model_id: str) -> Turn:
-        """Join the line of the engine that trains this model; a new model gets its engine here."""
+        No call of these models may be in flight.
+        """
+
+    def take_turn(self, model_id: str, spot: Spot) -> Turn:
+        """Join the line of an engine. A new model gets it as its home; another moves there with its next call."""
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         """Create a new adapter; one of this name is replaced."""
@@ -119,7 +138,7 @@ class TrainingEngine(Protocol):
     async def unload_model(self, model_id: str) -> None:
         """Free a model at once, even while a pass runs. No error if no engine has it."""
 
-    async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
+    async def run_pass(self, model_id: str, request: PassJob) -> PassResult:
         """Run a forward or forward-backward pass; gradients are added only if the whole pass succeeds."""
 
     async def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
@@ -174,6 +193,10 @@ class EngineStatus:
     #: Its process, if that is on this machine, and the machine otherwise.
     pid: int | None = None
     node: str = ""
+    #: Bytes of memory, if its process is on another machine.
+    memory: int | None = None
+    #: Why it could not be started the last time.
+    trouble: str = ""
     kind: str = "torch"
     device: str = ""
     base_models: tuple[str, ...] = ()

@@ -12,7 +12,11 @@ from typing import Protocol
 
 from .values import LoraSpec
 
-__all__ = ["Depot", "FileDepot", "Parcel", "PublishedAdapter"]
+__all__ = ["Depot", "FileDepot", "Parcel", "ParcelLostError", "PublishedAdapter"]
+
+
+class ParcelLostError(Exception):
+    """A parcel cannot be read any more: the engine that kept it has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,9 @@ class Depot(Protocol):
     """A place that all engines of a pool reach."""
 
     def put(self, name: str, data: bytes) -> Parcel: ...
-    def get(self, parcel: Parcel) -> bytes: ...
+    def get(self, parcel: Parcel) -> bytes:
+        """Raises `ParcelLostError` if it is gone."""
+
     def drop(self, parcel: Parcel) -> None:
         """Free a parcel that nobody reads any more. No error if it is gone."""
 

@@ -45,11 +45,13 @@ from .calls import (
     Token,
 )
 from .ending import be_killed_first, die_with
-from .parcels import FileDepot
-from .progress import SAMPLING, UNTIMED, Progress
+from .group_memory import GroupMemory
+from .parcels import Depot, FileDepot, ParcelLostError
+from .progress import SAMPLING, UNTIMED, EngineProgress
+from .resident import return_memory
 from .values import LossLimits, SampleEvent, SampleJob, VllmOptions
 
-__all__ = ["Loop", "Ready", "Setup", "encode_frame", "main", "serve"]
+__all__ = ["Inbox", "Loop", "Ready", "Setup", "encode_frame", "main", "read_frame", "serve", "work"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -82,13 +84,20 @@ class Ready:
     dtype: str = "float32"
     #: Padded tokens of one micro-batch; 0 if the engine always computes a whole pass.
     token_budget: int = 0
+    #: What computes between the matrix products: `native` or `torch`.
+    kernels: str = "torch"
     error: Exception | None = None
+    #: The machine, if the engine may be on another than the service.
+    node: str = ""
 
 
 class Inbox(Protocol):
-    """Source of calls; `get` returns None at the end, and raises `queue.Empty` instead of blocking if `block` is false."""
+    """Source of calls. `get` returns None at the end.
 
-    def get(self, *, block: bool) -> CallFrame | Reply | None: ...
+    It raises `queue.Empty` if no call comes within `timeout` seconds, or at once if `block` is false.
+    """
+
+    def get(self, *, block: bool, timeout: float | None = None) -> CallFrame | Reply | None: ...
     def put(self, message: CallFrame | Reply | None) -> None: ...
     def empty(self) -> bool: ...
 
@@ -106,10 +115,13 @@ class Loop:
         send: Send,
         prepare: Callable[[str], PreparedModel],
         clock: Callable[[], float] = time.perf_counter,
-        progress: Progress | None = None,
+        progress: EngineProgress | None = None,
+        rest: Callable[[], None] = return_memory,
+        rest_after: float = 1.0,
     ) -> None:
         self._engine, self._inbox, self._send, self._clock = engine, inbox, send, clock
-        self._progress = progress or Progress.alone()
+        self._rest, self._rest_after, self._rested = rest, rest_after, False
+        self._progress = progress or EngineProgress.alone()
         self._prepare = prepare
         self._line: deque[CallFrame] = deque()
         self._pass: tuple[int, Generator[None, None, object], float] | None = None
@@ -128,17 +140,25 @@ class Loop:
         return not (self._line or self._pass or self._engine.sampling)
 
     def _receive(self) -> bool:
-        """Accept all calls that have arrived; block for one if the engine is idle. False at the end."""
+        """Accept all calls that have arrived; block for one if the engine is idle. False at the end.
+
+        When an engine has been idle for a while after some work, it rests: it returns the memory that the work needed.
+        """
         block = self._idle
         while True:
             try:
-                call = self._inbox.get(block=block)
+                timeout = None if self._rested else self._rest_after
+                call = self._inbox.get(block=block, timeout=timeout)
             except queue.Empty:
-                return True
+                if not block:
+                    return True
+                self._rest()
+                self._rested = True
+                continue
             if call is None:
                 return False
             self._accept(call)
-            block = False
+            block = self._rested = False
 
     def _accept(self, message: CallFrame | Reply) -> None:
         if isinstance(message, Reply):  # from a thread that wrote a snapshot
@@ -267,9 +287,9 @@ class Loop:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that can be pickled: TinkerErrors and plain OS errors as they are, others by name and message."""
+    """An error that can be pickled: those that callers tell apart as they are, others by name and message."""
     plain = isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"
-    if plain or isinstance(error, TinkerError):
+    if plain or isinstance(error, TinkerError | ParcelLostError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
@@ -282,7 +302,7 @@ def encode_frame(value: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _read_frame(connection: socket.socket) -> Any:
+def read_frame(connection: socket.socket) -> Any:
     """Read the next frame; None when the other end has closed the pipe."""
     header = _read_exactly(connection, _LENGTH.size)
     if header is None:
@@ -306,32 +326,51 @@ def _read_exactly(connection: socket.socket, size: int) -> bytearray | None:
 
 
 def serve(
-    connection: socket.socket, *, alone: bool = False, progress: Progress | None = None
+    connection: socket.socket,
+    *,
+    alone: bool = False,
+    progress: EngineProgress | None = None,
+    memory: GroupMemory | None = None,
 ) -> None:
     """Run an engine at the end of a pipe, until the other end closes.
 
-    `alone` means that this process does nothing else, so it may exit in the middle of a computation.
+    `alone` means that this process does nothing else, so it may exit in the middle of a computation. `memory` is that
+    of the processes that the engine starts.
     """
+
+    def send(value: object) -> None:
+        if memory is not None and isinstance(value, Ready):
+            memory.look()
+        connection.sendall(encode_frame(value))
+
     with connection:
-        setup = _read_frame(connection)
+        setup = read_frame(connection)
         if not isinstance(setup, Setup):
             return
         if alone:
-            threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
+            watch = threading.Thread(target=_leave_with, args=(connection, memory), daemon=True)
+            watch.start()
         with _Pipe(connection) as inbox, contextlib.suppress(ConnectionError):
-            _work(setup, inbox, lambda value: connection.sendall(encode_frame(value)), progress)
+            work(setup, inbox, send, progress)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _leave_with(connection: socket.socket) -> None:
+def _leave_with(connection: socket.socket, memory: GroupMemory | None) -> None:
     """Exit when the other end of the pipe closes: no one waits for the current computation."""
     watch = select.poll()
     watch.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watch.poll()
-    if os.getpgrp() == os.getpid():  # with the processes that this one has started
-        os.killpg(os.getpid(), signal.SIGKILL)
+    _end_group(memory)
     os._exit(0)
+
+
+def _end_group(memory: GroupMemory | None) -> None:
+    """Kill this process with those that it has started, and remove their shared memory."""
+    if memory is not None:
+        memory.remove()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 class _Pipe:
@@ -363,8 +402,9 @@ class _Pipe:
     def empty(self) -> bool:
         return not (self._beside or self._whole_frame() or self._poll.poll(0))
 
-    def get(self, *, block: bool) -> CallFrame | Reply | None:
+    def get(self, *, block: bool, timeout: float | None = None) -> CallFrame | Reply | None:
         """Return the next message; None when the other end has closed the pipe."""
+        milliseconds = 0 if not block else None if timeout is None else timeout * 1000
         while True:
             if self._beside:
                 self._woken.recv(1)
@@ -375,7 +415,7 @@ class _Pipe:
                 return cast("CallFrame", frame)
             if self._closed:
                 return None
-            ready = self._poll.poll(None if block else 0)
+            ready = self._poll.poll(milliseconds)
             if not ready:
                 raise queue.Empty
             if any(descriptor == self._connection.fileno() for descriptor, _ in ready):
@@ -399,11 +439,16 @@ class _Pipe:
             self._closed = True
 
 
-def _work(
-    setup: Setup, inbox: Inbox, send: Callable[[object], None], progress: Progress | None
+def work(
+    setup: Setup,
+    inbox: Inbox,
+    send: Callable[[object], None],
+    progress: EngineProgress | None,
+    depot: Depot | None = None,
 ) -> None:
+    """Make an engine, send `Ready`, and run its loop until the inbox ends; each later message is a list."""
     try:
-        engine, ready = _set_up(setup)
+        engine, ready = _set_up(setup, depot)
     except Exception as error:
         send(Ready(error=_portable(error)))
         return
@@ -411,7 +456,7 @@ def _work(
     Loop(engine, inbox, send, partial(_prepare, setup), progress=progress).run()
 
 
-def _set_up(setup: Setup) -> tuple[Engine, Ready]:
+def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
     models = [_prepare(setup, text) for text in setup.base_models]
     if setup.engine == "fake":
         from .fake import FakeEngine
@@ -433,11 +478,11 @@ def _set_up(setup: Setup) -> tuple[Engine, Ready]:
         dtype=setup.dtype,
         detokenize=_Detokenizer(),
         loss_limits=setup.loss_limits,
-        depot=None if setup.depot is None else FileDepot(setup.depot),
+        depot=depot if setup.depot is None else FileDepot(setup.depot),
     )
     for model in models:
         engine.load(model)
-    return engine, Ready(models, device, engine.dtypes, engine.token_budget)
+    return engine, Ready(models, device, engine.dtypes, engine.token_budget, kernels=engine.kernels)
 
 
 def _set_up_vllm(setup: Setup, models: Sequence[PreparedModel]) -> tuple[Engine, Ready]:
@@ -497,10 +542,13 @@ def main(*, has_children: bool = False) -> None:
     descriptor, *watched = map(int, sys.argv[1:])
     progress = None
     if watched:
-        progress = Progress.of_descriptor(watched[0])
+        progress = EngineProgress.of_descriptor(watched[0])
         if (
             not has_children
         ):  # the kernel would kill only this process; the thread that watches the pipe kills all
             die_with(watched[1])
         be_killed_first()
-    serve(socket.socket(fileno=descriptor), alone=True, progress=progress)
+    memory = GroupMemory(os.getpgrp()) if has_children else None
+    serve(socket.socket(fileno=descriptor), alone=True, progress=progress, memory=memory)
+    if memory is not None:
+        _end_group(memory)

@@ -27,12 +27,12 @@ from .checks import check_base
 from .values import (
     AdamStep,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleEvent,
     SampleJob,
     TracedGraph,
-    TrainingPass,
     VllmOptions,
 )
 
@@ -238,7 +238,7 @@ class VllmEngine:
     def unload_model(self, model_id: str) -> None:
         self._refuse()
 
-    def run_pass(self, model_id: str, request: TrainingPass) -> Generator[None, None, PassResult]:
+    def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         self._refuse()
 
     def check_traced(self, graph: TracedGraph) -> None:

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from tinkex.config import read_env
 from tinkex.engine.interface import Engines
 from tinkex.engine.process import Setup
+from tinkex.engine.shared_memory import SharedMemory
 from tinkex.engine.vllm_engine import can_draw
 
 from .members import Member
-from .pool import Pool
-from .shared_memory import SharedMemory
+from .pool import EnginePool
+from .ray_cluster import RayCluster, RayOptions
+from .ray_pool import RayPool
 from .supervisor import Supervisor
 from .worker import Worker
 
-__all__ = ["engine_count", "make_engines", "share_out", "visible_gpus"]
+__all__ = ["engine_count", "make_engines", "ray_members", "share_out", "visible_gpus"]
+
+#: Longest pause between two attempts to start an engine on Ray: asking for room costs little.
+_RAY_PAUSE: Final = 5.0
 
 
 def make_engines(
     setup: Setup,
     *,
-    count: int,
+    count: int | Literal["auto"],
     in_process: bool,
     deadline: float,
     on_demand: bool,
     vllm: bool = False,
     vllm_python: Path | None = None,
+    ray: RayOptions | None = None,
 ) -> Engines:
-    """One engine in a process of its own or, for tests, in a thread; or a pool of several, perhaps with vLLM."""
+    """One engine in a process of its own or, for tests, in a thread; or a pool of several, perhaps with vLLM or on Ray."""
+    if ray is not None:
+        cluster = RayCluster(ray)
+        return RayPool(
+            cluster, ray_members(setup, cluster, deadline=deadline), count, on_demand=on_demand
+        )
+    count = engine_count(count, setup.device)
     if count == 1 and not vllm:
         worker = Worker(setup, in_process=in_process, deadline=deadline)
         return Supervisor(worker, on_demand=on_demand)
@@ -48,7 +62,25 @@ def make_engines(
             own, name="vllm", python=vllm_python or Path(sys.executable), deadline=deadline
         )
         members.append(Member(Supervisor(worker), trains=False, draws=can_draw))
-    return Pool(members, exchange, on_demand=on_demand)
+    return EnginePool(members, exchange, on_demand=on_demand)
+
+
+def ray_members(
+    setup: Setup, cluster: RayCluster, *, deadline: float
+) -> Callable[[str, Mapping[str, float]], Member]:
+    """Makes engines of a cluster, each with a name and resources; each has a pipe to the bridge."""
+
+    def member(name: str, resources: Mapping[str, float]) -> Member:
+        device = setup.device
+        if device == "auto" and "GPU" not in resources:
+            device = "cpu"
+        threads = setup.threads or max(1, int(resources.get("CPU", 1)))
+        own = replace(setup, device=device, threads=threads)
+        launcher = partial(cluster.launch, resources, name)
+        worker = Worker(own, name=name, launcher=launcher, deadline=deadline)
+        return Member(Supervisor(worker, on_demand=True, longest_pause=_RAY_PAUSE))
+
+    return member
 
 
 def engine_count(asked: int | Literal["auto"], device: str) -> int:

@@ -74,6 +74,9 @@ class Members:
     def __len__(self) -> int:
         return len(self._members)
 
+    def named(self, name: str) -> Member | None:
+        return self._members.get(name)
+
     def add(self, member: Member) -> None:
         self._members[member.name] = member
         self._changed.set()

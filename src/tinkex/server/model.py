@@ -49,6 +49,8 @@ class Model:
     past: Past = field(default_factory=Past)
     lease: EngineLease | None = None  # of the engine that has this model
     ending: Ending | None = None
+    #: Seconds of engines that its last request of each operation used.
+    usual_seconds: dict[str, float] = field(default_factory=dict)
     #: Held while the snapshot is replaced, and while the model is restored from it.
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Set when the request that creates the model has run.

@@ -146,25 +146,28 @@ class ModelWork:
         try:
             await self._trainer.snapshot(model.model_id, place)
             model.check()
-            # Otherwise a request in the snapshot could look as if it had not run yet, and run twice.
+            # The results must be in the journal first. A request whose change is in the snapshot but whose result is
+            # not in the journal would run twice.
             await self._promises.settled()
             async with model.restoring:
                 snapshot = Snapshot(place, changes, next_seq)
                 await self._files(self._snapshots.commit, model.model_id, snapshot)
                 covered = model.past.replace_snapshot(snapshot)
-        except Exception as error:  # the journal still has everything
+        except (
+            Exception
+        ) as error:  # not fatal: the journal has all requests since the last snapshot
             if model.ending is None:
                 logger.warning("No snapshot of %s could be written: %s", model.model_id, error)
             return
         finally:
             model.past.saving = False
             if model.ending is not None and not model.corrupted:
-                # It was unloaded meanwhile, and this snapshot may have written its directory again.
+                # The model was unloaded while the snapshot was written: delete the directory that it created again.
                 await self._files(self._snapshots.forget, model.model_id)
         await self._drop_loaded(model, covered)
 
     async def _restore(self, model: Model) -> None:
-        """Load a model that no engine has any more."""
+        """Restore a model that no engine holds."""
         model.check()
         if model.held:
             return
@@ -176,11 +179,11 @@ class ModelWork:
             async with model.restoring:
                 await self._replay(model)
         except TinkerError as error:
-            model.check()  # it was unloaded meanwhile, so its files are gone
+            model.check()  # an unloaded model has no files, and is not corrupted
             await self.mark_corrupted(model, str(error))
             model.check()
         except BaseException:
-            model.lease = None  # the model may be restored in part
+            model.lease = None  # the engine may hold a partly restored model
             raise
 
     async def mark_corrupted(self, model: Model, why: str) -> None:
@@ -249,7 +252,7 @@ class ModelWork:
                 )
             await self._files(directories.copy, directory, kept)
         if model.lora is None:
-            # Not only after copying: the service may have restarted since. A run outlives its checkpoints.
+            # Also if the copy exists already: the service may have restarted after it was made.
             source = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
             run = await self._db(self._store.run, source)
             assert run is not None
@@ -377,7 +380,7 @@ class ModelWork:
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id)
 
     def _made_by(self, promise: Promise, moment: datetime) -> bool:
-        """Whether a request that a restart interrupted can have made something at this time."""
+        """Whether something made at `moment` can be the work of this request before the restart that interrupted it."""
         return promise.accepted_at <= moment.timestamp() < self._began
 
     async def _save_weights_external(

@@ -167,9 +167,7 @@ class Models:
         """Accept a request for a model; a retry with the same number gets the first promise."""
         model = await self.find(model_id, owner)
         await self._sessions.check_active(model.session_id, owner)
-        if (
-            self._models.get(model_id) is not model
-        ):  # unloaded meanwhile; its queue is served no more
+        if self._models.get(model_id) is not model:  # unloaded during the awaits above
             raise _unloaded(model_id, "model_id")
         if seq_id == 0:  # in protobuf, zero means that there is none
             seq_id = None
@@ -224,8 +222,9 @@ class Models:
     def _enqueue(self, model: Model, promise: Promise) -> None:
         since = self._waiting.get(model, 0.0) if len(model.line) else self._clock()
         model.line.offer(promise.seq_id, promise, settles=not promise.operation.in_parts)
-        if all(other.owner != model.owner for other in self._waiting):
-            self._shares.arrive(model.owner)
+        busy = {other.owner for other in (*self._waiting, *self.running)}
+        if model.owner not in busy:
+            self._shares.arrive(model.owner, busy)
         self._waiting[model] = since
         self._schedule()
 
@@ -261,23 +260,28 @@ class Models:
         if self._engine.stopping:
             return
         now = self._clock()
-        while True:
-            ready = [
-                Candidate(model.model_id, model.owner, since)
-                for model, since in self._waiting.items()
-                if model not in self.running
-                and model.line.ready(now)
-                and self._engine.trainer.has_room(model.model_id)
-            ]
-            chosen = self._shares.choose(ready)
+        ready = {
+            model.model_id: (model, since)
+            for model, since in self._waiting.items()
+            if model not in self.running and model.line.ready(now)
+        }
+        while ready:
+            spots = self._engine.trainer.spots(list(ready))
+            chosen = self._shares.choose(
+                Candidate(model.model_id, model.owner, since, spot)
+                for (model, since), spot in zip(ready.values(), spots, strict=True)
+                if spot is not None
+            )
             if chosen is None:
                 break
-            model = self._models[chosen.model_id]
+            model, _ = ready.pop(chosen.model_id)
             promise = model.line.take(now)
             assert promise is not None
             self.running.add(model)
-            turn = self._engine.trainer.take_turn(model.model_id)
-            self._start_task(self._serve(model, promise, turn))
+            turn = self._engine.trainer.take_turn(model.model_id, chosen.spot)
+            expected = model.usual_seconds.get(promise.operation.name, 0.0)
+            self._shares.begin(model.owner, expected)
+            self._start_task(self._serve(model, promise, turn, expected))
         self._wake_for_gaps(now)
 
     def _start_task(self, work: Coroutine[object, object, None]) -> None:
@@ -295,14 +299,14 @@ class Models:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, soonest - now) + 0.01, self._schedule)
 
-    async def _serve(self, model: Model, promise: Promise, turn: Turn) -> None:
-        started = self._clock()
+    async def _serve(self, model: Model, promise: Promise, turn: Turn, expected: float) -> None:
         promise.started_at = self._promises.clock()
         try:
             await self._run(model, promise)
         finally:
-            self._shares.serve(model.owner, self._clock() - started + turn.helped_seconds)
-            turn.end()
+            used = turn.end()
+            self._shares.end(model.owner, expected, used)
+            model.usual_seconds[promise.operation.name] = used
             self.running.discard(model)
             model.made.set()  # the first request is the one that creates it
             if model.corrupted:
@@ -437,7 +441,7 @@ class Models:
             await self._files(self._set_aside.move, self._snapshots.of_model(model_id), why)
 
     async def _damaged_runs(self, lost: Lost) -> list[str]:
-        """Runs that are corrupted though the journal may have nothing of them: their clients must hear of it."""
+        """Corrupted runs, also those without requests in the journal: their clients must get the error."""
         damaged = [run.run_id for run in await self._db(self._store.corrupted_runs)]
         if lost:
             for session in await self._db(self._store.active_sessions):
@@ -492,12 +496,14 @@ class Models:
     async def _model_of(
         self, model_id: str, run: RunRow | None, requests: Sequence[Promise]
     ) -> Model | None:
-        """A model without its past; None if the request that makes it is refused now."""
+        """A model before any of its requests is replayed; None if the request that creates it is now refused."""
         session_id = _session_of(model_id)
         if run is not None:
             return Model(model_id, session_id, run.owner, run.base_model, lora_of(run.lora))
         promise = creation_of(requests)
-        assert promise is not None  # otherwise the model would not come back
+        assert (
+            promise is not None
+        )  # a model without a row is restored only if its journal has this request
         try:
             request = self._promises.request_of(promise)
             base_model = await self._work.base_model(reader_of(promise), request)

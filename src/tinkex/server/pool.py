@@ -20,6 +20,7 @@ from tinkex.engine.interface import (
     EngineStuckError,
 )
 from tinkex.engine.parcels import Depot
+from tinkex.engine.shared_memory import SharedMemory
 from tinkex.errors import APIStatusError, HTTPResponse
 
 from .members import Member, Members
@@ -28,7 +29,7 @@ from .pool_trainer import PoolTrainer
 from .suspects import too_many_deaths, too_slow
 from .visits import visiting
 
-__all__ = ["Exchange", "Pool"]
+__all__ = ["EnginePool", "Exchange"]
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
@@ -41,7 +42,7 @@ class Exchange(Depot, Protocol):
     def close(self) -> None: ...
 
 
-class Pool:
+class EnginePool:
     """The interface `Engines`, implemented by several engines."""
 
     def __init__(
@@ -52,7 +53,8 @@ class Pool:
         self.members = self._members = Members()
         for member in engines:
             self._members.add(member)
-        self.trainer = PoolTrainer(self._members, exchange)
+        self._scratch = SharedMemory()
+        self.trainer = PoolTrainer(self._members, exchange, self._scratch)
         self.sampler = PoolSampler(self._members, self.trainer)
         self.catalog = Catalog(self._load, on_demand=on_demand)
 
@@ -71,6 +73,7 @@ class Pool:
     async def start(self) -> None:
         """Start all engines; the first one alone, because it may have to prepare the base models on disk."""
         self._exchange.open()
+        self._scratch.open()
         first, *others = self._members
         await first.engine.start()
         for member in others:
@@ -83,6 +86,7 @@ class Pool:
         await self.sampler.stop()
         await asyncio.gather(*(member.engine.stop() for member in self._members))
         self._exchange.close()
+        self._scratch.close()
 
     async def _load(self, name: str) -> PreparedModel:
         """Load a base model on one engine; others load it when a model or a sampler needs it there."""
@@ -122,9 +126,16 @@ class Pool:
         up = [member for member in self._members if member.up]
         if not any(member.trains for member in up) or not any(member.samples for member in up):
             down = ", ".join(member.name for member in self._members if not member.up)
-            raise APIStatusError(f"No engine can serve; being started: {down}.", HTTPResponse(503))
+            raise APIStatusError(
+                f"No engine can serve; being started: {down}.{self._trouble()}", HTTPResponse(503)
+            )
         states = [member.engine.check_health() for member in up]
         return "working" if "working" in states else "idle"
+
+    def _trouble(self) -> str:
+        """Why engines do not start, if that is known."""
+        reasons = {member.engine.trouble for member in self._members} - {""}
+        return "".join(f" {reason[:500]}" for reason in sorted(reasons)[:3])
 
     def status(self) -> list[EngineStatus]:
         return [status for member in self._members for status in member.status()]

@@ -1,7 +1,8 @@
 """Training on a pool: each model lives on one engine, and idle engines help with its large passes.
 
 A model's adapter and optimizer are on its home. A new model gets the engine with the shortest line and the fewest
-models. When an engine dies, only its models are lost; each is restored on an engine that works.
+models. Between two steps a model whose home has a long line may move to another engine. When an engine dies, only its
+models are lost; each is restored on an engine that works.
 """
 
 from __future__ import annotations
@@ -9,29 +10,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
-from tinkex.engine.interface import IN_LINE, EngineDiedError, EngineLease
-from tinkex.engine.parcels import Depot, Parcel, PublishedAdapter
+from tinkex.engine.interface import IN_LINE, EngineDiedError, EngineLease, Spot
+from tinkex.engine.parcels import Depot, Parcel, ParcelLostError, PublishedAdapter
 from tinkex.engine.shards import Shard, ShardSums, divide
+from tinkex.engine.shared_memory import SharedMemory
 from tinkex.engine.values import (
     AdamStep,
     LoraSpec,
+    PassJob,
     PassResult,
     TracedGraph,
-    TrainingPass,
 )
-from tinkex.errors import NotFoundError
+from tinkex.errors import NotFoundError, TinkerError
 
 from .members import Member, Members
-from .routing import assign
+from .routing import RECENT, assign, find_spot
 from .visits import current_visit
 
 __all__ = ["PoolTrainer"]
 
 logger = logging.getLogger("tinkex.server")
+
+#: Seconds that moving a model is expected to take before one has moved.
+MOVING: Final = 0.2
 
 
 @dataclass(eq=False)
@@ -43,6 +49,10 @@ class _Home:
     base_model: str = ""
     lease: EngineLease | None = None
     turn: _Turn | None = None
+    #: It has no gradients: a move between two steps carries less, and no part of an unfinished pass is lost.
+    between_steps: bool = True
+    #: Snapshots that its engine has yet to write.
+    snapshots: int = 0
 
     @property
     def lost(self) -> bool:
@@ -51,36 +61,47 @@ class _Home:
 
 @dataclass(eq=False)
 class _Turn:
-    """A place in the line of a model's home; it moves along if the model is restored elsewhere."""
+    """A place in the line of an engine; it moves along if the model is restored elsewhere."""
 
     home: _Home
     member: Member
+    clock: Callable[[], float]
     helped_seconds: float = 0.0
+    joined_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.member.load.in_line += 1
+        self.joined_at = self.clock()
+        self.member.load.line.join()
         self.home.turn = self
 
     def move(self, member: Member) -> None:
-        self.member.load.in_line -= 1
-        self.member = member
-        self.member.load.in_line += 1
+        line, now = self.member.load.line, self.clock()
+        self.helped_seconds += line.leave(self.joined_at, now)
+        self.member, self.joined_at = member, now
+        member.load.line.join()
 
-    def end(self) -> None:
-        self.member.load.in_line -= 1
+    def end(self) -> float:
         self.home.turn = None
+        return self.helped_seconds + self.member.load.line.leave(self.joined_at, self.clock())
 
 
 class PoolTrainer:
     """The interface `TrainingEngine` on a pool."""
 
     def __init__(
-        self, members: Members, depot: Depot, clock: Callable[[], float] = time.monotonic
+        self,
+        members: Members,
+        depot: Depot,
+        scratch: SharedMemory,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = members
         self._depot = depot
+        self._scratch = scratch
         self._clock = clock
         self._homes: dict[str, _Home] = {}
+        #: Seconds that moving a model took lately.
+        self._moving = MOVING
 
     def home(self, model_id: str) -> Member | None:
         """The engine that has a model in memory."""
@@ -89,21 +110,31 @@ class PoolTrainer:
 
     # -- lines -------------------------------------------------------------------------------
 
-    def has_room(self, model_id: str) -> bool:
-        return self._next_home(model_id).load.in_line < IN_LINE
-
-    def take_turn(self, model_id: str) -> _Turn:
-        home = self._homes.get(model_id)
-        if home is None or home.lost:
-            home = self._settle(model_id, self._next_home(model_id))
-        return _Turn(home, home.member)
-
-    def _next_home(self, model_id: str) -> Member:
-        home = self._homes.get(model_id)
-        if home is not None and (not home.lost or home.turn is not None):
-            return home.member
+    def spots(self, model_ids: Sequence[str]) -> list[Spot | None]:
         training = [member for member in self._members if member.trains]
-        return min([member for member in training if member.up] or training, key=_crowd)
+        working = [member for member in training if member.up] or training
+        shortest = min(working, key=_crowd)
+        if shortest.load.in_line >= IN_LINE:
+            return [None] * len(model_ids)
+        return [self._spot(model_id, shortest) for model_id in model_ids]
+
+    def _spot(self, model_id: str, shortest: Member) -> Spot | None:
+        home = self._homes.get(model_id)
+        if home is None or (home.lost and home.turn is None):
+            return Spot(shortest.name)
+        own = home.member.name, home.member.load
+        movable = home.between_steps and not home.lost and self._alike(shortest, home)
+        elsewhere = (shortest.name, shortest.load) if movable else None
+        return find_spot(own, elsewhere, self._moving)
+
+    def take_turn(self, model_id: str, spot: Spot) -> _Turn:
+        home = self._homes.get(model_id)
+        member = self._members.named(spot.engine)
+        if member is None:  # it has left since
+            member = min((each for each in self._members if each.trains), key=_crowd)
+        if home is None or home.lost:
+            home = self._settle(model_id, member)
+        return _Turn(home, member, self._clock)
 
     def _settle(self, model_id: str, member: Member) -> _Home:
         """Make an engine the home of a model that is not in memory."""
@@ -119,11 +150,46 @@ class PoolTrainer:
         home.lease = None
         return home
 
+    def _alike(self, member: Member, home: _Home) -> bool:
+        """Whether an engine computes what a model's home would, and can do so at once."""
+        return (
+            member.up
+            and member.suspects.calm
+            and member.engine.catalog.has(home.base_model)
+            and _kind(member) == _kind(home.member)
+        )
+
+    async def _move(self, home: _Home, member: Member) -> None:
+        """Bring a model to another engine; it stays at home if that fails."""
+        source, model_id, started = home.member, home.model_id, self._clock()
+        try:
+            await self._members.enter(source)
+            await self._members.enter(member)
+            with self._scratch.new_directory() as directory:
+                await source.engine.move_out(model_id, directory)
+                lease = await member.engine.restore_snapshot(model_id, home.base_model, directory)
+        except (EngineDiedError, TinkerError, OSError) as error:
+            if home.turn is not None:
+                home.turn.move(source)
+            if isinstance(error, EngineDiedError):
+                raise
+            logger.warning("A model could not move to another engine: %s", error)
+            return
+        if self._homes.get(model_id) is not home:  # it was unloaded meanwhile
+            await member.engine.unload_model(model_id)
+            return
+        source.load.models -= 1
+        member.load.models += 1
+        home.member, home.lease = member, lease
+        self._moving += (self._clock() - started - self._moving) * RECENT
+        await source.engine.unload_model(model_id)
+
     # -- models ------------------------------------------------------------------------------
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         home.lease = await home.member.engine.create_model(model_id, base_model, spec)
+        home.between_steps = True
         return home
 
     async def restore_model(
@@ -134,6 +200,7 @@ class PoolTrainer:
         home.lease = await engine.restore_model(
             model_id, base_model, directory, optimizer=optimizer
         )
+        home.between_steps = True
         return home
 
     async def restore_snapshot(
@@ -142,6 +209,7 @@ class PoolTrainer:
         home = await self._new_home(model_id, base_model)
         engine = home.member.engine
         home.lease = await engine.restore_snapshot(model_id, base_model, directory)
+        home.between_steps = False  # it may have gradients
         return home
 
     async def _new_home(self, model_id: str, base_model: str) -> _Home:
@@ -169,15 +237,21 @@ class PoolTrainer:
 
     async def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         home = await self._at_home(model_id)
-        return await home.member.engine.optim_step(model_id, options)
+        metrics = await home.member.engine.optim_step(model_id, options)
+        home.between_steps = True
+        return metrics
 
     async def save_state(self, model_id: str, directory: Path, *, optimizer: bool) -> int:
         home = await self._at_home(model_id)
         return await home.member.engine.save_state(model_id, directory, optimizer=optimizer)
 
     async def snapshot(self, model_id: str, directory: Path) -> int:
-        home = await self._at_home(model_id)
-        return await home.member.engine.snapshot(model_id, directory)
+        home = await self._loaded(model_id)
+        home.snapshots += 1
+        try:
+            return await home.member.engine.snapshot(model_id, directory)
+        finally:
+            home.snapshots -= 1
 
     async def check_traced(self, graph: TracedGraph) -> None:
         member = min(await self._members.some_up(lambda each: each.trains), key=_crowd)
@@ -185,6 +259,17 @@ class PoolTrainer:
         await member.engine.check_traced(graph)
 
     async def _at_home(self, model_id: str) -> _Home:
+        """The home of a model, where its turn is: it moves there first."""
+        home = await self._loaded(model_id)
+        if home.turn is not None and home.turn.member is not home.member:
+            if home.snapshots:
+                home.turn.move(home.member)
+            else:
+                await self._move(home, home.turn.member)
+            home = await self._loaded(model_id)
+        return home
+
+    async def _loaded(self, model_id: str) -> _Home:
         home = self._homes.get(model_id)
         if home is None or home.lease is None:
             raise NotFoundError(f"There is no model {model_id!r:.200}.")
@@ -195,18 +280,20 @@ class PoolTrainer:
 
     # -- passes ------------------------------------------------------------------------------
 
-    async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
+    async def run_pass(self, model_id: str, request: PassJob) -> PassResult:
         home = await self._at_home(model_id)
+        if request.backward:
+            home.between_steps = False
         helpers = self._helpers(home, request)
         shares = [] if not helpers else assign(self._shards(home, request), 1 + len(helpers))
         if len(shares) < 2:
             return await home.member.engine.run_pass(model_id, request)
         return await self._run_divided(home, request, shares, helpers)
 
-    def _shards(self, home: _Home, request: TrainingPass) -> list[Shard]:
+    def _shards(self, home: _Home, request: PassJob) -> list[Shard]:
         return divide(request.examples, home.member.engine.ready.token_budget)
 
-    def _helpers(self, home: _Home, request: TrainingPass) -> list[Member]:
+    def _helpers(self, home: _Home, request: PassJob) -> list[Member]:
         """Idle engines that compute what the home would; none for a request that may have killed one."""
         visit = current_visit()
         if (
@@ -219,18 +306,15 @@ class PoolTrainer:
             member
             for member in self._members
             if member.trains
-            and member.up
             and member is not home.member
             and not member.load.in_line
-            and member.suspects.calm
-            and member.engine.catalog.has(home.base_model)
-            and _kind(member) == _kind(home.member)
+            and self._alike(member, home)
         ]
 
     async def _run_divided(
         self,
         home: _Home,
-        request: TrainingPass,
+        request: PassJob,
         shares: list[list[int]],
         helpers: list[Member],
     ) -> PassResult:
@@ -245,9 +329,16 @@ class PoolTrainer:
         results = await asyncio.gather(*work, return_exceptions=True)
         parts = [result for result in results if not isinstance(result, BaseException)]
         if len(parts) == len(results):
-            return await engine.finish_pass(model_id, request, parts)
-        for block in (block for part in parts for block in part.blocks):
-            self._depot.drop(block.total)
+            try:
+                return await engine.finish_pass(model_id, request, parts)
+            except ParcelLostError as lost:  # the helper has died since
+                logger.warning("A helper's gradients are lost; the home computes all: %s", lost)
+                self._drop(parts)
+                return await engine.run_pass(model_id, request)
+            except EngineDiedError:  # the home has died and cannot drop them
+                self._drop(parts)
+                raise
+        self._drop(parts)
         if isinstance(results[0], BaseException):
             raise results[0]
         for result in results:
@@ -258,29 +349,34 @@ class PoolTrainer:
         )
         return await engine.run_pass(model_id, request)
 
+    def _drop(self, parts: list[ShardSums[Parcel]]) -> None:
+        """Free the gradients that helpers have sent and nobody will read."""
+        for block in (block for part in parts for block in part.blocks):
+            self._depot.drop(block.total)
+
     async def _help(
         self,
         member: Member,
         home: _Home,
         publishing: asyncio.Future[PublishedAdapter],
-        request: TrainingPass,
+        request: PassJob,
         numbers: list[int],
     ) -> ShardSums[Parcel]:
-        member.load.in_line += 1
-        started = self._clock()
+        line, started = member.load.line, self._clock()
+        line.join()
         try:
             await self._members.enter(member)
             return await member.engine.help_pass(await publishing, request, numbers)
         finally:
-            member.load.in_line -= 1
+            worked = line.leave(started, self._clock())
             if home.turn is not None:
-                home.turn.helped_seconds += self._clock() - started
+                home.turn.helped_seconds += worked
 
 
 def _crowd(member: Member) -> tuple[int, int, str]:
     return member.load.in_line, member.load.models, member.name
 
 
-def _kind(member: Member) -> tuple[str, str, int]:
+def _kind(member: Member) -> tuple[str, str, str, int]:
     facts = member.engine.ready
-    return facts.device.partition(":")[0], facts.dtype, facts.token_budget
+    return facts.device.partition(":")[0], facts.dtype, facts.kernels, facts.token_budget

@@ -9,12 +9,25 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
+from tinkex.engine.interface import IN_LINE, Spot
 from tinkex.engine.shards import Shard
 from tinkex.engine.values import Array, SampleJob
 
-__all__ = ["BLOCK", "Load", "Prefixes", "assign", "block_keys", "new_tokens", "sampling_cost"]
+__all__ = [
+    "BLOCK",
+    "RECENT",
+    "Line",
+    "Load",
+    "Prefixes",
+    "assign",
+    "block_keys",
+    "find_spot",
+    "new_tokens",
+    "sampling_cost",
+]
 
 #: Prompt tokens that are compared at a time.
 BLOCK: Final = 64
@@ -26,9 +39,15 @@ OPENING: Final = 64.0
 USUAL_TOKENS: Final = 256
 #: An engine that also trains samples for half of the time.
 BESIDE_TRAINING: Final = 2.0
-#: Fewest tokens of a pass for each engine that works on it: for fewer, sending the adapter and the gradients costs
-#: more than it saves. An estimate; benchmarks/pool.py measures it.
-TOKENS_PER_ENGINE: Final = 1024
+#: Fewest tokens of a pass for each engine that works on it, also the smallest shard. Two engines with so many each take
+#: 1 / 1.94 of the time of one (SmolLM2-135M, rank 8, one thread each; benchmarks/pool.py measures it).
+TOKENS_PER_ENGINE: Final = 512
+#: A model moves only if it would otherwise wait this many times as long as moving takes.
+MOVES_PAY: Final = 2.0
+#: A key that is behind by the seconds of this many requests may take a place on an engine that other keys use.
+BEHIND: Final = 3.0
+#: Share of the newest request in the average of a line.
+RECENT: Final = 0.2
 
 
 class Prefixes:
@@ -67,13 +86,38 @@ def block_keys(adapter: str, prompt: Array) -> list[bytes]:
 
 
 @dataclass
+class Line:
+    """The requests that an engine runs one after another."""
+
+    length: int = 0
+    #: Seconds that a request usually takes.
+    usual: float = 0.0
+    _freed_at: float = -inf
+
+    def join(self) -> None:
+        self.length += 1
+
+    def leave(self, joined_at: float, now: float) -> float:
+        """Return the seconds that the engine worked for a request that joined then; it waited for those before it."""
+        self.length -= 1
+        worked = now - max(joined_at, self._freed_at)
+        self._freed_at = now
+        self.usual += (worked - self.usual) * RECENT if self.usual else worked
+        return worked
+
+
+@dataclass
 class Load:
     """What one engine has to do: models that live there, training requests in its line, tokens to sample."""
 
     models: int = 0
-    in_line: int = 0
+    line: Line = field(default_factory=Line)
     tokens: float = 0.0
     prefixes: Prefixes = field(default_factory=Prefixes)
+
+    @property
+    def in_line(self) -> int:
+        return self.line.length
 
     def wait(self) -> float:
         """How long a new sample would share the engine with others."""
@@ -91,6 +135,24 @@ def new_tokens(job: SampleJob) -> float:
     """The tokens that a job adds to the load of its engine."""
     drawn = USUAL_TOKENS if job.max_tokens is None else job.max_tokens
     return drawn * job.num_samples + READING * len(job.prompt_T)
+
+
+def find_spot(
+    home: tuple[str, Load], elsewhere: tuple[str, Load] | None, moving: float
+) -> Spot | None:
+    """Where a model runs next: at home, on another engine with a shorter line, or nowhere yet.
+
+    `elsewhere` is the engine with the shortest line that it could move to, `moving` the seconds that a move takes.
+    """
+    line = home[1].line
+    if line.length < IN_LINE:
+        return Spot(home[0])
+    if elsewhere is None or elsewhere[1].in_line >= IN_LINE:
+        return None
+    if line.length * line.usual < MOVES_PAY * moving:
+        return None
+    idle = not elsewhere[1].in_line
+    return Spot(elsewhere[0], moves=True, idle=idle, price=BEHIND * (line.usual + moving))
 
 
 def assign(shards: Sequence[Shard], engines: int) -> list[list[int]]:

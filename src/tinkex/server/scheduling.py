@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from tinkex.engine.interface import HOME, Spot
+
 __all__ = ["GAP_LIMIT", "SETTLED_GAP_LIMIT", "Candidate", "Sequencer", "Shares"]
 
 T = TypeVar("T")
@@ -141,34 +143,57 @@ class Sequencer(Generic[T]):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model with a request to run: its id, its key, and since when it waits."""
+    """A model with a request to run: its id, its key, since when it waits, and where it could run now."""
 
     model_id: str
     key: Hashable
     since: float
+    spot: Spot = HOME
 
 
 @dataclass
 class Shares:
-    """Fair shares of the engine: counts the work done for each key while it has requests waiting."""
+    """Fair shares of all engines: counts the seconds of engines that each key has used."""
 
-    _served: dict[Hashable, float] = field(default_factory=dict)
-    _floor: float = 0.0  # highest count of a key when it was chosen; those of other waiting keys are close to it
+    #: Seconds of finished requests, and what those in flight are expected to take.
+    _used: dict[Hashable, float] = field(default_factory=dict)
+    _expected: dict[Hashable, float] = field(default_factory=dict)
+    _highest: float = 0.0
 
-    def arrive(self, key: Hashable) -> None:
-        """Raise the count of a key that starts to wait to the floor: an idle key does not save up work."""
-        self._served[key] = max(self._served.get(key, 0.0), self._floor)
+    def arrive(self, key: Hashable, busy: Iterable[Hashable] = ()) -> None:
+        """Raise the count of a key that was idle to the lowest of the busy ones: an idle key does not save up work."""
+        counts = [self._used.get(each, 0.0) for each in busy if each != key]
+        self._used[key] = max(self._used.get(key, 0.0), min(counts, default=self._highest))
 
     def choose(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """The next model: of the key with the lowest count, the one that has waited longest."""
-        chosen = min(
-            candidates,
-            key=lambda each: (self._served.get(each.key, 0.0), each.since, each.model_id),
-            default=None,
-        )
-        if chosen is not None:
-            self._floor = max(self._floor, self._served.get(chosen.key, 0.0))
-        return chosen
+        """The next model: of the key with the lowest count, the one that has waited longest.
 
-    def serve(self, key: Hashable, amount: float) -> None:
-        self._served[key] = self._served.get(key, 0.0) + amount
+        A model moves to an idle engine if no other model can run at home. It moves to an engine that others use only
+        if its key is behind theirs by more than the price of moving.
+        """
+        here = away = None
+        for each in sorted(candidates, key=self._rank):
+            if each.spot.moves:
+                away = away or each
+            else:
+                here = here or each
+        if away is None:
+            return here
+        if here is None:
+            return away if away.spot.idle else None
+        behind = self._rank(here)[0] - self._rank(away)[0]
+        return away if behind > away.spot.price else here
+
+    def _rank(self, each: Candidate) -> tuple[float, float, str]:
+        count = self._used.get(each.key, 0.0) + self._expected.get(each.key, 0.0)
+        return count, each.since, each.model_id
+
+    def begin(self, key: Hashable, expected: float) -> None:
+        """Count a request when it starts: a key is not chosen again and again before its first request ends."""
+        self._expected[key] = self._expected.get(key, 0.0) + expected
+
+    def end(self, key: Hashable, expected: float, used: float) -> None:
+        """Count what a request has used instead of what was expected."""
+        self._expected[key] -= expected
+        self._used[key] = count = self._used.get(key, 0.0) + used
+        self._highest = max(self._highest, count)

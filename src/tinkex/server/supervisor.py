@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from tinkex.engine import calls
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.catalog import Catalog
 from tinkex.engine.interface import (
+    HOME,
     IN_LINE,
     EngineDiedError,
     EngineState,
     EngineStatus,
     OnToken,
+    Spot,
 )
 from tinkex.engine.parcels import Parcel, PublishedAdapter
 from tinkex.engine.process import Ready
@@ -29,14 +32,15 @@ from tinkex.engine.shards import ShardSums
 from tinkex.engine.values import (
     AdamStep,
     LoraSpec,
+    PassJob,
     PassResult,
     SampledResult,
     SampleJob,
     TracedGraph,
-    TrainingPass,
 )
-from tinkex.errors import APIStatusError, HTTPResponse
+from tinkex.errors import APIStatusError, ConfigError, HTTPResponse
 
+from .routing import Line
 from .suspects import SuspectGroup
 from .worker import Worker
 
@@ -58,24 +62,29 @@ class _Lease:
         return self.worker.life != self.life
 
 
-@dataclass(slots=True)
 class _Turn:
-    engine: Supervisor
-    helped_seconds: float = 0.0
+    def __init__(self, line: Line) -> None:
+        self._line, self._joined_at = line, time.monotonic()
+        line.join()
 
-    def end(self) -> None:
-        self.engine.in_line -= 1
+    def end(self) -> float:
+        return self._line.leave(self._joined_at, time.monotonic())
 
 
 class Supervisor:
     """One engine that survives the death of its process; it trains and samples."""
 
-    def __init__(self, worker: Worker, *, on_demand: bool = False) -> None:
+    def __init__(
+        self, worker: Worker, *, on_demand: bool = False, longest_pause: float = 60.0
+    ) -> None:
         self._worker = worker
+        #: Seconds between two attempts to start it grow up to this.
+        self._longest_pause = longest_pause
+        #: Why it could not be started the last time.
+        self.trouble = ""
         self.stopping = False
         self.catalog = Catalog(self._add_base_model, on_demand=on_demand)
-        #: Requests in its line, for `has_room`.
-        self.in_line = 0
+        self._line = Line()
         self._drawing = 0
         self._alive = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -117,11 +126,25 @@ class Supervisor:
                 try:
                     await self._worker.start()
                     break
-                except Exception:
-                    logger.exception("The engine does not start; trying again in %.0f s.", pause)
+                except Exception as error:
+                    self._tell(error, pause)
                     await asyncio.sleep(pause)
-                    pause = min(pause * 2, 60.0)
+                    pause = min(pause * 2, self._longest_pause)
+            self.trouble = ""
             self._alive.set()
+
+    def _tell(self, error: Exception, pause: float) -> None:
+        """Log why the engine does not start; a setting that does not fit needs no traceback."""
+        known = isinstance(error, ConfigError)
+        if not known or str(error) != self.trouble:
+            logger.error(
+                "%s does not start; trying again in %.0f s: %s",
+                self.name,
+                pause,
+                error,
+                exc_info=None if known else error,
+            )
+        self.trouble = str(error)
 
     def check_health(self) -> EngineState:
         """The state of the engine; raises if it is dead or has been silent for half of its deadline."""
@@ -172,11 +195,14 @@ class Supervisor:
                 up=self.up,
                 busy_seconds=worker.busy_seconds,
                 pid=worker.pid,
+                node="" if ready is None else ready.node,
+                memory=worker.memory,
+                trouble=self.trouble,
                 kind=worker.kind,
                 device="" if ready is None else ready.device,
                 base_models=tuple(model.name for model in self.catalog.models),
                 models=sum(not lease.lost for lease in self._models.values()),
-                in_line=self.in_line,
+                in_line=self._line.length,
                 samples=self._drawing,
             )
         ]
@@ -205,12 +231,11 @@ class Supervisor:
 
     # -- training ----------------------------------------------------------------------------
 
-    def has_room(self, model_id: str) -> bool:
-        return self.in_line < IN_LINE
+    def spots(self, model_ids: Sequence[str]) -> list[Spot | None]:
+        return [HOME if self._line.length < IN_LINE else None] * len(model_ids)
 
-    def take_turn(self, model_id: str) -> _Turn:
-        self.in_line += 1
-        return _Turn(self)
+    def take_turn(self, model_id: str, spot: Spot) -> _Turn:
+        return _Turn(self._line)
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> _Lease:
         return await self._load_model(model_id, calls.CreateModel(model_id, base_model, spec))
@@ -236,7 +261,7 @@ class Supervisor:
         with suppress(EngineDiedError):  # its death has freed everything
             await self._worker.call(calls.UnloadModel(model_id))
 
-    async def run_pass(self, model_id: str, request: TrainingPass) -> PassResult:
+    async def run_pass(self, model_id: str, request: PassJob) -> PassResult:
         self._check_held(self._models.get(model_id))
         return await self._worker.call(calls.RunPass(model_id, request))
 
@@ -245,18 +270,18 @@ class Supervisor:
         return await self._worker.call(calls.Publish(model_id))
 
     async def run_shards(
-        self, model_id: str, request: TrainingPass, numbers: Sequence[int]
+        self, model_id: str, request: PassJob, numbers: Sequence[int]
     ) -> ShardSums[Parcel]:
         self._check_held(self._models.get(model_id))
         return await self._worker.call(calls.RunShards(model_id, request, numbers))
 
     async def help_pass(
-        self, adapter: PublishedAdapter, request: TrainingPass, numbers: Sequence[int]
+        self, adapter: PublishedAdapter, request: PassJob, numbers: Sequence[int]
     ) -> ShardSums[Parcel]:
         return await self._worker.call(calls.HelpPass(adapter, request, numbers))
 
     async def finish_pass(
-        self, model_id: str, request: TrainingPass, parts: Sequence[ShardSums[Parcel]]
+        self, model_id: str, request: PassJob, parts: Sequence[ShardSums[Parcel]]
     ) -> PassResult:
         self._check_held(self._models.get(model_id))
         return await self._worker.call(calls.FinishPass(model_id, request, parts))
@@ -272,6 +297,11 @@ class Supervisor:
     async def snapshot(self, model_id: str, directory: Path) -> int:
         self._check_held(self._models.get(model_id))
         return await self._worker.call(calls.TakeSnapshot(model_id, directory))
+
+    async def move_out(self, model_id: str, directory: Path) -> None:
+        """Write a model that no call is in flight for, without waiting for the line."""
+        self._check_held(self._models.get(model_id))
+        await self._worker.call(calls.MoveOut(model_id, directory))
 
     async def check_traced(self, graph: TracedGraph) -> None:
         await self._worker.call(calls.CheckTraced(graph))

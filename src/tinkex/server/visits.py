@@ -16,10 +16,10 @@ from tinkex.engine.interface import EngineDiedError
 
 from .suspects import DEATHS_ALLOWED, SuspectGroup
 
-__all__ = ["Place", "Visit", "current_visit", "visiting"]
+__all__ = ["Visit", "VisitedEngine", "current_visit", "visiting"]
 
 
-class Place(Protocol):
+class VisitedEngine(Protocol):
     """An engine that work can be inside of."""
 
     @property
@@ -32,13 +32,13 @@ class Visit:
     """One piece of work: the engines it is inside of now, and those that died meanwhile."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, Place] = {}
-        self._suspected: dict[str, Place] = {}
+        self._inside: dict[str, VisitedEngine] = {}
+        self._suspected: dict[str, VisitedEngine] = {}
         self.deaths = 0
         #: The engine that died last while this work was inside: it is retried there.
         self.quarantine: str | None = None
 
-    async def enter(self, place: Place) -> None:
+    async def enter(self, place: VisitedEngine) -> None:
         """Wait until this work may use an engine; it stays inside until `leave`."""
         if place.name not in self._inside:
             await place.suspects.enter()

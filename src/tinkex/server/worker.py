@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,16 +26,19 @@ from typing import Any, Final, TypeVar, cast
 
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.calls import AddSample, CallFrame, CancelSample, EngineCall, Reply, Token
+from tinkex.engine.group_memory import GroupMemory
 from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
 from tinkex.engine.process import Ready, Setup, encode_frame, serve
-from tinkex.engine.progress import Progress
+from tinkex.engine.progress import EngineProgress
 from tinkex.engine.values import SampledResult, SampleJob
 
 from .watch import Watch
 
-__all__ = ["Worker"]
+__all__ = ["Launcher", "Worker"]
 
 R = TypeVar("R")
+#: Starts an engine elsewhere, at the other end of a pipe: the engine reads its `Setup` there, and closing the pipe ends it.
+Launcher = Callable[[socket.socket, EngineProgress], Awaitable[None]]
 logger = logging.getLogger("tinkex.server")
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -54,6 +57,7 @@ class Worker:
         name: str = "engine",
         in_process: bool = False,
         python: Path | None = None,
+        launcher: Launcher | None = None,
         deadline: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,13 +67,16 @@ class Worker:
         self._setup = setup
         self._in_process = in_process
         self._python = python
+        self._launcher = launcher
         self._clock = clock
         self.watch = Watch(deadline)
         self._watching: asyncio.Task[None] | None = None
         self._timed: set[int] = set()  # calls in flight that have a deadline
-        self._progress = Progress.alone()
+        self._progress = EngineProgress.alone()
         self._stuck_in: int | None = None  # the call that the engine was killed for
         self._process: subprocess.Popen[bytes] | None = None
+        #: Shared memory of an engine that starts processes itself.
+        self._memory: GroupMemory | None = None
         self._thread: threading.Thread | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -86,9 +93,18 @@ class Worker:
     async def start(self) -> Ready:
         """Start the engine and wait until its base models are in memory."""
         ours, theirs = socket.socketpair()
-        self._progress = progress = Progress.alone() if self._in_process else Progress.shared()
+        self._progress = progress = (
+            EngineProgress.alone() if self._in_process else EngineProgress.shared()
+        )
         with theirs:
-            if self._in_process:
+            if self._launcher is not None:
+                try:
+                    await self._launcher(theirs, progress)
+                except BaseException:
+                    ours.close()
+                    progress.close()
+                    raise
+            elif self._in_process:
                 self._thread = threading.Thread(
                     target=serve, args=(theirs.dup(),), name="tinkex-engine", daemon=True
                 )
@@ -113,14 +129,17 @@ class Worker:
             await self.stop()
             raise ready.error
         self.ready = ready
+        if self._process is not None and self._python is not None:
+            self._memory = GroupMemory(self._process.pid)
+            await asyncio.to_thread(self._memory.look)
         self.died.clear()
         self._stuck_in = None
         self._reading = asyncio.create_task(self._read(reader))
-        if self._process is not None:  # a thread cannot be killed
-            self._watching = asyncio.create_task(self._watch(self._process, progress))
+        if not self._in_process:  # a thread cannot be killed
+            self._watching = asyncio.create_task(self._watch(progress))
         return self.ready
 
-    async def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> None:
+    async def _watch(self, progress: EngineProgress) -> None:
         """Kill the engine when it makes no progress within its deadline."""
         self.watch = watch = Watch(self.watch.deadline)
         while True:
@@ -133,7 +152,10 @@ class Worker:
             "The engine has made no progress for %.0f seconds (engine_deadline); killing it.",
             watch.deadline,
         )
-        process.kill()
+        if self._process is not None:
+            self._process.kill()
+        elif self._writer is not None:
+            self._writer.close()
 
     async def stop(self) -> None:
         for task in (self._watching, self._reading):
@@ -157,6 +179,8 @@ class Worker:
                 await asyncio.to_thread(process.wait)
             with contextlib.suppress(ProcessLookupError):  # processes that the engine has started
                 os.killpg(process.pid, signal.SIGKILL)
+            if self._memory is not None:
+                self._memory.remove()
             self._process = None  # not before: a call that is cancelled here is repeated
         self._fail_calls("The service is stopping.")
 
@@ -182,6 +206,11 @@ class Worker:
     def pid(self) -> int | None:
         """The id of the engine's process; None if it runs in a thread or not at all."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory of the engine, if its process is on another machine."""
+        return None if self._launcher is None else self._progress.memory or None
 
     # -- calls -------------------------------------------------------------------------------
 

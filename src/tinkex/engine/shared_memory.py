@@ -1,6 +1,6 @@
-"""The exchange of a pool on one machine: a directory in shared memory that only this service uses.
+"""A directory in shared memory that only one process uses: the exchange of a pool on one machine, and the files of an actor.
 
-The kernel frees shared memory only when its files are removed. A service that was killed leaves its directory; the next
+The kernel frees shared memory only when its files are removed. A process that was killed leaves its directory; the next
 one that starts removes it.
 """
 
@@ -11,11 +11,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from tinkex.engine.parcels import FileDepot
+from .parcels import FileDepot
 
 __all__ = ["SharedMemory"]
 
@@ -46,8 +47,17 @@ class SharedMemory(FileDepot):
             os.close(self._lock)
             self._lock = None
 
+    @contextmanager
+    def new_directory(self) -> Iterator[Path]:
+        """The name of a directory that may be made; it is removed afterwards."""
+        directory = self.directory / secrets.token_hex(8)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
     def _remove_abandoned(self) -> None:
-        """Remove the directories of services that have ended: nobody holds their lock."""
+        """Remove the directories of processes that have ended: nobody holds their lock."""
         for directory in self._parent.glob(f"{self._prefix}*"):
             with suppress(OSError):
                 descriptor = os.open(directory / _LOCK, os.O_RDWR)

@@ -1,0 +1,38 @@
+"""Samples of many adapters on a pool, while adapters are trained, saved, opened again and deleted: each is its own.
+
+Every answer is compared with the one of a single engine that reads the same checkpoint. `--long` takes 12 adapters and
+1,000 samples.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkex.testing import service
+
+from ..many_adapters import PER_MOMENT, sampled_while_training
+
+
+@pytest.fixture(scope="module")
+def amount(request) -> tuple[int, int]:
+    """Adapters, and moments at which each is sampled."""
+    return (12, 21) if request.config.getoption("--long") else (3, 3)
+
+
+@pytest.mark.heavy
+def test_every_sample_is_of_its_own_adapter(amount, tmp_path):
+    with service("torch", data_dir=tmp_path, engines=2) as running:
+        found = sampled_while_training(running.client(), "tinkex/tiny", *amount)
+    assert len(found) == amount[0] * amount[1] * PER_MOMENT
+    with service("torch", data_dir=tmp_path) as running:
+        client = running.client()
+        samplers = {
+            path: client.create_sampling_client(model_path=path)
+            for path in {asked.kept for asked, _ in found}
+        }
+        expected = [asked.ask(samplers[asked.kept]) for asked, _ in found]
+        for (asked, sequence), future in zip(found, expected, strict=True):
+            alone = future.result().sequences[0]
+            assert sequence.tokens == alone.tokens, asked
+            assert sequence.logprobs == pytest.approx(alone.logprobs, abs=2e-3), asked
+    assert len({tuple(sequence.tokens) for _, sequence in found}) > len(found) / 2

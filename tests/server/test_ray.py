@@ -1,0 +1,471 @@
+"""Engines of a cluster, with a stand-in for Ray: the bridge and its actors run in threads of this process.
+
+The real cluster is in tests/ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkex.engine.actor import ActorDepot, EngineActor, HostFacts
+from tinkex.engine.actors import (
+    ActorHandle,
+    ActorLostError,
+    NodeView,
+    StoreFullError,
+    fits,
+    lacking,
+)
+from tinkex.engine.bridge import Bridge
+from tinkex.engine.parcels import ParcelLostError
+from tinkex.engine.process import Setup
+from tinkex.engine.values import SampleJob, StreamedToken
+from tinkex.errors import APIStatusError, ConfigError, RequestFailedError
+from tinkex.server import ray_pool
+from tinkex.server.engines import ray_members
+from tinkex.server.ray_cluster import BridgeProcess, RayCluster, RayOptions
+from tinkex.server.ray_pool import RayPool
+from tinkex.server.service import Settings
+from tinkex.server.suspects import DEATHS_ALLOWED
+
+from .test_pool import SPEC, STEP, died, home, request
+from .test_worker import TINY, run
+
+
+class Handle:
+    """An actor that is an object of this process."""
+
+    def __init__(self, name: str, node: str, actor: EngineActor) -> None:
+        self.name, self.node, self.actor = name, node, actor
+        self.dead = False
+        self.facts: dict[str, str] = {}
+        self.full = False
+        self.deaf = False
+
+    def send(self, method: str, *args: object) -> None:
+        self.ask(method, *args)
+
+    def ask(self, method: str, *args: object, timeout: float | None = None) -> Any:
+        if self.full and method == "push":
+            raise StoreFullError("no room in the object store")
+        answer = None
+        if not self.dead and not (self.deaf and method == "push"):
+            answer = getattr(self.actor, method)(*args)
+        if self.dead:
+            raise ActorLostError("the actor is dead")
+        return replace(answer, **self.facts) if isinstance(answer, HostFacts) else answer
+
+
+@dataclass
+class ThreadActors:
+    """A cluster of nodes that exist only in name."""
+
+    totals: dict[str, dict[str, float]]
+    placed: list[Handle] = field(default_factory=list)
+    #: What is different on a node, such as the version of a package.
+    different: dict[str, dict[str, str]] = field(default_factory=dict)
+    reachable: bool = True
+    placing: threading.Lock = field(default_factory=threading.Lock)
+
+    def connect(self) -> None:
+        if not self.reachable:
+            raise ConfigError("nothing answers", field="ray")
+
+    def nodes(self) -> list[NodeView]:
+        return [
+            NodeView(name, name, total, self._free(name, total))
+            for name, total in list(self.totals.items())
+        ]
+
+    def _free(self, name: str, total: Mapping[str, float]) -> dict[str, float]:
+        used = sum(each.node == name and not each.dead for each in self.placed)
+        return {kind: amount - used for kind, amount in total.items()}
+
+    def place(
+        self, name: str, resources: Mapping[str, float], avoid: Collection[str] = ()
+    ) -> ActorHandle:
+        with self.placing:
+            node = next(
+                node.name
+                for node in self.nodes()
+                if node.name not in avoid and fits([node], resources)
+            )
+            made = Handle(name, node, EngineActor(name, OnNode(self, node)))
+            made.facts = self.different.get(node, {})
+            self.placed.append(made)
+        return made
+
+    def here(self) -> str:
+        raise NotImplementedError
+
+    def find(self, name: str) -> Handle:
+        for each in self.placed:
+            if each.name == name and not each.dead:
+                return each
+        raise ActorLostError(f"there is no {name}")
+
+    def kill(self, actor: ActorHandle) -> None:
+        assert isinstance(actor, Handle)
+        actor.dead = True
+        actor.actor.end()
+
+    def close(self) -> None:
+        for each in self.placed:
+            self.kill(each)
+
+    def lose_node(self, name: str) -> None:
+        del self.totals[name]
+        for each in self.placed:
+            if each.node == name:
+                self.kill(each)
+
+
+class OnNode(ThreadActors):
+    """The cluster as an actor sees it."""
+
+    def __init__(self, whole: ThreadActors, node: str) -> None:
+        super().__init__(whole.totals, whole.placed)
+        self._node = node
+
+    def here(self) -> str:
+        return self._node
+
+
+def cluster_of(actors: ThreadActors, options: RayOptions) -> RayCluster:
+    def start(_: str) -> BridgeProcess:
+        ours, theirs = socketpair()
+
+        def bridge() -> None:
+            with theirs:
+                Bridge(theirs, lambda _: actors).run()
+
+        thread = threading.Thread(target=bridge, daemon=True)
+        thread.start()
+        return BridgeProcess(ours, lambda: None, thread.join)
+
+    return RayCluster(options, start)
+
+
+@asynccontextmanager
+async def on_cluster(
+    actors: ThreadActors,
+    cache_dir: Path,
+    count: Any = "auto",
+    base_models: Sequence[str] = (TINY,),
+    deadline: float = 60.0,
+    **options: Any,
+) -> AsyncIterator[RayPool]:
+    cluster = cluster_of(actors, RayOptions("stand-in", **options))
+    make = ray_members(Setup(base_models, cache_dir, "fake"), cluster, deadline=deadline)
+    pool = RayPool(cluster, make, count)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def nodes(*names: str, **resources: float) -> ThreadActors:
+    return ThreadActors({name: {"CPU": 1.0, **resources} for name in names})
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, cache_dir):
+    """Actors use the cache of the machine they are on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
+
+
+async def until(holds) -> None:
+    while not holds():  # noqa: ASYNC110 - the pool looks at its cluster by itself
+        await asyncio.sleep(0.01)
+
+
+def test_engines_take_the_room_of_the_cluster_and_say_where_they_are(cache_dir):
+    async def main():
+        async with on_cluster(nodes("a", "b"), cache_dir) as pool:
+            assert {(each.node, each.up) for each in pool.status()} == {("a", True), ("b", True)}
+            assert all(each.memory for each in pool.status())
+            assert pool.check_health() == "idle"
+            await pool.trainer.create_model("m", TINY, SPEC)
+            result = await pool.trainer.run_pass("m", request())
+            assert len(result.logprobs) == 2
+            await pool.trainer.optim_step("m", STEP)
+
+    run(main())
+
+
+def test_checkpoints_travel_as_bytes_in_both_directions(cache_dir, tmp_path):
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir) as pool:
+            await pool.trainer.create_model("m", TINY, SPEC)
+            await pool.trainer.run_pass("m", request())
+            await pool.trainer.optim_step("m", STEP)
+            size = await pool.trainer.save_state("m", tmp_path / "saved", optimizer=True)
+            assert size == sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+            assert await pool.trainer.snapshot("m", tmp_path / "snapshot")
+            await pool.trainer.restore_model("n", TINY, tmp_path / "saved", optimizer=True)
+            await pool.trainer.restore_snapshot("o", TINY, tmp_path / "snapshot")
+            losses = [
+                (await pool.trainer.run_pass(name, request())).metrics["loss:sum"] for name in "mno"
+            ]
+            assert losses[0] == losses[1] == losses[2]
+            await pool.sampler.open_sampler("s", TINY, tmp_path / "saved")
+            drawn = await pool.sampler.sample(SampleJob("s", np.arange(3), max_tokens=4, seed=1))
+            assert len(drawn.tokens[0]) == 4
+            with pytest.raises(Exception, match="there is no such checkpoint"):
+                await pool.trainer.restore_model("p", TINY, tmp_path / "gone", optimizer=True)
+            left = {
+                file.name
+                for each in actors.placed
+                for file in each.actor._memory.directory.iterdir()
+            }
+            assert left == {".lock"}
+
+    run(main())
+
+
+def test_streamed_tokens_and_cancelled_samples(cache_dir):
+    async def main():
+        async with on_cluster(nodes("a"), cache_dir) as pool:
+            await pool.sampler.open_sampler("s", TINY, None)
+            tokens: list[StreamedToken] = []
+            job = SampleJob("s", np.arange(3), max_tokens=5, seed=1, stream=True)
+            result = await pool.sampler.sample(job, tokens.append)
+            assert [each.token for each in tokens] == result.tokens[0].tolist()
+            long = SampleJob("s", np.arange(3), max_tokens=2000, stop_tokens=())
+            sampling = asyncio.create_task(pool.sampler.sample(long))
+            await asyncio.sleep(0)
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+            await pool.sampler.sample(job)
+
+    run(main())
+
+
+def test_a_node_that_joins_is_used_and_a_lost_one_leaves(cache_dir, monkeypatch):
+    monkeypatch.setattr(ray_pool, "LOOKING", 0.01)
+    monkeypatch.setattr(ray_pool, "_LEAVING", 0.05)
+
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            actors.totals["b"] = {"CPU": 1.0}
+            await until(lambda: len(pool.status()) == 2)
+            assert {each.node for each in pool.status()} == {"a", "b"}
+            actors.lose_node("a")
+            await died(lease)
+            await pool.trainer.create_model("m", TINY, SPEC)
+            assert home(pool, "m") == "engine-1"
+            await until(lambda: len(pool.status()) == 1)
+            assert pool.check_health() == "idle"
+
+    run(main())
+
+
+def test_a_request_that_kills_engines_fails_alone(cache_dir):
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir) as pool:
+            await pool.trainer.create_model("good", TINY, SPEC)
+            kept = home(pool, "good")
+
+            async def deadly():
+                await pool.trainer.create_model("bad", TINY, SPEC)
+                node = {each.name: each.node for each in pool.status()}[home(pool, "bad")]
+                for each in actors.placed:
+                    if each.node == node and not each.dead:
+                        actors.kill(each)
+                await pool.trainer.run_pass("bad", request())
+
+            killing = asyncio.create_task(pool.persist(deadly))
+            while not killing.done():
+                await pool.persist(lambda: pool.trainer.run_pass("good", request()))
+            with pytest.raises(RequestFailedError, match=f"died {DEATHS_ALLOWED} times"):
+                await killing
+            assert {each.name: each.starts for each in pool.status()}[kept] == 1
+
+    run(main())
+
+
+def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir, deadline=0.5) as pool:
+            await pool.trainer.create_model("m", TINY, SPEC)
+            stuck = actors.placed[0]
+            stuck.deaf = True  # calls arrive nowhere
+
+            async def work():
+                await pool.trainer.create_model("m", TINY, SPEC)
+                await pool.trainer.run_pass("m", request())
+
+            await pool.persist(work)
+            assert stuck.dead
+            assert pool.status()[0].starts == 2
+
+    run(main())
+
+
+def test_fewer_engines_than_asked_for_serve_until_there_is_room(cache_dir, monkeypatch, caplog):
+    monkeypatch.setattr(ray_pool, "LOOKING", 0.01)
+
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir, 2) as pool:
+            await until(lambda: "1 of 2 engines run" in caplog.text)
+            assert "no node has 1 CPU free" in caplog.text
+            actors.totals["b"] = {"CPU": 1.0}
+            await until(lambda: len(pool.status()) == 2)
+
+    run(main())
+
+
+def test_an_engine_gets_a_gpu_if_the_cluster_has_any(cache_dir):
+    async def main():
+        actors = ThreadActors({"a": {"CPU": 4.0}, "b": {"CPU": 4.0, "GPU": 2.0}})
+        async with on_cluster(actors, cache_dir) as pool:
+            assert [each.node for each in pool.status()] == ["b", "b"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 2.0}, "no node has 2 GPU; the most is 0"),
+        ({"cpus": 3.0}, "no node has 3 CPU; the most is 1"),
+    ],
+)
+def test_what_no_node_has_is_refused_at_start(options, said, cache_dir):
+    async def main():
+        with pytest.raises(ConfigError, match=said):
+            async with on_cluster(nodes("a", "b"), cache_dir, **options):
+                pass
+
+    run(main())
+
+
+def test_a_node_with_another_version_is_refused_and_others_serve(cache_dir, caplog):
+    async def main():
+        actors = nodes("a", "b")
+        actors.different["a"] = {"tinkex": "0.0.1"}
+        async with on_cluster(actors, cache_dir) as pool:
+            assert [each.node for each in pool.status()] == ["b"]
+        assert "on node a: tinkex is 0.0.1" in caplog.text
+
+    run(main())
+
+
+def test_a_base_model_that_a_node_lacks_is_named_with_the_node(cache_dir, tmp_path):
+    async def main():
+        with pytest.raises(ConfigError, match=r"on node a: .*there is no directory"):
+            async with on_cluster(
+                nodes("a"), cache_dir, base_models=(f"mine={tmp_path / 'not here'}",)
+            ):
+                pass
+
+    run(main())
+
+
+def test_a_cluster_that_cannot_be_reached_is_said_in_health(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            actors.reachable = False
+            bridge = pool._cluster._bridge
+            assert bridge is not None
+            await pool._cluster.stop()  # as when the bridge ends with the head
+            actors.lose_node("a")
+            await died(lease)
+
+            def unwell() -> bool:
+                try:
+                    pool.check_health()
+                except APIStatusError as error:
+                    return "nothing answers" in str(error)
+                return False
+
+            await until(unwell)
+            actors.reachable = True
+            actors.totals["a"] = {"CPU": 1.0}
+            await until(lambda: pool.status()[0].up)
+            assert pool.check_health() == "idle"
+
+    run(main())
+
+
+def test_no_room_in_the_object_store_fails_the_call_alone(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            await pool.trainer.create_model("m", TINY, SPEC)
+            actors.placed[0].full = True
+            with pytest.raises(MemoryError, match="no room in the object store"):
+                await pool.trainer.run_pass("m", request())
+            actors.placed[0].full = False
+            await pool.trainer.run_pass("m", request())
+
+    run(main())
+
+
+def test_parcels_are_fetched_from_the_engine_that_keeps_them():
+    actors = nodes("a", "b")
+    first, second = (actors.place(name, {"CPU": 1.0}) for name in ("one", "two"))
+    assert isinstance(first, Handle)
+    assert isinstance(second, Handle)
+    depot, other = first.actor._depot, second.actor._depot
+    assert isinstance(depot, ActorDepot)
+    parcel = depot.put("sum", b"numbers")
+    assert depot.get(parcel) == other.get(parcel) == b"numbers"
+    other.drop(parcel)
+    with pytest.raises(ParcelLostError, match="has dropped"):
+        other.get(parcel)
+    parcel = depot.put("sum", b"numbers")
+    actors.kill(first)
+    with pytest.raises(ParcelLostError, match="cannot send"):
+        other.get(parcel)
+    other.drop(parcel)
+    actors.kill(second)
+
+
+def test_reasons_name_the_missing_resource():
+    busy = NodeView("1", "a", {"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 0.0})
+    idle = NodeView("2", "b", {"CPU": 4.0}, {"CPU": 4.0})
+    assert fits([busy, idle], {"CPU": 2.0}) == 4
+    assert lacking([busy, idle], {"CPU": 2.0}) is None
+    said = lacking([busy, idle], {"CPU": 1.0, "GPU": 1.0})
+    assert said is not None
+    assert "no node has 1 GPU free; the most is 0" in said
+    assert "a 4 of 4 CPU free, 0 of 1 GPU free" in said
+    assert "the cluster has no nodes" in str(lacking([], {"CPU": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"shared_dir": Path("/")}, "shared_dir: .*--ray"),
+        ({"engine_gpus": 1.0}, "engine_gpus: .*--ray"),
+        ({"ray": "local"}, "pip install"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        Settings(data_dir=tmp_path, **settings)
