@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tinkex.server.auth import Keys
@@ -58,7 +60,11 @@ def form(schema):
             "tool_choice",
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "no"}}},
         ),
-        (CHAT, "response_format", {"tools": [ADD], "response_format": {"type": "json_object"}}),
+        (
+            CHAT,
+            "response_format",
+            {"tools": [ADD], "response_format": {"type": "grammar", "grammar": 'start: "a"'}},
+        ),
         (
             CHAT,
             "chat_template_kwargs.enable_thinking",
@@ -71,7 +77,6 @@ def form(schema):
         (TEXT, "prompt", {"prompt": []}),
         (TEXT, "suffix", {"suffix": "x"}),
         (TEXT, "best_of", {"best_of": 5}),
-        (TEXT, "echo", {"echo": True, "stream": True}),
     ],
 )
 def test_openai_error_names_the_parameter(http, path, parameter, change):
@@ -87,6 +92,14 @@ def test_prompt_over_the_context_says_by_how_much(http):
     assert "has 2100 tokens" in error["message"]
     assert "context of 2048" in error["message"]
     assert "at least 53 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES])
+def test_missing_model_is_named(http, path):
+    body = {"prompt": "x"} if path == TEXT else {"messages": HI}
+    error = http.refused(path, 400, max_tokens=1, **body)
+    assert error["message"].startswith("model: ")
+    assert error.get("param", "model") == "model"
 
 
 def test_misspelt_parameter_is_guessed(http):
@@ -169,6 +182,74 @@ def test_body_over_the_limit_is_refused():
         error = user.refused(CHAT, 413, model=TINY, messages=long)
     assert error["code"] == "request_too_large"
     assert "--body-limit chat_completions" in error["message"]
+
+
+def test_parameter_with_a_name_of_megabytes_is_refused_in_a_few_words(http):
+    error = http.refused(CHAT, 400, model=TINY, messages=HI, **{"x" * 2_000_000: 1})
+    assert error["param"] == "x" * 100
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter", "change"),
+    [
+        (TEXT, "prompt", {"prompt": "x" * 2_000_000}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": "x" * 2_000_000}]}),
+    ],
+)
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(http, path, parameter, change):
+    error = http.refused(path, 400, model=TINY, **change)
+    assert error["param"] == parameter
+    assert "characters" in error["message"]
+
+
+def test_too_many_prompts_are_refused(http):
+    error = http.refused(TEXT, 400, model=TINY, prompt=["x"] * 300, n=4, max_tokens=1)
+    assert error["param"] == "prompt"
+    assert "max_samples" in error["message"]
+
+
+def test_nested_arguments_of_a_call_are_refused(http):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 50_000}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    error = http.refused(CHAT, 400, model=TINY, messages=[*HI, said])
+    assert error["param"] == "messages.1.tool_calls.0.function.arguments"
+
+
+def costly(place):
+    """A tool whose small schema takes a tenth of a second to compile; one that is no schema takes the last place."""
+    choices = [
+        {
+            "anyOf": [
+                {"type": "object", "properties": {f"p{i}{j}": {"type": "integer"}}}
+                for j in range(4)
+            ]
+        }
+        for i in range(5)
+    ]
+    schema = {"allOf": choices} if place < 30 else {"type": "nonsense"}
+    return {"type": "function", "function": {"name": f"f{place}", "parameters": schema}}
+
+
+def test_other_requests_are_answered_while_schemas_compile(http, served):
+    with ThreadPoolExecutor(1) as threads:
+        tools = [costly(place) for place in range(31)]
+        costs = threads.submit(http.refused, CHAT, 400, model=TINY, messages=HI, tools=tools)
+        answered = 0
+        with Http(served.url) as other:
+            while not costs.done():
+                assert other.client.get("/api/v1/healthz").status_code == 200
+                answered += 1
+        assert costs.result()["param"] == "tools.30.function.parameters"
+    assert (
+        answered > 20
+    )  # about five come before the tools; with the event loop busy, none after them
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_too_many_tools_are_refused(http, path):
+    error = http.refused(path, 400, model=TINY, messages=HI, max_tokens=1, tools=[{}] * 129)
+    assert "128" in error["message"]
 
 
 @pytest.fixture

@@ -233,6 +233,42 @@ def test_completion_streams(http):
 
 # -- formats and tools --------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_echo_is_the_first_event_of_a_stream(http, logprobs):
+    asked = {"model": TINY, "prompt": ["Once", "upon"], "n": 2, "seed": 6, "max_tokens": 5}
+    asked |= {"echo": True, "logit_bias": ascii_only(), "stream_options": {"include_usage": True}}
+    asked |= {} if logprobs is None else {"logprobs": logprobs}
+    whole = http.told(TEXT, **{name: asked[name] for name in asked if name != "stream_options"})
+    *chunks, last, done = http.events(TEXT, **asked)
+    assert done == "[DONE]"
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["text"] == ["Once", "upon"][choice["index"] // 2]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        if logprobs is None:
+            assert all(part["logprobs"] is None for part in mine)
+            continue
+        for name in ("tokens", "text_offset"):
+            parts = [part["logprobs"][name] for part in mine if part["logprobs"]]
+            assert [each for part in parts for each in part] == choice["logprobs"][name]
+        assert mine[0]["logprobs"]["token_logprobs"][0] is None
+        scores = [
+            each for part in mine if part["logprobs"] for each in part["logprobs"]["token_logprobs"]
+        ]
+        assert scores[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
+
+
+def test_stream_of_an_echo_alone(http):
+    first, _, done = http.events(
+        TEXT, model=TINY, prompt="score", echo=True, logprobs=0, max_tokens=0
+    )
+    assert first["choices"][0]["text"] == "score"
+    assert len(first["choices"][0]["logprobs"]["tokens"]) == 5
+    assert done == "[DONE]"
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -288,6 +324,30 @@ def test_required_call_fits_the_schema_of_its_tool(http, model, choice):
     assert call["function"]["name"] == "add"
     assert 0 <= json.loads(call["function"]["arguments"])["x"] <= 999
     assert answer["message"]["content"] is None
+
+
+FORM = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+
+
+@pytest.mark.parametrize("model", [TINY, "thinker"])
+def test_answer_that_calls_no_tool_has_the_format(http, model):
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}} if model == "thinker" else {}
+    asked = {"model": model, "messages": HI, "tools": [ADD], "response_format": FORM, **kwargs}
+    asked["parallel_tool_calls"] = False
+    called = http.told(CHAT, **asked, logit_bias={str(ord("<")): 60})["choices"][0]["message"]
+    assert called["tool_calls"][0]["function"]["name"] == "add"
+    assert called["content"] is None
+    answered = http.told(CHAT, **asked, logit_bias={str(ord('"')): 60})["choices"][0]
+    assert json.loads(answered["message"]["content"]) in {"yes", "no"}
+    assert answered["finish_reason"] == "stop"
+
+
+def test_required_call_comes_before_the_format(http):
+    asked = {"model": TINY, "messages": HI, "tools": [ADD], "response_format": FORM}
+    (choice,) = http.told(CHAT, **asked, tool_choice="required", parallel_tool_calls=False)[
+        "choices"
+    ]
+    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_call_is_streamed(http):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel
 from starlette.requests import Request
 
 from tinkex._wire.operations import Body, Operation, Pool
 from tinkex.server.decoding import checked_json
+from tinkex.types._aliases import AliasInfo, AliasList
 
 from .aliases import PATH
 from .requests import ServingRequest, read
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinkex.server.service import Service
     from tinkex.server.store import AliasRow
 
-__all__ = ["ONE", "PATH", "AliasInfo", "AliasList", "AliasRequest", "delete", "listed", "put"]
+__all__ = ["ONE", "PATH", "AliasRequest", "delete", "listed", "put"]
 
 ONE: Final = f"{PATH}/{{name:path}}"
 
@@ -25,16 +25,6 @@ ONE: Final = f"{PATH}/{{name:path}}"
 class AliasRequest(ServingRequest):
     name: str
     path: str
-
-
-class AliasInfo(BaseModel):
-    name: str
-    path: str
-    created_at: str
-
-
-class AliasList(BaseModel):
-    aliases: list[AliasInfo]
 
 
 _PUT: Final[Operation[AliasInfo]] = Operation(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 
 from .answers import Piece
-from .generation import Answer, Finished, Generation, Update, Usage
+from .generation import Answer, Finished, Generation, TokenCounts, Update
 
 __all__ = ["AnthropicAnswer", "event"]
 
@@ -26,7 +26,7 @@ class AnthropicAnswer:
     return_token_ids: bool = False
     number: str = field(default_factory=lambda: secrets.token_hex(12))
 
-    def _head(self, usage: Usage) -> dict[str, Any]:
+    def _head(self, usage: TokenCounts) -> dict[str, Any]:
         return {
             "id": f"msg_{self.number}",
             "type": "message",
@@ -39,7 +39,7 @@ class AnthropicAnswer:
         }
 
     def whole(self, finished: Finished) -> dict[str, Any]:
-        usage = Usage()
+        usage = TokenCounts()
         usage.add(finished.prompt, finished.result)
         (answer,) = finished.answers
         message = self._head(usage) | {"content": list(_blocks(answer.pieces))} | _end(answer)
@@ -48,7 +48,9 @@ class AnthropicAnswer:
             message["prompt_token_ids"] = list(finished.prompt)
         return message
 
-    async def events(self, updates: AsyncIterator[Update], usage: Usage) -> AsyncIterator[bytes]:
+    async def events(
+        self, updates: AsyncIterator[Update], usage: TokenCounts
+    ) -> AsyncIterator[bytes]:
         (prompt,) = self.generation.prompts
         place, kind, started = -1, "", False
         async for update in updates:
@@ -56,7 +58,7 @@ class AnthropicAnswer:
                 not started
             ):  # not earlier: a request that the engine refuses gets a status, not a stream
                 started = True
-                yield event("message_start", message=self._head(Usage(len(prompt))))
+                yield event("message_start", message=self._head(TokenCounts(len(prompt))))
             for piece in update.pieces:
                 if piece.kind != kind or piece.kind == "call":
                     if kind:
@@ -128,7 +130,7 @@ def _end(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: TokenCounts) -> dict[str, int]:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

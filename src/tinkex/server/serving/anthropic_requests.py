@@ -11,11 +11,11 @@ from tinkex.errors import InvalidInputError
 from tinkex.types import SamplingParams
 
 from .constraints import Format, format_of_response
-from .requests import ServingRequest, check_schema, text_of
+from .requests import MAX_TOOLS, ServingRequest, check_schema, text_of
 from .templates import Message
 from .tools import Tool
 
-__all__ = ["CountTokensRequest", "MessagesRequest", "anthropic_messages", "anthropic_tools"]
+__all__ = ["CountTokensRequest", "MessagesRequest"]
 
 _TEXT: Final = {"text": "text"}
 
@@ -26,12 +26,20 @@ class CountTokensRequest(ServingRequest):
     model: str
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] = Field(default_factory=lambda: {"type": "auto"})
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def conversation(self) -> list[Message]:
+        return _anthropic_messages(self)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return _anthropic_tools(self.tools)
 
     @property
     def choice(self) -> tuple[Literal["auto", "none", "required"], str | None]:
@@ -111,7 +119,7 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
-def anthropic_messages(request: CountTokensRequest) -> list[Message]:
+def _anthropic_messages(request: CountTokensRequest) -> list[Message]:
     """The messages as templates expect them; results of tools are messages of their own."""
     messages: list[Message] = []
     if request.system is not None:
@@ -174,7 +182,7 @@ def _call(block: dict[str, Any], field: str) -> dict[str, Any]:
     return {"id": block.get("id", ""), "type": "function", "function": function}
 
 
-def anthropic_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
+def _anthropic_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
     tools = []
     for place, tool in enumerate(given):
         field = f"tools.{place}"

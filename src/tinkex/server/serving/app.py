@@ -25,7 +25,7 @@ from .requests import read
 from .table import SERVING, ServingRow
 
 if TYPE_CHECKING:
-    from tinkex.server.metrics import Metrics
+    from tinkex.server.metrics import ServiceMetrics
     from tinkex.server.service import Service
     from tinkex.server.tracing import Tracing
 
@@ -35,9 +35,9 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
 
 
-def serving_routes(service: Service, metrics: Metrics, tracing: Tracing) -> list[Route]:
+def serving_routes(service: Service, metrics: ServiceMetrics, tracing: Tracing) -> list[Route]:
     """The routes of all endpoints, under every prefix."""
-    models = ServedModels(service)
+    models = service.served_models
     routes = []
     for row in SERVING.values():
         endpoint = _Endpoint(service, models, row, metrics, tracing)
@@ -59,7 +59,7 @@ class _Endpoint:
         service: Service,
         models: ServedModels,
         row: ServingRow,
-        metrics: Metrics,
+        metrics: ServiceMetrics,
         tracing: Tracing,
     ) -> None:
         self._service = service

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from tinkex.errors import InvalidInputError
 
 from .answers import Thinking, thinking_of
 from .models import ServedModel
 from .templates import ChatTemplate, Message
-from .tools import ToolUse, explained
+from .tools import Tool, ToolUse, explained
 
-__all__ = ["ChatPrompt", "chat_prompt"]
+__all__ = ["ChatPrompt", "Conversation", "chat_prompt"]
 
 #: Variables of a template that a request cannot choose: they are made from its other parameters.
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Conversation(Protocol):
+    """The part of a chat request, of either API, that makes its prompt."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def conversation(self) -> list[Message]: ...
+    @property
+    def offered_tools(self) -> list[Tool]: ...
+    @property
+    def choice(self) -> tuple[Literal["auto", "none", "required"], str | None]:
+        """How tools may be called, and the only one that must be, if it is named."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,7 @@ async def chat_prompt(
     elif offered:
         more["tools"] = [tool.for_template() for tool in offered]
     text = await template.render(messages, **more)
-    tokens = await model.vocabulary.encode(text, special=False)
+    tokens = await model.vocabulary.encode(text, special=False, field="messages")
     return ChatPrompt(tokens, thinking_of(template.source, text))
 
 

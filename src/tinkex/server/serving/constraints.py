@@ -44,13 +44,17 @@ def format_of_response(asked: Mapping[str, Any] | None, field: str = "response_f
     )
 
 
-def constraint(form: Format, tools: ToolUse | None, thinking: Thinking) -> Format:
-    """The constraint of an answer. Reasoning comes before it and is free."""
-    calls = tools is not None and tools.callable
-    if form and calls:
-        raise InvalidInputError("cannot be combined with tools", field="response_format")
-    if tools is not None and calls:
-        return {"grammar": _after_reasoning(tools.rules(), thinking)}
+def constraint(
+    form: Format, tools: ToolUse | None, thinking: Thinking, field: str = "response_format"
+) -> Format:
+    """The constraint of an answer. Reasoning comes before it and is free.
+
+    With tools, an answer that calls none has the form. `field` is the one that asked for it.
+    """
+    if tools is not None and tools.callable:
+        if "grammar" in form:
+            raise InvalidInputError("a grammar cannot be combined with tools", field=field)
+        return {"grammar": _after_reasoning(tools.rules(_rule(form) if form else None), thinking)}
     if (
         not form or thinking == "none" or "grammar" in form
     ):  # a grammar says itself what comes first

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tinkex.errors import InvalidInputError, NotFoundError
 
 from . import anthropic_requests as anthropic
 from . import openai_requests as openai
 from .anthropic_answers import AnthropicAnswer
-from .chat import chat_prompt
+from .chat import ChatPrompt, Conversation, chat_prompt
 from .constraints import constraint, format_of_response
-from .generation import Generation, Usage, streamed, whole
+from .generation import Generation, TokenCounts, streamed, whole
 from .models import ServedModel, ServedModels
 from .openai_answers import OpenAIAnswer
 from .tools import ToolUse, tool_use
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tinkex.server.service import Service
 
 __all__ = ["ENDPOINTS", "Asked", "Endpoint", "Stream"]
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 #: Fields of chat requests by the fields of `SamplingParams`, where they differ.
 _CHAT_FIELDS: Final = {
@@ -75,26 +78,42 @@ def _serves(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
+async def _compiled(asked: Asked, check: Callable[[Given], Made], given: Given) -> Made:
+    """What `check` makes of schemas. It compiles them, which may take a second, so that it runs in a thread."""
+    if not given:
+        return check(given)
+    return await asked.service.bodies.in_thread(asked.owner, check, given)
+
+
+async def _conversation(
+    asked: Asked, request: Conversation
+) -> tuple[ServedModel, ToolUse, ChatPrompt]:
+    """The model of a request, its tools, and its messages as a prompt."""
+    model = await asked.models.find(asked.owner, request.model)
+    template = asked.models.template(model)
+    choice, only = request.choice
+    tools = tool_use(
+        await _compiled(asked, lambda given: given.offered_tools, request),
+        template,
+        choice,
+        only,
+        parallel=request.parallel,
+        field="tool_choice",
+    )
+    variables = request.template_variables
+    prompt = await chat_prompt(model, template, request.conversation, tools, variables)
+    return model, tools, prompt
+
+
 # -- OpenAI ---------------------------------------------------------------------------------------
 
 
 @_serves
 async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
     request: openai.ChatRequest = asked.request
-    model = await asked.models.find(asked.owner, request.model)
-    template = asked.models.template(model)
-    choice, only = request.choice
-    tools = tool_use(
-        openai.chat_tools(request.tools),
-        template,
-        choice,
-        only,
-        parallel=request.parallel_tool_calls,
-        field="tool_choice",
-    )
-    messages = openai.chat_messages(request.messages)
-    prompt = await chat_prompt(model, template, messages, tools, request.template_variables)
-    form = constraint(format_of_response(request.response_format), tools, prompt.thinking)
+    model, tools, prompt = await _conversation(asked, request)
+    wanted = await _compiled(asked, format_of_response, request.response_format)
+    form = constraint(wanted, tools, prompt.thinking)
     generation = Generation(
         model,
         [prompt.tokens],
@@ -113,11 +132,19 @@ async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
 async def completions(asked: Asked) -> dict[str, Any] | Stream:
     request: openai.CompletionRequest = asked.request
     request.check()
+    most = asked.service.settings.max_samples
+    if len(request.prompts) * request.n > most:
+        raise InvalidInputError(
+            f"asks for {len(request.prompts)} × {request.n} answers; the limit is {most}, the service's setting "
+            "max_samples. Send several requests",
+            field="prompt",
+        )
     model = await asked.models.find(asked.owner, request.model)
+    form = await _compiled(asked, format_of_response, request.response_format)
     generation = Generation(
         model,
         [await _prompt_tokens(model, prompt) for prompt in request.prompts],
-        request.params(request.max_tokens, **format_of_response(request.response_format)),
+        request.params(request.max_tokens, **form),
         count=request.n,
         stops=request.stops,
         topk=request.logprobs,
@@ -129,7 +156,7 @@ async def completions(asked: Asked) -> dict[str, Any] | Stream:
 
 async def _prompt_tokens(model: ServedModel, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        return await model.vocabulary.encode(prompt, special=True)
+        return await model.vocabulary.encode(prompt, special=True, field="prompt")
     if any(not 0 <= token < model.vocabulary.vocab_size for token in prompt):
         raise InvalidInputError(
             f"has a token outside the vocabulary of {model.vocabulary.vocab_size}", field="prompt"
@@ -154,12 +181,16 @@ async def _openai(
     samplers = asked.service.samplers
     if not request.stream:
         return answer.whole(await whole(samplers, asked.owner, generation))
-    usage = Usage()
-    updates = await streamed(samplers, asked.owner, generation, usage)
-    return Stream(_with_end(answer.chunks(updates, usage)))
+    usage, echoed = TokenCounts(), []
+    if generation.echo:  # scores come with a whole result, so prompts are read before the stream
+        echoed = await whole(samplers, asked.owner, generation.prompts_alone())
+    updates = await streamed(samplers, asked.owner, generation.answers_alone(), usage)
+    return Stream(_with_end(answer.echoes(echoed), answer.chunks(updates, usage)))
 
 
-async def _with_end(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_end(echoes: Iterable[bytes], chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in echoes:
+        yield chunk
     async for chunk in chunks:
         yield chunk
     yield b"data: [DONE]\n\n"
@@ -177,48 +208,30 @@ async def messages(asked: Asked) -> dict[str, Any] | Stream:
     if not request.stream:
         (finished,) = await whole(samplers, asked.owner, generation)
         return answer.whole(finished)
-    usage = Usage()
+    usage = TokenCounts()
     updates = await streamed(samplers, asked.owner, generation, usage)
     return Stream(answer.events(updates, usage))
 
 
 async def _anthropic_generation(asked: Asked, request: anthropic.MessagesRequest) -> Generation:
-    model, tools, prompt, thinking = await _anthropic_prompt(asked, request)
-    form = constraint(request.format, tools, thinking)
+    model, tools, prompt = await _conversation(asked, request)
+    wanted = await _compiled(asked, lambda given: given.format, request)
+    form = constraint(wanted, tools, prompt.thinking, "output_config.format")
     return Generation(
         model,
-        [prompt],
+        [prompt.tokens],
         request.params(**form),
         stops=request.stops,
         tools=tools,
-        thinking=thinking,
+        thinking=prompt.thinking,
         fields=_MESSAGES_FIELDS,
     )
 
 
-async def _anthropic_prompt(
-    asked: Asked, request: anthropic.CountTokensRequest
-) -> tuple[ServedModel, ToolUse, list[int], Any]:
-    model = await asked.models.find(asked.owner, request.model)
-    template = asked.models.template(model)
-    choice, only = request.choice
-    tools = tool_use(
-        anthropic.anthropic_tools(request.tools),
-        template,
-        choice,
-        only,
-        parallel=request.parallel,
-        field="tool_choice",
-    )
-    conversation = anthropic.anthropic_messages(request)
-    prompt = await chat_prompt(model, template, conversation, tools, request.template_variables)
-    return model, tools, prompt.tokens, prompt.thinking
-
-
 @_serves
 async def count_tokens(asked: Asked) -> dict[str, Any]:
-    _, _, prompt, _ = await _anthropic_prompt(asked, asked.request)
-    return {"input_tokens": len(prompt)}
+    _, _, prompt = await _conversation(asked, asked.request)
+    return {"input_tokens": len(prompt.tokens)}
 
 
 # -- models ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tinkex.engine.values import Array, SampledResult, StreamedToken
@@ -22,7 +22,7 @@ from .stops import StopFilter
 from .tools import ToolUse
 from .vocabulary import TextDecoder
 
-__all__ = ["Answer", "Generation", "Update", "Usage"]
+__all__ = ["Answer", "Generation", "TokenCounts", "Update"]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -59,6 +59,15 @@ class Generation:
             topk_sample_logprobs=self.topk or 0,
         )
 
+    def prompts_alone(self) -> Generation:
+        """The same prompts, to be scored without an answer."""
+        params = self.params.model_copy(update={"max_tokens": 0})
+        return replace(self, params=params, count=1)
+
+    def answers_alone(self) -> Generation:
+        """The same request without the scores of its prompts."""
+        return replace(self, echo=False)
+
     def check_room(self) -> None:
         """Refuse a prompt that leaves no room for an answer."""
         context = self.model.vocabulary.context_length
@@ -74,7 +83,7 @@ class Generation:
 
 
 @dataclass
-class Usage:
+class TokenCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -195,7 +204,7 @@ def _answers(generation: Generation, place: int, result: SampledResult) -> list[
 
 
 async def streamed(
-    samplers: Samplers, owner: str, generation: Generation, usage: Usage
+    samplers: Samplers, owner: str, generation: Generation, usage: TokenCounts
 ) -> AsyncIterator[Update]:
     """The answers to one prompt as they are drawn. What is invalid is refused before the first update."""
     generation.check_room()
@@ -219,7 +228,7 @@ async def _updates(
     drawing: Sequence[asyncio.Future[SampledResult]],
     news: asyncio.Queue[tuple[int, StreamedToken] | None],
     answers: dict[int, Answer],
-    usage: Usage,
+    usage: TokenCounts,
 ) -> AsyncIterator[Update]:
     left = len(drawing)
     try:

@@ -53,6 +53,11 @@ class ServedModels:
         vocabulary = await self._vocabularies.of(prepared)
         return ServedModel(name, base_model, path, vocabulary)
 
+    async def vocabulary(self, base_model: str) -> Vocabulary:
+        """The tokens of a base model."""
+        prepared = await self._service.engine.catalog.model(base_model, "base_model")
+        return await self._vocabularies.of(prepared)
+
     def template(self, model: ServedModel) -> ChatTemplate:
         """The chat template of a model, compiled once."""
         vocabulary = model.vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,13 +14,29 @@ import orjson
 from tinkex.engine.values import Array, SampledResult
 
 from .answers import Piece, ToolCall
-from .generation import Answer, Finished, Generation, Update, Usage
+from .generation import Answer, Finished, Generation, TokenCounts, Update
 from .vocabulary import Vocabulary
 
 __all__ = ["OpenAIAnswer"]
 
 #: What the engine writes where a prompt has no alternatives.
 _EMPTY: Final = -99999.0
+
+
+@dataclass
+class _Sent:
+    """What a stream has sent of one answer: the characters of its tokens, and its calls."""
+
+    characters: int = 0
+    calls: int = 0
+
+    def placed(self, logprobs: dict[str, Any]) -> dict[str, Any]:
+        """Logprobs of the next tokens, with the place of each token in the text."""
+        offsets = []
+        for text in logprobs["tokens"]:
+            offsets.append(self.characters)
+            self.characters += len(text)
+        return {**logprobs, "text_offset": offsets}
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class OpenAIAnswer:
     # -- whole -------------------------------------------------------------------------------
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        usage = Usage()
+        usage = TokenCounts()
         choices = []
         for part in finished:
             usage.add(part.prompt, part.result)
@@ -71,22 +87,40 @@ class OpenAIAnswer:
             return ""
         return b"".join(map(self._vocabulary.token_bytes, part.prompt)).decode("utf-8", "replace")
 
+    def _echoed_length(self, answer: Answer) -> int:
+        """Characters of the tokens before an answer."""
+        if not self.generation.echo:
+            return 0
+        prompt = self.generation.prompts[answer.index // self.generation.count]
+        return sum(len(self._vocabulary.token_text(token)) for token in prompt)
+
     @property
     def _vocabulary(self) -> Vocabulary:
         return self.generation.model.vocabulary
 
     # -- streamed ----------------------------------------------------------------------------
 
-    async def chunks(self, updates: AsyncIterator[Update], usage: Usage) -> AsyncIterator[bytes]:
+    def echoes(self, scored: Sequence[Finished]) -> Iterator[bytes]:
+        """The prompts, as the first event of each answer."""
+        for place, part in enumerate(scored):
+            (unanswered,) = part.answers
+            choice: dict[str, Any] = {"text": self._echoed(part)}
+            choice["logprobs"] = self._completion_logprobs(unanswered, part)
+            for offset in range(self.generation.count):
+                yield self._chunk(place * self.generation.count + offset, choice)
+
+    async def chunks(
+        self, updates: AsyncIterator[Update], usage: TokenCounts
+    ) -> AsyncIterator[bytes]:
         """The events of a stream, without the last one."""
-        started: set[int] = set()
-        calls: dict[int, int] = {}
+        sent: dict[int, _Sent] = {}
         async for update in updates:
             answer = update.answer
-            if self.chat and answer.index not in started:
-                started.add(answer.index)
-                yield self._chunk(answer.index, {"delta": {"role": "assistant", "content": ""}})
-            for delta in self._deltas(update, calls):
+            if answer.index not in sent:
+                sent[answer.index] = _Sent(self._echoed_length(answer))
+                if self.chat:
+                    yield self._chunk(answer.index, {"delta": {"role": "assistant", "content": ""}})
+            for delta in self._deltas(update, sent[answer.index]):
                 yield self._chunk(answer.index, delta)
             if update.ended:
                 last: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
@@ -94,17 +128,17 @@ class OpenAIAnswer:
         if self.include_usage:
             yield _event({**self._head(streamed=True), "choices": [], "usage": _usage(usage)})
 
-    def _deltas(self, update: Update, calls: dict[int, int]) -> list[dict[str, Any]]:
+    def _deltas(self, update: Update, sent: _Sent) -> list[dict[str, Any]]:
         """The deltas of an update; logprobs and token ids go with the first."""
         answer = update.answer
-        deltas = [self._delta(answer, piece, calls) for piece in update.pieces]
+        deltas = [self._delta(piece, sent) for piece in update.pieces]
         extra: dict[str, Any] = {}
         if update.tokens:
             if self.generation.topk is not None:
                 extra["logprobs"] = (
                     self._chat_logprobs(answer, -update.tokens)
                     if self.chat
-                    else self._sampled_logprobs(answer, -update.tokens)
+                    else sent.placed(self._sampled_logprobs(answer, -update.tokens))
                 )
             if self.return_token_ids:
                 extra["token_ids"] = answer.tokens[-update.tokens :]
@@ -114,12 +148,12 @@ class OpenAIAnswer:
             deltas[:1] = [{**first, **extra}]
         return deltas
 
-    def _delta(self, answer: Answer, piece: Piece, calls: dict[int, int]) -> dict[str, Any]:
+    def _delta(self, piece: Piece, sent: _Sent) -> dict[str, Any]:
         if not self.chat:
             return {"text": piece.text}
         if piece.call is not None:
-            place = calls[answer.index] = calls.get(answer.index, -1) + 1
-            return {"delta": {"tool_calls": [{"index": place, **_call(piece.call)}]}}
+            sent.calls += 1
+            return {"delta": {"tool_calls": [{"index": sent.calls - 1, **_call(piece.call)}]}}
         name = "reasoning_content" if piece.kind == "reasoning" else "content"
         return {"delta": {name: piece.text}}
 
@@ -158,10 +192,9 @@ class OpenAIAnswer:
         rows: list[tuple[Array, Array] | None] = [*answer.topk] or [None] * len(answer.tokens)
         tokens = answer.tokens[first:]
         return {
-            "tokens": [_text(self._vocabulary, token) for token in tokens],
+            "tokens": [self._vocabulary.token_text(token) for token in tokens],
             "token_logprobs": answer.logprobs[first:],
             "top_logprobs": [None if row is None else self._top_map(row) for row in rows[first:]],
-            "text_offset": [],
         }
 
     def _completion_logprobs(self, answer: Answer, part: Finished) -> dict[str, Any] | None:
@@ -171,11 +204,7 @@ class OpenAIAnswer:
         if self.generation.echo:
             prompt = self._prompt_logprobs(part.prompt, part.result)
             logprobs = {name: [*prompt.get(name, ()), *values] for name, values in logprobs.items()}
-        place, offsets = 0, []
-        for text in logprobs["tokens"]:
-            offsets.append(place)
-            place += len(text)
-        return {**logprobs, "text_offset": offsets}
+        return _Sent().placed(logprobs)
 
     def _prompt_logprobs(
         self, prompt: Sequence[int], result: SampledResult
@@ -190,7 +219,7 @@ class OpenAIAnswer:
                 None if place == 0 else self._top_map((ids[place], values[place]))
                 for place in range(len(prompt))
             ]
-        tokens = [_text(self._vocabulary, token) for token in prompt]
+        tokens = [self._vocabulary.token_text(token) for token in prompt]
         return {"tokens": tokens, "token_logprobs": found, "top_logprobs": top}
 
     def _top_map(self, row: tuple[Array, Array]) -> dict[str, float]:
@@ -201,7 +230,7 @@ class OpenAIAnswer:
             np.atleast_1d(ids).tolist(), np.atleast_1d(logprobs).tolist(), strict=True
         ):
             if logprob > _EMPTY:
-                found.setdefault(_text(self._vocabulary, token), logprob)
+                found.setdefault(self._vocabulary.token_text(token), logprob)
         return found
 
 
@@ -224,17 +253,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenCounts) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def _text(vocabulary: Vocabulary, token: int) -> str:
-    return vocabulary.token_bytes(token).decode("utf-8", "replace")
 
 
 def _event(content: Any) -> bytes:

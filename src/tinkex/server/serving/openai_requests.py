@@ -11,11 +11,11 @@ from pydantic import Field
 from tinkex.errors import InvalidInputError
 from tinkex.types import SamplingParams
 
-from .requests import ServingRequest, check_schema, text_of
+from .requests import MAX_TOOLS, ServingRequest, check_schema, text_of
 from .templates import Message
 from .tools import Tool
 
-__all__ = ["ChatRequest", "CompletionRequest", "chat_messages", "chat_tools"]
+__all__ = ["ChatRequest", "CompletionRequest"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"text": "text", "refusal": "refusal", "input_text": "text"}
@@ -93,7 +93,7 @@ class ChatRequest(_Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -121,8 +121,19 @@ class ChatRequest(_Sampled):
         return {**effort, **self.chat_template_kwargs}
 
     @property
+    def conversation(self) -> list[Message]:
+        return _chat_messages(self.messages)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return _chat_tools(self.tools)
+
+    @property
+    def parallel(self) -> bool:
+        return self.parallel_tool_calls
+
+    @property
     def choice(self) -> tuple[Literal["auto", "none", "required"], str | None]:
-        """How tools may be called, and the only one that must be, if it is named."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice, None
         function = self.tool_choice.get("function")
@@ -157,14 +168,12 @@ class CompletionRequest(_Sampled):
             raise InvalidInputError(
                 "must be n: the service returns what it samples", field="best_of"
             )
-        if self.stream and self.echo:
-            raise InvalidInputError("cannot be combined with stream", field="echo")
 
 
 # -- messages and tools ---------------------------------------------------------------------------
 
 
-def chat_messages(given: Sequence[dict[str, Any]]) -> list[Message]:
+def _chat_messages(given: Sequence[dict[str, Any]]) -> list[Message]:
     """The messages as templates expect them: every content a string, arguments of calls as objects."""
     return [_message(message, f"messages.{place}") for place, message in enumerate(given)]
 
@@ -209,7 +218,7 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or "{}"
         try:
             values = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidInputError(
                 "must be JSON", field=f"{field}.{place}.function.arguments"
             ) from None
@@ -223,7 +232,7 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
     return calls
 
 
-def chat_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
+def _chat_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
     tools = []
     for place, tool in enumerate(given):
         field = f"tools.{place}"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinkex._wire import json_codec
 from tinkex.errors import DecodeError, InvalidInputError
 
-__all__ = ["ServingRequest", "check_schema", "read", "text_of"]
+__all__ = ["MAX_TOOLS", "ServingRequest", "check_schema", "read", "text_of"]
 
 R = TypeVar("R", bound="ServingRequest")
+
+#: Characters of a parameter's name in an error.
+_LONGEST_NAME: Final = 100
+#: Tools of one request, as OpenAI limits them: each has a schema to compile.
+MAX_TOOLS: Final = 128
 
 
 class ServingRequest(BaseModel):
@@ -31,6 +36,8 @@ def read(kind: type[R], content: Any) -> R:
         return kind.model_validate(given)
     except ValidationError as error:
         field, complaint = json_codec.first_complaint(error)
+        if field is not None:
+            field = field[:_LONGEST_NAME]  # a client may send a name of megabytes
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "extra_forbidden" and field is not None:
             near = get_close_matches(field, kind.model_fields, n=1)

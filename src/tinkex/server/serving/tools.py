@@ -84,22 +84,22 @@ class ToolUse:
     def callable(self) -> bool:
         return bool(self.tools) and self.choice != "none"
 
-    def rules(self) -> str:
+    def rules(self, formed: str | None = None) -> str:
         """Rules of a grammar in which every call fits the schema of its tool; the first is `answer`.
 
-        Text is free until the mark of a call.
+        Text is free until the mark of a call. With `formed`, an answer consists of calls or is of that form.
         """
         rules = [f"tool_{place}: {self._rule(tool)}" for place, tool in enumerate(self.tools)]
         any_tool = " | ".join(f"tool_{place}" for place in range(len(self.tools)))
         before, after = self.format.before, self.format.after
-        if not before:
-            call = f"call: {any_tool}"
-            start = "call" if self.choice == "required" else "(call | PLAIN)"
-            rules += [call, r"PLAIN: /([^{](.|\n)*)?/"]
-        elif self.choice == "required":
-            more = ' ("\\n" call)*' if self.parallel else ""
-            start = f"call{more}"
-            rules.append(f"call: {json.dumps(before)} ({any_tool}) {json.dumps(after)}")
+        calls = 'call ("\\n" call)*' if before and self.parallel else "call"
+        if self.choice == "required" or formed is not None:
+            start = calls if self.choice == "required" else f"{calls} | formed"
+            rules.append(f"call: {_literal(before)} ({any_tool}) {_literal(after)}")
+            rules += [] if formed is None else [f"formed: {formed}"]
+        elif not before:
+            start = "(call | PLAIN)"
+            rules += [f"call: {any_tool}", r"PLAIN: /([^{](.|\n)*)?/"]
         else:
             start = "call* TEXT" if self.parallel else "(call | TEXT)"
             mark, rest = self.format.mark, before[len(self.format.mark) :]
@@ -114,6 +114,10 @@ class ToolUse:
         begin = f'{{"name": {json.dumps(tool.name)}, "{self.format.arguments}": '
         schema = {**tool.schema, "x-guidance": {"whitespace_flexible": False}}
         return f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"'
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
 
 
 def tool_use(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from tinkex.engine.base_models import PreparedModel
+from tinkex.errors import InvalidInputError
 
 __all__ = ["TextDecoder", "Vocabularies", "Vocabulary"]
 
@@ -46,15 +47,28 @@ class Vocabulary:
 
     # -- text to tokens ----------------------------------------------------------------------
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
+    async def encode(self, text: str, *, special: bool, field: str) -> list[int]:
         """The tokens of a text; `special` adds those that the model's tokenizer puts around it."""
         if len(text) < _OFF_LOOP:
             return self._encode(text, special)
+        most = self.context_length * self._longest_token
+        if len(text) > most:  # tokenizing megabytes takes seconds
+            raise InvalidInputError(
+                f"has {len(text)} characters; the model's context of {self.context_length} tokens has room for "
+                f"{most} at most",
+                field=field,
+            )
         return await asyncio.to_thread(self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        names = map(self._tokenizer.id_to_token, range(self.vocab_size))
+        return max(len(name) for name in names if name is not None)
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -67,6 +81,17 @@ class Vocabulary:
         if known is None:
             known = self._bytes[token] = self._decoded(token)
         return known
+
+    def token_text(self, token: int) -> str:
+        """The text of a token by itself, which may be a part of a character; `?` if there is no such token."""
+        known = 0 <= token < self.vocab_size
+        return self.token_bytes(token).decode("utf-8", "replace") if known else "?"
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens; special ones have none unless they are asked for."""
+        known = [token for token in tokens if 0 <= token < self.vocab_size]
+        decoder = TextDecoder(self, frozenset(known) if special else frozenset())
+        return "".join(map(decoder.add, known)) + decoder.end()
 
     def _decoded(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token)
