@@ -1,6 +1,6 @@
 """Figures of the dashboard: sizes, first paint, delay of a new step, long plots, many checkpoints, cost for training.
 
-python benchmarks/dashboard.py [--quick] [--live SECONDS] [--cost]
+python benchmarks/dashboard.py [--quick] [--updates NUMBER] [--only memory|cost] [--model NAME]
 
 Needs playwright and a Chromium browser for what a page does; without them those figures are left out.
 """
@@ -8,6 +8,7 @@ Needs playwright and a Chromium browser for what a page does; without them those
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -15,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 
 import tinkex
 from tinkex import types
-from tinkex.server.dashboard import static
+from tinkex.server.dashboard import live, static
 from tinkex.server.dashboard.columns import Column
 from tinkex.server.dashboard.store import MetricPoint, RunMetrics
 from tinkex.server.dashboard.thinning import POINT
@@ -168,7 +169,7 @@ def a_browser() -> Iterator[Any]:
         browser.close()
 
 
-def browse(url: str, ids: list[str], seconds: float) -> None:
+def browse(url: str, ids: list[str]) -> None:
     with a_browser() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(url)
@@ -192,7 +193,6 @@ def browse(url: str, ids: list[str], seconds: float) -> None:
         page.wait_for_selector(".checkpoints td.name")
         show("1,000 checkpoints on the screen", time.perf_counter() - start, "s", 0.5)
         _delay(url, page)
-        _memory(url, page, seconds)
 
 
 def _step(training: Any, data: list[types.Datum]) -> None:
@@ -227,77 +227,137 @@ def _delay(url: str, page: Any) -> None:
         show("the same, slowest of 10", max(taken), "s", 1)
 
 
-def _memory(url: str, page: Any, seconds: float) -> None:
+#: The page waits a twentieth of the time between two readings, so that an hour of updates passes in minutes.
+_HURRY = "const wait = setTimeout; window.setTimeout = (work, time, ...more) => wait(work, time / 20, ...more);"
+#: Parts of all updates after which the heap is measured. By the first, plots have as many points as they can have.
+_PARTS = (0.3, 0.5, 0.75, 1.0)
+
+
+def _memory(browser: Any, updates: int) -> None:
     """The heap of a page that shows a run which makes steps all the time, after garbage collection."""
-    with tinkex.ServiceClient(base_url=url, api_key="tml-local") as client:
-        training = client.create_lora_training_client(BASE, rank=8)
-        page.goto(f"{url}/#/run/{training.model_id}")
-        session = page.context.new_cdp_session(page)
-
-        def heap() -> float:
-            session.send("HeapProfiler.collectGarbage")
-            return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
-
-        halt = threading.Event()
-
-        def work() -> None:
-            while not halt.is_set():
-                _step(training, _data())
-
-        worker = threading.Thread(target=work)
-        worker.start()
-        page.wait_for_timeout(seconds * 250)
-        first = heap()
-        page.wait_for_timeout(seconds * 750)
-        last = heap()
-        halt.set()
-        worker.join()
-        show(f"heap of the page after {seconds / 4:.0f} s of live updates", first, "MB")
-        show(f"the same after {seconds:.0f} s", last, "MB")
-
-
-def _cost(browser: Any) -> None:
-    """Time of steps of a real model with the page open, compared with the same steps without, alternating."""
+    live.COLLECTED = 0.02  # type: ignore[misc]  # seconds between events, here of the same process
     with tempfile.TemporaryDirectory() as scratch:
-        service = ServiceThread(Settings(data_dir=Path(scratch), base_models=(BASE,)))
+        service = opened(Path(scratch))
         url = service.start()
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.add_init_script(_HURRY)
+        read: list[str] = []
+        page.on(
+            "response",
+            lambda answer: read.append(answer.url) if "/metrics?" in answer.url else None,
+        )
+        halt = threading.Event()
         try:
             with tinkex.ServiceClient(base_url=url, api_key="tml-local") as client:
                 training = client.create_lora_training_client(BASE, rank=8)
-                without, watched = _alternating(url, browser, training)
+                page.goto(f"{url}/#/run/{training.model_id}")
+                worker = threading.Thread(target=_steps_until, args=(halt, training))
+                worker.start()
+                for part in _PARTS:
+                    while len(read) < updates * part:
+                        page.wait_for_timeout(500)
+                    _show_heap(page, len(read))
+                halt.set()
+                worker.join()
+        finally:
+            halt.set()
+            service.close()
+            page.close()
+
+
+def _steps_until(halt: threading.Event, training: Any) -> None:
+    data = _data()
+    while not halt.is_set():
+        _step(training, data)
+
+
+def _show_heap(page: Any, updates: int) -> None:
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    session.send("HeapProfiler.collectGarbage")
+    found = {
+        each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]
+    }
+    session.detach()
+    show(f"heap of the page after {updates:,} updates", found["JSHeapUsedSize"] / 1e6, "MB")
+    nodes, listeners = found["Nodes"], found["JSEventListeners"]
+    print(f"  {nodes:.0f} nodes of the document, {listeners:.0f} listeners", flush=True)
+
+
+def _cost(browser: Any, model: str) -> None:
+    """Time of steps with the page open, compared with the same steps without, alternating."""
+    with tempfile.TemporaryDirectory() as scratch:
+        service = ServiceThread(Settings(data_dir=Path(scratch), base_models=(model,)))
+        url = service.start()
+        try:
+            with tinkex.ServiceClient(base_url=url, api_key="tml-local") as client:
+                training = client.create_lora_training_client(model, rank=8)
+                _alternating(url, browser, training)
         finally:
             service.close()
-    show("a step without a page", without * 1000, "ms")
-    show("slower with the page open", (watched / without - 1) * 100, "%", 2)
 
 
-def _alternating(url: str, browser: Any, training: Any) -> tuple[float, float]:
-    page, data = browser.new_page(), _data() * 4
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(12):
-        open_page = turn % 2 == 1
-        page.goto(f"{url}/#/run/{training.model_id}" if open_page else "about:blank")
+#: Pairs of turns, and seconds of each. Long ones would meet other work of the machine; short ones would measure noise.
+_TURNS, _TURN = 6, 5.0
+
+
+def _alternating(url: str, browser: Any, training: Any) -> None:
+    page, data = browser.new_page(viewport={"width": 1280, "height": 900}), _data()
+    _step(training, data)
+    steps: dict[bool, list[float]] = {False: [], True: []}
+    used: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for turn in range(2 * _TURNS):
+        watched = turn % 2 == (turn // 2) % 2  # each kind is as often the first of its pair
+        page.goto(f"{url}/#/run/{training.model_id}" if watched else "about:blank")
         page.wait_for_timeout(500)
-        start = time.perf_counter()
-        for _ in range(25):
+        before, start, count = _cpu(), time.perf_counter(), 0
+        while time.perf_counter() - start < _TURN:
             _step(training, data)
-        taken[open_page].append(time.perf_counter() - start)
+            count += 1
+        spent, after = time.perf_counter() - start, _cpu()
+        steps[watched].append(spent / count)
+        used[watched].append(((after[0] - before[0]) / spent, (after[1] - before[1]) / spent))
     page.close()
-    return statistics.median(taken[False]) / 25, statistics.median(taken[True]) / 25
+    ratios = [
+        with_page / without for with_page, without in zip(steps[True], steps[False], strict=True)
+    ]
+    show("a step without a page", statistics.median(steps[False]) * 1000, "ms")
+    show(
+        "slower with the page open, median of pairs", (statistics.median(ratios) - 1) * 100, "%", 2
+    )
+    for place, name in enumerate(("service and client", "browser")):
+        more = statistics.median(use[place] for use in used[True]) - statistics.median(
+            use[place] for use in used[False]
+        )
+        show(f"CPU that {name} spend on the page", more * 100, "% of a core")
+
+
+def _cpu() -> tuple[float, float]:
+    """CPU seconds of this process, which has the service and the client in it, and of the browser."""
+    browser = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith(("chromium", "chrome")):
+                browser += sum(map(int, rest.split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time(), browser
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer runs and steps")
-    parser.add_argument("--live", type=float, default=60.0, help="seconds of live updates")
-    parser.add_argument("--cost", action="store_true", help="only what the page costs training")
+    parser.add_argument("--updates", type=int, default=3600, help="updates while memory is watched")
+    parser.add_argument("--only", choices=("memory", "cost"), help="one figure of a live page")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="trained")
     options = parser.parse_args()
     has_browser = shutil.which("chromium") is not None and find_spec("playwright") is not None
     if not has_browser:
         print("there is no chromium, or no playwright: no figures of a page")
-    if options.cost:
+    if options.only is not None:
         with a_browser() as browser:
-            _cost(browser)
+            _memory(browser, options.updates) if options.only == "memory" else _cost(
+                browser, options.model
+            )
         return
     runs, steps = (10, 1_000) if options.quick else (100, 10_000)
     sizes()
@@ -314,12 +374,13 @@ def main() -> None:
         try:
             calls(url, ids)
             if has_browser:
-                browse(url, ids, options.live)
+                browse(url, ids)
         finally:
             service.close()
     if has_browser:
         with a_browser() as browser:
-            _cost(browser)
+            _memory(browser, options.updates)
+            _cost(browser, options.model)
 
 
 if __name__ == "__main__":

@@ -206,6 +206,27 @@ def test_a_long_sample_is_cut_and_can_be_downloaded_whole(served, client, page):
 # -- checkpoints ---------------------------------------------------------------------------------------
 
 
+def test_a_run_is_deleted_after_a_confirmation_that_names_what_goes(served, page):
+    with tinkex.ServiceClient(base_url=served.url, api_key="tml-local") as open_client:
+        training = trained(open_client, "to be deleted", steps=2)
+        training.save_state("last").result()
+        trained(open_client, "to be kept", steps=1)
+        page.goto(run_url(served, training))
+        page.get_by_role("button", name="Delete…").click()
+        asked = page.get_by_role("dialog")
+        expect(asked).to_contain_text("close its client first")
+        asked.get_by_role("button", name="Keep it").click()
+    # The end of a session is no request of the run: the page hears of it with the next beat.
+    expect(page.get_by_text("ended", exact=True)).to_be_visible(timeout=30_000)
+    page.get_by_role("button", name="Delete…").click()
+    expect(asked).to_contain_text(training.model_id)
+    expect(asked).to_contain_text("its checkpoint")
+    expect(asked).to_contain_text("last")
+    asked.get_by_role("button", name="Delete to be deleted").click()
+    expect(page.get_by_role("row", name="to be kept")).to_have_count(1)
+    expect(page.get_by_role("row", name="to be deleted")).to_have_count(0)
+
+
 def test_a_checkpoint_is_published_given_an_expiry_downloaded_and_deleted(served, client, page):
     training = trained(client, "saved", steps=1)
     training.save_state("keep").result()

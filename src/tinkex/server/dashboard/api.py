@@ -1,7 +1,8 @@
 """The read API of the dashboard, under `/local/`: one function per call, and the table that routes and documents them.
 
 Keys and owners are those of every other call: a key sees its own runs only, and a run of another key does not exist
-for it. What changes something is not here: the page uses the operations of the protocol for that.
+for it. What changes something is not here: the page uses the operations of the protocol for that. The only exception is
+deleting a run, which the protocol lacks.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from starlette.responses import Response, StreamingResponse
 
 from tinkex._version import __version__
 from tinkex._wire import json_codec
+from tinkex._wire.operations import Body, BodyLimits, Operation, Pool
 from tinkex.engine.base_models import built_in
-from tinkex.errors import InvalidInputError, NotFoundError, PayloadTooLargeError
+from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types._base import RequestModel
 
 from ..checkpoints import tinker_path
+from ..decoding import checked_json
+from .deletion import delete_run
 from .live import Live
 from .playground import PlaygroundRequest, play
 from .run_view import RunViews, series
 from .samples import Order, SampleLog
-from .texts import texts_of
 from .thinning import Axis
 
 if TYPE_CHECKING:
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLS", "Dashboard", "LocalCall"]
 
-#: Bytes of the body of a playground request.
-_MAX_BODY: Final = 4 << 20
+#: The body of a playground request.
+_BODY: Final = BodyLimits(json=4 << 20, items=1_000)
 #: Steps at which the list of checkpoints for the playground ends.
 _MAX_CHOICES: Final = 1_000
 
@@ -68,6 +71,12 @@ class SamplesOf(RequestModel):
     offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
 
 
+class DeletedRun(RequestModel):
+    """With `keep_checkpoints` only metrics and samples are deleted."""
+
+    keep_checkpoints: bool = False
+
+
 class Dashboard:
     """What the calls share."""
 
@@ -84,7 +93,7 @@ class Dashboard:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DashboardRequest:
     """One request to the dashboard."""
 
     dashboard: Dashboard
@@ -101,7 +110,7 @@ class Asked:
         return str(self.http.path_params["run_id"])
 
 
-Handler = Callable[[Asked], Awaitable[Any]]
+Handler = Callable[[DashboardRequest], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -123,11 +132,32 @@ class LocalCall:
         if self.query is not None:
             query = json_codec.from_object(dict(request.query_params), self.query)
         elif self.body is not None:
-            query = json_codec.from_object(json_codec.parse(await _body(request)), self.body)
-        answer = await self.handler(Asked(dashboard, owner, request, query))
+            query = json_codec.from_object(
+                await self._content(dashboard, owner, request), self.body
+            )
+        answer = await self.handler(DashboardRequest(dashboard, owner, request, query))
         if isinstance(answer, Response):
             return answer
         return _json(answer)
+
+    async def _content(self, dashboard: Dashboard, owner: str, request: Request) -> Any:
+        row: Operation[object] = Operation(
+            self.name,
+            self.method,
+            self.path,
+            object,
+            object,
+            Pool.REST,
+            body=Body.JSON,
+            limits=_BODY,
+        )
+        bodies = dashboard.service.bodies
+        hold = bodies.budget.hold(owner)
+        try:
+            received = await bodies.receive(row, request, hold)
+            return checked_json(row, received.body)
+        finally:
+            hold.release()
 
 
 def _json(value: Any) -> Response:
@@ -135,33 +165,33 @@ def _json(value: Any) -> Response:
     return Response(payload, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY:
-            raise PayloadTooLargeError(f"The body is larger than {_MAX_BODY} bytes.")
-    return bytes(body)
-
-
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-async def list_runs(asked: Asked) -> dict[str, Any]:
+async def list_runs(asked: DashboardRequest) -> dict[str, Any]:
     return await asked.dashboard.views.page(asked.owner, asked.query.limit, asked.query.offset)
 
 
-async def get_run(asked: Asked) -> dict[str, Any]:
+async def get_run(asked: DashboardRequest) -> dict[str, Any]:
     return await asked.dashboard.views.whole(asked.owner, asked.run_id)
 
 
-async def get_run_metrics(asked: Asked) -> dict[str, Any]:
+async def remove_run(asked: DashboardRequest) -> dict[str, Any]:
+    run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
+    keep: bool = asked.query.keep_checkpoints
+    gone = await delete_run(asked.service, run, keep_checkpoints=keep)
+    asked.dashboard.views.forget(run.run_id)
+    asked.dashboard.live.changed(asked.owner, run.run_id, "state")
+    return gone
+
+
+async def get_run_metrics(asked: DashboardRequest) -> dict[str, Any]:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.run_metrics.flush()
     return await asyncio.to_thread(_plots, asked)
 
 
-def _plots(asked: Asked) -> dict[str, Any]:
+def _plots(asked: DashboardRequest) -> dict[str, Any]:
     plot: Plot = asked.query
     metrics = asked.service.run_metrics.run(asked.owner, asked.run_id)
     names = metrics.names if plot.names is None else plot.names.split("\n")
@@ -189,21 +219,21 @@ def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
     return {"x": np.ascontiguousarray(x), **single, "odd": odd}
 
 
-async def list_run_checkpoints(asked: Asked) -> dict[str, Any]:
+async def list_run_checkpoints(asked: DashboardRequest) -> dict[str, Any]:
     return {"checkpoints": await asked.dashboard.views.checkpoints(asked.owner, asked.run_id)}
 
 
 # -- samples -------------------------------------------------------------------------------------------
 
 
-async def list_sample_steps(asked: Asked) -> dict[str, Any]:
+async def list_sample_steps(asked: DashboardRequest) -> dict[str, Any]:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
     return {"steps": await asyncio.to_thread(log.steps)}
 
 
-async def list_samples(asked: Asked) -> dict[str, Any]:
+async def list_samples(asked: DashboardRequest) -> dict[str, Any]:
     run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
@@ -226,25 +256,24 @@ async def _add_texts(service: Service, base_model: str, samples: list[dict[str, 
     if not any(sample.get("tokens") or sample.get("prompt_tokens") for sample in samples):
         return
     try:
-        base = await service.engine.catalog.model(base_model, "base_model")
+        vocabulary = await service.served_models.vocabulary(base_model)
     except (InvalidInputError, NotFoundError):  # the service no longer offers this base model
         return
-    texts = await asyncio.to_thread(texts_of, base.directory)
     for sample in samples:
         tokens = sample.get("tokens")
         if tokens:
-            sample["token_texts"] = texts.each(tokens)
-            sample.setdefault("text", texts.decode(tokens))
+            sample["token_texts"] = list(map(vocabulary.token_text, tokens))
+            sample.setdefault("text", vocabulary.text(tokens))
         if sample.get("prompt_tokens"):
-            sample.setdefault("prompt", texts.decode(sample["prompt_tokens"], special=True))
+            sample.setdefault("prompt", vocabulary.text(sample["prompt_tokens"], special=True))
         if sample.get("alternatives"):
             sample["alternatives"] = [
-                [[texts.each([token])[0], logprob] for token, logprob in row]
+                [[vocabulary.token_text(token), logprob] for token, logprob in row]
                 for row in sample["alternatives"]
             ]
 
 
-async def get_sample(asked: Asked) -> Response:
+async def get_sample(asked: DashboardRequest) -> Response:
     """The whole of one sample, as a file: shown by the browser it could be ten megabytes of one line."""
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     number = asked.http.path_params["number"]
@@ -265,19 +294,20 @@ def _now(service: Service) -> dict[str, Any]:
     return {"version": __version__, "time": service.promises.clock(), "started": service.started_at}
 
 
-async def get_events(asked: Asked) -> Response:
+async def get_events(asked: DashboardRequest) -> Response:
     views = asked.dashboard.views
     events = asked.dashboard.live.listen(
         asked.owner,
         lambda run_ids: views.some(asked.owner, run_ids),
         lambda: _now(asked.service),
         asked.service.stopping,
+        [model.model_id for model in asked.service.models if model.owner == asked.owner],
     )
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
-async def get_service(asked: Asked) -> dict[str, Any]:
+async def get_service(asked: DashboardRequest) -> dict[str, Any]:
     service, owner = asked.service, asked.owner
     waiting: dict[str, int] = {}
     for model in service.models:
@@ -328,7 +358,7 @@ async def get_service(asked: Asked) -> dict[str, Any]:
 # -- playground ----------------------------------------------------------------------------------------
 
 
-async def list_choices(asked: Asked) -> dict[str, Any]:
+async def list_choices(asked: DashboardRequest) -> dict[str, Any]:
     """What the playground can sample from."""
     service = asked.service
     database = service.database
@@ -347,7 +377,7 @@ async def list_choices(asked: Asked) -> dict[str, Any]:
     }
 
 
-async def play_prompt(asked: Asked) -> Response:
+async def play_prompt(asked: DashboardRequest) -> Response:
     events = await play(asked.service, asked.owner, asked.query)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -372,6 +402,15 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "Read a run: its state, configuration, queue and the names of its metrics",
         "The run.",
         get_run,
+    ),
+    LocalCall(
+        "delete_run",
+        "DELETE",
+        "/local/runs/{run_id}",
+        "Delete a run whose session has ended, with its metrics, samples and checkpoints",
+        "What is gone: `metric_bytes`, and the number of `checkpoints`.",
+        remove_run,
+        DeletedRun,
     ),
     LocalCall(
         "get_run_metrics",

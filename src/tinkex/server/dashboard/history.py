@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import orjson
 
-from tinkex._wire.operations import Runner
+from tinkex._wire.operations import ServicePart
 from tinkex.types import SampleResponse
 
 from ..futures import Promise
@@ -95,7 +95,7 @@ class History:
                 self.clock(),
                 promise.owner,
                 promise.operation.name,
-                promise.scope if promise.operation.runner is Runner.MODELS else "",
+                promise.scope if promise.operation.runner is ServicePart.MODELS else "",
                 str(body.get("error") or body.get("detail") or "")[:500],
                 str(body.get("category") or ""),
             )

@@ -7,12 +7,12 @@ thousand steps a second cost as little as four. Nothing is stored: a page that r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import orjson
 
-from tinkex._wire.operations import Runner
+from tinkex._wire.operations import ServicePart
 from tinkex.errors import RateLimitError
 
 from ..futures import Promise
@@ -48,7 +48,7 @@ class Live:
             listener.woken.set()
 
     def request_changed(self, promise: Promise) -> None:
-        if promise.operation.runner is Runner.MODELS:
+        if promise.operation.runner is ServicePart.MODELS:
             self.changed(promise.owner, promise.scope, "state")
 
     def metrics_written(self, owner: str, run_id: str) -> None:
@@ -60,13 +60,17 @@ class Live:
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
+        unsettled: Iterable[str] = (),
     ) -> AsyncIterator[bytes]:
-        """The events of an owner's runs, until the service stops; refused if too many listen."""
+        """The events of an owner's runs, until the service stops; refused if too many listen.
+
+        `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
+        """
         if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
             raise RateLimitError(
                 f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
             )
-        return self._events(owner, describe, now, stopping)
+        return self._events(owner, describe, now, stopping, set(unsettled))
 
     async def _events(
         self,
@@ -74,12 +78,12 @@ class Live:
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
+        unsettled: set[str],
     ) -> AsyncIterator[bytes]:
         listener = _Listener()
         self._listeners.setdefault(owner, set()).add(listener)
         try:
             yield _event("hello", now())
-            unsettled: set[str] = set()  # runs whose state changes with time alone
             while not stopping.is_set():
                 beat = not await _woken(listener.woken, BEAT)
                 await asyncio.sleep(COLLECTED)
@@ -90,6 +94,8 @@ class Live:
                 unsettled = {run["id"] for run in runs if run["state"]["kind"] != "ended"}
                 for run in runs:
                     run["changed"] = sorted(changed.get(run["id"], ()))
+                if gone := set(asked) - {run["id"] for run in runs}:
+                    yield _event("gone", {"runs": sorted(gone)})
                 if runs:
                     yield _event("runs", {"runs": runs})
                 if beat or not runs:

@@ -17,7 +17,9 @@ from tinkex.errors import InvalidInputError
 from tinkex.types import ModelInput, SampleRequest, SamplingParams
 from tinkex.types._base import RequestModel
 
-from .texts import Stretch, Texts, texts_of
+from ..serving.chat import chat_prompt
+from ..serving.models import ServedModel
+from ..serving.vocabulary import TextDecoder, Vocabulary
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -33,7 +35,7 @@ class Message(RequestModel):
 
 
 class PlaygroundRequest(RequestModel):
-    """A prompt: a plain text, or the messages of a chat. `model` is a base model or a path `tinker://…`."""
+    """A prompt: a plain text, or the messages of a chat. `model` is a base model, an alias or a path `tinker://…`."""
 
     model: str
     prompt: Text | None = None
@@ -48,39 +50,31 @@ class PlaygroundRequest(RequestModel):
 
 async def play(service: Service, owner: str, asked: PlaygroundRequest) -> AsyncIterator[bytes]:
     """The events of one answer; a bad request is refused before the first."""
-    texts = await _texts(service, owner, asked.model)
-    request = _sample_request(asked, _prompt(texts, asked))
+    model = await service.served_models.find(owner, asked.model)
+    request = _sample_request(asked, model, await _prompt(service, model, asked))
     queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
     drawing = await service.samplers.draw(owner, request, queue.put_nowait)
     drawing.add_done_callback(lambda _: queue.put_nowait(None))
-    return _events(texts, drawing, queue)
+    return _events(model.vocabulary, drawing, queue)
 
 
-async def _texts(service: Service, owner: str, model: str) -> Texts:
-    name = model
-    if model.startswith("tinker://"):
-        row, _ = await service.checkpoints.readable(owner, model)
-        run = await service.database(service.database.store.run, row.run_id)
-        assert run is not None
-        name = run.base_model
-    base = await service.engine.catalog.model(name, "model")
-    return await asyncio.to_thread(texts_of, base.directory)
-
-
-def _prompt(texts: Texts, asked: PlaygroundRequest) -> list[int]:
+async def _prompt(service: Service, model: ServedModel, asked: PlaygroundRequest) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidInputError("give either prompt or messages", field="prompt")
     if asked.prompt is not None:
-        tokens = texts.encode(asked.prompt)
+        tokens = await model.vocabulary.encode(asked.prompt, special=True, field="prompt")
     else:
-        tokens = texts.chat([message.model_dump() for message in asked.messages or ()])
+        messages = [message.model_dump() for message in asked.messages or ()]
+        template = service.served_models.template(model)
+        tokens = (await chat_prompt(model, template, messages, None, {})).tokens
     if not tokens:
         raise InvalidInputError("must not be empty", field="prompt")
     return tokens
 
 
-def _sample_request(asked: PlaygroundRequest, tokens: list[int]) -> SampleRequest:
-    checkpoint = asked.model.startswith("tinker://")
+def _sample_request(
+    asked: PlaygroundRequest, model: ServedModel, tokens: list[int]
+) -> SampleRequest:
     return SampleRequest(
         prompt=ModelInput.from_ints(tokens),
         sampling_params=SamplingParams(
@@ -90,32 +84,34 @@ def _sample_request(asked: PlaygroundRequest, tokens: list[int]) -> SampleReques
             seed=asked.seed,
             stop=list(asked.stop) or None,
         ),
-        model_path=asked.model if checkpoint else None,
-        base_model=None if checkpoint else asked.model,
+        model_path=model.model_path,
+        base_model=None if model.model_path else model.base_model,
         topk_sample_logprobs=asked.alternatives,
     )
 
 
 async def _events(
-    texts: Texts, drawing: asyncio.Task[SampledResult], queue: asyncio.Queue[StreamedToken | None]
+    vocabulary: Vocabulary,
+    drawing: asyncio.Task[SampledResult],
+    queue: asyncio.Queue[StreamedToken | None],
 ) -> AsyncIterator[bytes]:
-    stretch = Stretch(texts)
+    decoder = TextDecoder(vocabulary)
     try:
         while (token := await queue.get()) is not None:
-            text = stretch.add(token.token)
+            text = decoder.add(token.token)
             yield _event("token", {"text": text, "logprob": _finite(token.logprob)})
         result = await drawing
-        if rest := stretch.rest():
+        if rest := decoder.end():
             yield _event("token", {"text": rest, "logprob": None})
+        tokens = result.tokens[0].tolist()
         yield _event(
             "done",
             {
                 "stop_reason": result.stop_reasons[0],
-                "tokens": len(result.tokens[0]),
-                # Some decoders change earlier characters when a later byte is invalid: this is what counts.
-                "text": texts.decode(result.tokens[0].tolist()),
-                "texts": texts.each(result.tokens[0].tolist()),
-                "alternatives": _alternatives(texts, result),
+                "tokens": len(tokens),
+                "text": vocabulary.text(tokens),
+                "texts": list(map(vocabulary.token_text, tokens)),
+                "alternatives": _alternatives(vocabulary, result),
             },
         )
     except Exception as error:  # the status is sent: the rest of the stream has to say it
@@ -126,13 +122,16 @@ async def _events(
             await drawing
 
 
-def _alternatives(texts: Texts, result: SampledResult) -> list[list[tuple[str, float]]]:
+def _alternatives(vocabulary: Vocabulary, result: SampledResult) -> list[list[tuple[str, float]]]:
     """For every token the most likely ones in its place, with their logprobs."""
     if not result.topk_sampled:
         return []
     tokens, logprobs = result.topk_sampled[0]
     return [
-        list(zip(texts.each(ids), [_finite(number) or -999.0 for number in numbers], strict=True))
+        [
+            (vocabulary.token_text(token), _finite(number) or -999.0)
+            for token, number in zip(ids, numbers, strict=True)
+        ]
         for ids, numbers in zip(tokens.tolist(), logprobs.tolist(), strict=True)
     ]
 

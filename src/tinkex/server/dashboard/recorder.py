@@ -27,7 +27,7 @@ from ..futures import Promise
 from ..replay import changes_model
 from .store import MetricPoint, MetricStore
 
-__all__ = ["Progress", "Recorder"]
+__all__ = ["Recorder", "RunProgress"]
 
 #: What the engine reports of each pass and what has a point of its own.
 _OWN: Final = frozenset({"loss:sum", "tokens:sum"})
@@ -36,7 +36,7 @@ _MAX_OTHERS: Final = 32
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What was done with a run so far."""
 
     steps: int = 0
@@ -52,7 +52,7 @@ class Progress:
     config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Progress:
+    def of(cls, state: dict[str, Any]) -> RunProgress:
         known = {name: value for name, value in state.items() if name in cls.__dataclass_fields__}
         # JSON has no NaN: what is null was not finite.
         for name in ("loss", "weight"):
@@ -67,15 +67,18 @@ class Recorder:
     def __init__(self, store: MetricStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._progress: dict[tuple[str, str], Progress] = {}  # by owner and run
+        self._progress: dict[tuple[str, str], RunProgress] = {}  # by owner and run
 
-    def progress(self, owner: str, run_id: str) -> Progress:
+    def progress(self, owner: str, run_id: str) -> RunProgress:
         found = self._progress.get((owner, run_id))
         if found is None:
             # Pages ask from threads; whoever is first decides.
-            read = Progress.of(self._store.state(owner, run_id))
+            read = RunProgress.of(self._store.state(owner, run_id))
             found = self._progress.setdefault((owner, run_id), read)
         return found
+
+    def forget(self, owner: str, run_id: str) -> None:
+        self._progress.pop((owner, run_id), None)
 
     def finished(self, promise: Promise, value: Any) -> None:
         """Take note of a result, before the promise lets go of its request."""
@@ -85,7 +88,7 @@ class Recorder:
         elif isinstance(value, OptimStepResponse):
             self._stepped(promise, value)
 
-    def _begun(self, promise: Promise) -> Progress | None:
+    def _begun(self, promise: Promise) -> RunProgress | None:
         """The progress of the promise's run; None if the request is counted already."""
         progress = self.progress(promise.owner, promise.scope)
         if promise.seq_id is not None:
@@ -114,7 +117,7 @@ class Recorder:
                 self._other(progress, name, number, weight)
         self._store.add(promise.owner, promise.scope, (), asdict(progress))
 
-    def _other(self, progress: Progress, name: str, number: float, weight: float) -> None:
+    def _other(self, progress: RunProgress, name: str, number: float, weight: float) -> None:
         """Join a metric of several passes by the reduction that its name ends in."""
         plain, _, reduction = name.rpartition(":")
         joined = progress.others.get(plain or name)

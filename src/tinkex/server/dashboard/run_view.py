@@ -110,6 +110,9 @@ class RunViews:
         self._sparks[run_id] = count, spark
         return spark
 
+    def forget(self, run_id: str) -> None:
+        self._sparks.pop(run_id, None)
+
     # -- one run -------------------------------------------------------------------------------
 
     async def whole(self, owner: str, run_id: str) -> dict[str, Any]:

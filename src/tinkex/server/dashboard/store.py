@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -178,6 +179,16 @@ class MetricStore:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(self._write_all())
 
+    async def delete(self, owner: str, run_id: str) -> int:
+        """Delete the metrics and samples of a run; returns how many bytes they had."""
+        await self.flush()
+        self._runs.pop((owner, run_id), None)
+        size = await self.in_thread(_removed, self.directory(owner, run_id))
+        self._quota.release(owner, size)
+        for notify in self.on_written:
+            notify(owner, run_id)
+        return size
+
     def stored(self, owner: str, run_id: str, size: int) -> None:
         """Count what was written beside the points of a run, and tell that it can be read."""
         self._quota.add(owner, size)
@@ -237,9 +248,19 @@ def _stored(directory: Path) -> dict[str, int]:
     """The bytes of points and samples by owner; the small files beside them do not count."""
     sizes: dict[str, int] = {}
     for owned in directory.glob("of-*"):
-        files = [path for path in owned.rglob("*") if path.is_file() and path.suffix != ".json"]
-        sizes[owned.name.removeprefix("of-")] = sum(path.stat().st_size for path in files)
+        sizes[owned.name.removeprefix("of-")] = _counted(owned)
     return sizes
+
+
+def _counted(directory: Path) -> int:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".json"]
+    return sum(path.stat().st_size for path in files)
+
+
+def _removed(directory: Path) -> int:
+    size = _counted(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return size
 
 
 def _read_json(path: Path, default: Any) -> Any:

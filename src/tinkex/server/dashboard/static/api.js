@@ -1,6 +1,6 @@
 // Calls to the service. The key is kept in this tab only and is sent as a header, never in an address or a cookie.
 const KEY = "tinkex-key";
-const watching = { key: new Set(), state: new Set(), runs: new Set(), again: new Set() };
+const watching = { key: new Set(), state: new Set(), runs: new Set(), gone: new Set(), again: new Set() };
 
 export class Failure extends Error {
   constructor(message, status) {
@@ -125,6 +125,8 @@ export const stream = {
             pause = 300;
           } else if (name === "runs") {
             for (const tell of watching.runs) tell(content.runs);
+          } else if (name === "gone") {
+            for (const tell of watching.gone) tell(content.runs);
           }
         }
       } catch (error) {

@@ -61,6 +61,12 @@ function useRuns() {
         for (const run of changed) { if (!runs.has(run.id)) total += 1; runs.set(run.id, run); }
         return { runs, total, error: null };
       })),
+      on("gone", (ids) => setState((before) => {
+        if (!before.runs) return before;
+        const runs = new Map(before.runs);
+        const total = before.total - ids.filter((id) => runs.delete(id)).length;
+        return { ...before, runs, total };
+      })),
     ];
     return () => stops.forEach((stop) => stop());
   }, []);
@@ -107,7 +113,7 @@ function App() {
   }, [address.part]);
 
   const Part = PARTS[address.part] ? part : Runs;
-  const link = (name, text) => html`<a href=${`#/${name}`} aria-current=${address.part === name ? "page" : null}>${text}</a>`;
+  const link = (name, text) => html`<a href=${`#/${name}`} aria-current=${address.part === name || (name === "" && address.part === "run") ? "page" : null}>${text}</a>`;
   const said = { live: "Live", offline: "Connecting again…", connecting: "Connecting…" }[connection];
   return html`
     <a class="skip" href="#content" onClick=${(event) => { event.preventDefault(); document.getElementById("content").focus(); }}>Skip to the content</a>

@@ -56,7 +56,7 @@ function options(props, width, height, show) {
     width, height, series, bands, legend: { show: false },
     padding: [8, 12, 0, 0],
     cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
-    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: log ? { distr: 3 } : { range: spread } },
     axes: [
       { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 26, space: 70,
         values: (_, ticks) => ticks.map((tick) => (axis === "time" ? (tick >= first ? duration(tick - first) : "") : count(tick))) },
@@ -73,6 +73,13 @@ function options(props, width, height, show) {
       draw: [(plot) => marks(plot, curves)],
     },
   };
+}
+
+// The range of the y axis. Values that are all the same stand in a small range around them, not between 0 and 100.
+function spread(plot, low, high) {
+  if (low === null) return [null, null];
+  if (low !== high) return window.uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
 }
 
 // A triangle at the upper edge wherever a value was not finite.

@@ -21,7 +21,7 @@ export function useLive(ids, what, load, inputs) {
   };
   useEffect(() => { go(); }, inputs);
   useEffect(() => {
-    const stops = [on("again", go), on("runs", (runs) => {
+    const stops = [on("again", go), on("gone", (gone) => { if (gone.some((id) => ids.includes(id))) go(); }), on("runs", (runs) => {
       if (runs.some((run) => ids.includes(run.id) && (what === null || run.changed.includes(what)))) go();
     })];
     return () => stops.forEach((stop) => stop());
@@ -32,6 +32,7 @@ export function Run({ address, runs, theme }) {
   const id = address.rest[0] ?? "", tab = address.rest[1] ?? "metrics";
   const [run, setRun] = useState(null);
   const [error, setError] = useState(null);
+  const [deleting, setDeleting] = useState(false);
   useLive([id], null, async () => {
     try { setRun(await get(runPath(id))); setError(null); } catch (failure) { setError(failure); }
   }, [id]);
@@ -44,7 +45,8 @@ export function Run({ address, runs, theme }) {
     <nav class="crumbs" aria-label="Path"><a href="#/">Runs</a></nav>
     <div class="title"><h1>${shown.name}</h1><${State} state=${shown.state} />
       ${shown.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
-      <a class="button right" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a></div>
+      <span class="right buttons"><a class="button" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a>
+        <button class="bad" onClick=${() => setDeleting(true)}>Delete…</button></span></div>
     ${shown.state.about && html`<p class="soft about">${shown.state.about}</p>`}
     ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
     <dl class="facts">
@@ -59,7 +61,34 @@ export function Run({ address, runs, theme }) {
     ${tab === "samples" ? html`<${Samples} id=${id} />`
       : tab === "checkpoints" ? html`<${Checkpoints} id=${id} />`
       : tab === "configuration" ? html`<${Configuration} run=${run} />`
-      : html`<${Metrics} ids=${[id]} theme=${theme} />`}`;
+      : html`<${Metrics} ids=${[id]} theme=${theme} />`}
+    ${deleting && html`<${DeleteRun} run=${shown} onClose=${() => setDeleting(false)} />`}`;
+}
+
+// Asks before a run is deleted, and names what goes.
+function DeleteRun({ run, onClose }) {
+  const [rows, setRows] = useState(null);
+  const [keep, setKeep] = useState(false);
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+  useEffect(() => { get(runPath(run.id, "/checkpoints")).then((found) => setRows(found.checkpoints), setError); }, [run.id]);
+  const remove = async () => {
+    setBusy(true);
+    try {
+      await call("DELETE", `${runPath(run.id)}?keep_checkpoints=${keep}`);
+      if (keep) onClose(); else location.hash = "#/";
+    } catch (failure) { setError(failure); setBusy(false); }
+  };
+  const some = rows?.length > 0;
+  return html`<${Dialog} title=${`Delete ${run.name}?`} onClose=${onClose}>
+    ${error && html`<${Notice} kind="bad">${error.message}<//>`}
+    <p>This removes for good, of <code>${run.id}</code>:</p>
+    <ul><li>all metrics of ${count(run.steps)} steps, and all samples</li>
+      ${some && html`<li class=${keep ? "struck" : ""}>${rows.length === 1 ? "its checkpoint" : `all ${rows.length} checkpoints`} (${bytes(rows.reduce((sum, row) => sum + row.bytes, 0))}): ${rows.slice(0, 8).map((row) => row.name).join(", ")}${rows.length > 8 ? "…" : ""}</li>`}
+      ${!keep && html`<li>the run itself, from every list</li>`}</ul>
+    ${some && html`<label class="inline"><input type="checkbox" checked=${keep} onChange=${(event) => setKeep(event.target.checked)} /> Keep the checkpoints, and the run with them</label>`}
+    ${run.state.kind !== "ended" && html`<p class="soft">Its session must have ended: close its client first.</p>`}
+    <p class="actions"><button onClick=${onClose}>Keep it</button> <button class="bad" disabled=${busy || rows === null} onClick=${remove}>Delete ${keep ? "metrics and samples" : run.name}</button></p><//>`;
 }
 
 // -- metrics -----------------------------------------------------------------------------------------
@@ -141,7 +170,7 @@ function Checkpoints({ id }) {
       <tbody>${rows.slice(0, shown).map((row) => html`<tr key=${row.path}>
         <td class="name"><b>${row.name}</b> ${row.public && html`<span class="tag">public</span>`}<br /><code class="soft">${row.path}</code></td>
         <td>${row.kind}</td><td class="number">${bytes(row.bytes)}</td><td><${Time} at=${row.created_at} /></td>
-        <td>${row.expires_at ? html`<${Time} at=${row.expires_at} />` : "never"}</td>
+        <td class="expires">${row.expires_at ? html`<${Time} at=${row.expires_at} />` : "never"}</td>
         <td class="actions">
           <button class="small" aria-label=${`Use ${row.name} in code`} onClick=${() => setAsked(["code", row])}>Use</button>
           <button class="small" aria-label=${`Download ${row.name}`} onClick=${() => download(row)}>Download</button>

@@ -30,7 +30,7 @@ export function Service({ theme }) {
     <dl class="facts">
       <div><dt>Engine</dt><dd class="text">${engine.kind} <span class="soft">${engine.state}</span></dd></div>
       <div><dt>Device</dt><dd class="text">${engine.device} <span class="soft">${engine.cores} cores</span></dd></div>
-      <div><dt>Queue, this key</dt><dd>${count(found.queue["this key"] ?? 0)}</dd></div><div><dt>Queue, other keys</dt><dd>${count(found.queue["other keys"] ?? 0)}</dd></div>
+      <div><dt>Queue, this key</dt><dd>${count(found.queue["this key"] ?? 0)}</dd></div><div><dt>Queue, others</dt><dd>${count(found.queue["other keys"] ?? 0)}</dd></div>
       <div><dt>Samples in flight</dt><dd>${count(found.sampling)}</dd></div><div><dt>Loaded models</dt><dd>${count(counts.live_models)}</dd></div>
       <div><dt>Runs</dt><dd>${count(counts.runs)}</dd></div><div><dt>Checkpoints</dt><dd>${count(counts.checkpoints)}</dd></div>
     </dl>

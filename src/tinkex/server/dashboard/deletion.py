@@ -1,0 +1,57 @@
+"""Delete a run for good: its metrics and samples, its checkpoints, and its place in the list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tinkex.errors import ConflictError, TinkerError
+
+from ..store import AuditRow, RunRow
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+__all__ = ["delete_run"]
+
+
+async def delete_run(service: Service, run: RunRow, *, keep_checkpoints: bool) -> dict[str, Any]:
+    """Delete a run whose session has ended; tells what is gone.
+
+    With `keep_checkpoints` only metrics and samples go: a checkpoint needs the row of its run.
+    """
+    await _check_ended(service, run)
+    database = service.database
+    checkpoints = await database(database.store.checkpoints_of_run, run.run_id)
+    if not keep_checkpoints:
+        for checkpoint in checkpoints:
+            await service.checkpoints.delete(checkpoint)
+    await service.captured.flush()
+    freed = await service.run_metrics.delete(run.owner, run.run_id)
+    service.recorder.forget(run.owner, run.run_id)
+    if not keep_checkpoints:
+        entry = AuditRow(service.settings.now(), run.owner, "runs", "run_deleted", {}, run.run_id)
+        await database(_delete_row, service, run, entry)
+    return {
+        "run": run.run_id,
+        "metric_bytes": freed,
+        "checkpoints": 0 if keep_checkpoints else len(checkpoints),
+        "kept": keep_checkpoints,
+    }
+
+
+async def _check_ended(service: Service, run: RunRow) -> None:
+    if service.models.live(run.run_id) is None:
+        try:
+            await service.sessions.check_active(run.session_id, run.owner)
+        except TinkerError:
+            return
+    raise ConflictError(
+        "The session of this run is still open, so its client may go on training. Close the client first."
+    )
+
+
+def _delete_row(service: Service, run: RunRow, entry: AuditRow) -> None:
+    store = service.database.store
+    with store.one_transaction():
+        store.delete_run(run.run_id)
+        store.add_audit(entry)
