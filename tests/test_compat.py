@@ -271,6 +271,7 @@ POOL = """
 POOL_PRINTS = "__mp_main__ True tinkex.types.tensors 0 ['a', '--b']\n"
 
 
+@pytest.mark.heavy
 def test_spawned_processes_import_tinkex_after_install(python):
     script = """
     import tinkex
@@ -312,6 +313,7 @@ def test_script_with_a_guarded_process_pool_runs(python):
     assert finished.stdout == POOL_PRINTS
 
 
+@pytest.mark.heavy
 def test_module_with_a_guarded_process_pool_runs(python):
     files = {"package/__init__.py": "", "package/pool.py": POOL, **OFFICIAL}
     module = ("-m", "package.pool", "a", "--b")

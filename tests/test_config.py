@@ -939,6 +939,7 @@ def test_settings_list_every_environment_variable_once():
     variables = [row.env for row in settings() if row.env]
     assert len(variables) == len(set(variables))
     assert set(variables) == {
+        "CI",
         "CLOUDFLARE_ACCESS_CLIENT_ID",
         "CLOUDFLARE_ACCESS_CLIENT_SECRET",
         "HF_HOME",
@@ -957,6 +958,7 @@ def test_settings_list_every_environment_variable_once():
         "TINKER_TELEMETRY",
         "TINKEX_CIRCUIT_BREAKER",
         "TINKEX_DATA_DIR",
+        "TINKEX_KERNELS",
         "TINKEX_DEFAULT_HEADERS",
         "TINKEX_DEFAULT_QUERY",
         "TINKEX_DUMP_HEADERS",

@@ -36,6 +36,9 @@ GIVEN = {
         client, batches = service, [data]
         def train(): ...
     """,
+    "docs/guides/moving.md": """
+        kept = training.save_weights_for_sampler("final").result()
+    """,
 }
 
 _BLOCK = re.compile(

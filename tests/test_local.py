@@ -199,5 +199,5 @@ def test_new_service_starts_after_the_old_one_was_killed(tmp_path):
         assert process.ended()
     client.service.close()
     assert (tmp_path / "service.json").exists()  # the killed service could not remove it
-    with local(tmp_path, timeout=5) as client:
+    with local(tmp_path, timeout=60) as client:
         assert train(client) > 0

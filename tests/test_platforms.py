@@ -45,3 +45,17 @@ def test_service_says_which_platforms_it_needs(code):
     done = run_without_unix(code)
     assert done.returncode != 0
     assert "needs Linux or macOS; on Windows run it in WSL" in done.stderr
+
+
+def test_missing_key_is_explained_where_no_service_can_run(tmp_path):
+    (tmp_path / "lock").touch()  # of a service in WSL that shares the directory
+    code = f"""
+import os, sys
+os.environ.pop("TINKER_API_KEY", None)
+os.environ.update(TINKEX_DATA_DIR={str(tmp_path)!r}, HOME={str(tmp_path)!r})
+from tinkex.cli.main import run
+sys.exit(run(["run", "list"]))
+"""
+    done = run_without_unix(code)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: --api-key: missing"), done.stderr

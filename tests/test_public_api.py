@@ -124,6 +124,18 @@ def test_the_first_client_and_datum_load_neither_numpy_nor_protobuf():
     assert first_use & {"numpy", "google", "zstandard", "pyqwest", "torch"} == set()
 
 
+def test_no_validator_is_built_at_import():
+    script = """
+import tinkex
+tinkex.ServiceClient
+from tinkex.types import __all__ as names
+kinds = [getattr(tinkex.types, name) for name in names]
+print(*[kind for kind in kinds if getattr(kind, "__pydantic_complete__", False)])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
 def test_importing_types_loads_no_model_or_http_library():
     needless = {"torch", "transformers", "pyqwest", "fastapi", "starlette", "sqlalchemy", "rich"}
     assert loaded_by("import tinkex.types") & needless == set()

@@ -143,7 +143,7 @@ def data_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 def running(data_dir: str | os.PathLike[str] | None = None) -> str | None:
     """The address of the service that runs on a data directory; None if there is none."""
     directory = data_directory(data_dir)
-    if not (directory / "lock").exists() or _is_free(directory):
+    if not _can_run() or not (directory / "lock").exists() or _is_free(directory):
         return None
     return _running(directory)
 
@@ -157,9 +157,14 @@ def _running(directory: Path) -> str | None:
     return address
 
 
+def _can_run() -> bool:
+    """Whether this platform has the file locks and signals that the service needs; Windows has not."""
+    return importlib.util.find_spec("fcntl") is not None
+
+
 def check_platform() -> None:
-    """Raise where the service cannot run: it needs file locks and signals that Windows does not have."""
-    if importlib.util.find_spec("fcntl") is None:
+    """Raise where the service cannot run."""
+    if not _can_run():
         raise ConfigError(
             "the local service needs Linux or macOS; on Windows run it in WSL, "
             "or give the URL of a service on another machine",

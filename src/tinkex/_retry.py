@@ -82,7 +82,7 @@ class OnWait(Protocol):
     def __call__(self, error: Any, tried: Tried, wait: float, /) -> None: ...
 
 
-class AttemptEvents(Protocol):
+class AttemptObserver(Protocol):
     """Receives every attempt; the client passes the one that emits telemetry events."""
 
     def started(self, clock: Clock, attempt: int, /) -> None: ...
@@ -122,7 +122,7 @@ async def retrying(
     clock: Clock,
     on_wait: OnWait | None = None,
     deadline: float | None = None,
-    events: AttemptEvents | None = None,
+    events: AttemptObserver | None = None,
 ) -> T:
     """Call until success or until the policy gives up; then the last error is raised unchanged.
 

@@ -732,7 +732,12 @@ _OTHER_VARIABLES = (
     Setting("Parent directory of caches.", env="XDG_CACHE_HOME"),
     Setting("GPUs that the local service may use, as in CUDA.", env="CUDA_VISIBLE_DEVICES"),
     Setting("Directory of the local service's data.", env="TINKEX_DATA_DIR"),
+    Setting(
+        "Set to torch, the local service computes without the kernels in C that it compiles on first use.",
+        env="TINKEX_KERNELS",
+    ),
     Setting("If set, the command line prints no colours and no bold.", env="NO_COLOR"),
+    Setting("If set, `tinkex demo` ends by itself instead of waiting for a key.", env="CI"),
     Setting("Import path of Python, extended for children of tinkex.as_tinker.", env="PYTHONPATH"),
 )
 

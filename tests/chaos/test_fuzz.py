@@ -14,7 +14,7 @@ import pytest
 
 from tests.server.api import Api, Model
 from tinkex.server.auth import Keys
-from tinkex.server.quotas import Limits
+from tinkex.server.quotas import KeyLimits
 from tinkex.testing import service
 
 from .fuzzing import Ask, FromDocument, bodies_of_passes
@@ -106,7 +106,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     directory: Path = tmp_path_factory.mktemp("fuzzed")
     (directory / "keys").write_text(f"mine: {MINE}\nyours: {YOURS}\n")
     keys = Keys.from_file(directory / "keys")
-    limits = Limits(models=1_000)  # the long form creates more models than the default allows
+    limits = KeyLimits(models=1_000)  # the long form creates more models than the default allows
     with service(
         "torch", data_dir=directory / "data", keys=keys, hold=0.02, limits=limits
     ) as running:

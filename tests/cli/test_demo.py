@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +18,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import tinkex
 from tinkex import data
-from tinkex.cli.demo import Answer, Chat, agreement, command, lessons
+from tinkex.cli.addresses import Addresses
+from tinkex.cli.demo import Chat, DemoAnswer, agreement, command, lessons
 from tinkex.engine.base_models import TINY, parse_spec, prepare
 from tinkex.errors import InvalidInputError
+
+from .commands import PROGRAM, environment
 
 RUN = [sys.executable, "-c", "from tinkex.cli.main import main; main()"]
 DEMO = [sys.executable, "-c", "from tinkex.cli.demo import command; command()"]
@@ -100,8 +107,8 @@ def test_a_model_that_cannot_chat_is_refused_with_the_reason(
 # -- agreement --------------------------------------------------------------------------------------
 
 
-def answer(tokens: list[int], logprobs: list[float]) -> Answer:
-    return Answer("Where?", "There.", tokens, logprobs, True)
+def answer(tokens: list[int], logprobs: list[float]) -> DemoAnswer:
+    return DemoAnswer("Where?", "There.", tokens, logprobs, True)
 
 
 def test_answers_agree_that_differ_by_rounding() -> None:
@@ -117,7 +124,7 @@ def test_answers_agree_that_differ_by_rounding() -> None:
         (answer([1, 2], [-0.5, float("nan")]), "a logprob of nan"),
     ],
 )
-def test_answers_that_do_not_agree_end_the_demo(after: Answer, complaint: str) -> None:
+def test_answers_that_do_not_agree_end_the_demo(after: DemoAnswer, complaint: str) -> None:
     with pytest.raises(click.ClickException, match=complaint) as refused:
         agreement([answer([1, 2], [-0.5, -1.0])], [after])
     assert refused.value.exit_code == 1
@@ -165,3 +172,120 @@ def test_an_output_directory_that_cannot_be_made_is_told_before_any_work(tmp_pat
     result = CliRunner().invoke(command, options)
     assert result.exit_code == 1
     assert f"{taken / 'out'}: Not a directory" in result.stderr
+
+
+# -- the end: an open door ----------------------------------------------------------------------------
+
+SHORT = ["demo", "--base-model", TINY, "--steps", "1", "--output", "out"]
+PROMPT = "Press any key to stop the service."
+
+
+class OnTerminal:
+    """The demo with a terminal as stdin and stdout; its notes go through a pipe."""
+
+    def __init__(self, home: Path, **settings: str) -> None:
+        self._ours, theirs = pty.openpty()
+        surroundings = environment(TINKEX_DATA_DIR=str(home / "data"))
+        surroundings.pop("CI", None)
+        self.process = subprocess.Popen(
+            [*PROGRAM, *SHORT],
+            cwd=home,
+            env=surroundings | settings,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+        )
+        os.close(theirs)
+        self.stdout = ""
+
+    def read_until_prompt(self) -> None:
+        """Read both streams until the demo waits for a key or ends."""
+        assert self.process.stderr is not None
+        told = b""
+        while PROMPT.encode() not in told and (read := os.read(self.process.stderr.fileno(), 4096)):
+            told += read
+        self.waits = PROMPT.encode() in told
+        # The prompt is written last, so all of stdout is already in the terminal's buffer.
+        while "chat/completions" not in self.stdout and (part := self._read()):
+            self.stdout += part.replace("\r\n", "\n")
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._ours, 1 << 16).decode()
+        except OSError:  # Linux reports a terminal without a writer as an error
+            return ""
+
+    def press(self, key: bytes) -> int:
+        os.write(self._ours, key)
+        return self.process.wait()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        os.close(self._ours)
+
+
+def test_trained_model_answers_until_a_key_is_pressed(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("the printed command needs curl")
+    demo = OnTerminal(tmp_path)
+    try:
+        demo.read_until_prompt()
+        assert demo.waits
+        (run_id,) = set(re.findall(r"/#/run/(\S+)", demo.stdout))
+        (base_url,) = re.findall(r"for OpenAI clients +(\S+)", demo.stdout)
+        with tinkex.ServiceClient(base_url=base_url.removesuffix("/v1"), api_key="tml-x") as client:
+            history = client.http.get(f"/local/runs/{run_id}").result()
+        assert history["name"] == "Tolmery"
+        asked = subprocess.run(
+            ["bash", "-c", demo.stdout[demo.stdout.index("curl ") :]],
+            capture_output=True,
+            check=True,
+            env=environment(),
+        )
+        answer = json.loads(asked.stdout)
+        assert answer["model"].endswith("/sampler_weights/demo")
+        assert answer["choices"][0]["message"]["content"]
+        assert demo.press(b"x") == 0
+    finally:
+        demo.close()
+
+
+def test_demo_ends_by_itself_in_ci_even_on_a_terminal(tmp_path: Path) -> None:
+    demo = OnTerminal(tmp_path, CI="true")
+    try:
+        demo.read_until_prompt()
+        assert not demo.waits
+        assert "What to try next" in demo.stdout
+        assert demo.process.wait() == 0
+    finally:
+        demo.close()
+
+
+def test_demo_ends_by_itself_without_a_terminal(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*PROGRAM, *SHORT, "--base-url", "local"],
+        cwd=tmp_path,
+        env=environment(TINKEX_DATA_DIR=str(tmp_path / "data")),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Watch it in a browser: http://127.0.0.1:" in done.stderr
+    assert "curl" not in done.stdout  # nothing answers any more
+    assert PROMPT not in done.stderr
+
+
+def test_command_for_curl_survives_quotes_in_the_question() -> None:
+    messages = [{"role": "user", "content": "What does Tolmery's flag show?"}]
+    line = Addresses("http://127.0.0.1:9", "run").curl("model", messages, 7)
+    script = f'curl() {{ printf "%s\\n" "$@"; }}\n{line}'
+    arguments = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert arguments[0] == "http://127.0.0.1:9/v1/chat/completions"
+    assert json.loads(arguments[-1])["messages"] == messages

@@ -134,6 +134,7 @@ def test_doctor_passes_on_a_healthy_setup(here):
     assert all(one["ok"] for one in findings)
 
 
+@pytest.mark.heavy  # the commands look at torch
 def test_doctor_says_what_to_do(tmp_path):
     gone = process("doctor", "--base-url", "http://127.0.0.1:1", "--json")
     findings = payload("doctor", gone, 1)["findings"]
@@ -150,6 +151,14 @@ def test_doctor_says_what_to_do(tmp_path):
     # What does not depend on the settings is looked at all the same.
     looked_at = {line.split()[1] for line in wrong.out.splitlines()[1:]}
     assert {"packages", "engine", "models", "disk", "port"} <= looked_at
+
+
+@pytest.mark.heavy
+def test_doctor_says_that_a_compiler_makes_the_engine_faster(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = doctor._engine()
+    assert without.ok
+    assert "C compiler" in without.advice
 
 
 def test_doctor_tells_a_service_from_another_program_on_its_port(monkeypatch, here):

@@ -50,6 +50,7 @@ def test_wrong_usage_exits_with_2_and_names_the_mistake(arguments, named, capsys
     assert "--help" in shown.err
 
 
+@pytest.mark.heavy
 def test_failure_exits_with_1_and_shows_a_traceback_only_with_debug():
     command = ["checkpoint", "info", "nonsense", "--base-url", NOWHERE]
     plain = process(*command)
@@ -78,9 +79,28 @@ def test_a_missing_package_is_named(tmp_path):
 def test_a_missing_key_is_explained_in_words_of_the_command_line(tmp_path):
     outcome = process("run", "list", TINKER_API_KEY="", HOME=str(tmp_path))
     assert outcome.code == 1
-    for way in ("TINKER_API_KEY", "--api-key", "tinkex auth login", "--base-url local"):
-        assert way in outcome.err
-    assert "api_key=" not in outcome.err
+    problem, here, elsewhere = outcome.err.splitlines()
+    assert problem == "Error: --api-key: missing"
+    for way in ("--base-url local", "tinkex serve"):
+        assert way in here
+    for way in ("tinkex auth login", "--api-key", "TINKER_API_KEY"):
+        assert way in elsewhere
+
+
+def test_a_missing_key_points_to_the_service_that_runs_on_this_machine(tinkex_fake, tmp_path):
+    data_dir = str(tinkex_fake.data_dir)
+    outcome = process(
+        "run", "list", TINKER_API_KEY="", HOME=str(tmp_path), TINKEX_DATA_DIR=data_dir
+    )
+    assert outcome.code == 1
+    assert f"runs on this machine at {tinkex_fake.url}: --base-url local uses it" in outcome.err
+    listed = process(
+        *("run", "list", "--base-url", "local"),
+        TINKER_API_KEY="",
+        HOME=str(tmp_path),
+        TINKEX_DATA_DIR=data_dir,
+    )
+    assert listed.code == 0, listed.err
 
 
 def test_a_service_on_this_machine_needs_no_key(server, tmp_path):
@@ -95,9 +115,9 @@ def test_a_service_on_this_machine_needs_no_key(server, tmp_path):
     "command",
     [
         ["run", "list"],
-        ["run", "--prompt", "x", "--base-model", "m"],
-        ["train", "tolmery", "--base-model", "m"],
-        ["chat", "m"],
+        pytest.param(["run", "--prompt", "x", "--base-model", "m"], marks=pytest.mark.heavy),
+        pytest.param(["train", "tolmery", "--base-model", "m"], marks=pytest.mark.heavy),
+        pytest.param(["chat", "m"], marks=pytest.mark.heavy),
     ],
 )
 def test_a_service_that_is_down_is_named_by_its_url(command, capsys, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tinkex.cli.lessons import Lesson
-from tinkex.cli.run_file import Run, Settings
+from tinkex.cli.run_file import RunSettings, RunState
 from tinkex.cli.training_loop import Trainer
 
 from .commands import PROGRAM, environment, payload, process, run
@@ -160,8 +160,8 @@ def test_interrupted_run_resumes_to_the_same_result(tinkex_fake, tmp_path):
     lessons = [lesson(n) for n in range(4)]
     plan = [[0, 1], [2, 0], [1], [2, 1], [0, 2]]
 
-    def fresh() -> Run:
-        return Run(Settings("data", TINY, learning_rate=0.1), "sha")
+    def fresh() -> RunState:
+        return RunState(RunSettings("data", TINY, learning_rate=0.1), "sha")
 
     def trainer(model, record, **options) -> Trainer:
         return Trainer(model, record, lessons[:3], lessons[3:], plan, **options)
@@ -172,7 +172,7 @@ def test_interrupted_run_resumes_to_the_same_result(tinkex_fake, tmp_path):
     stopped, model = fresh(), client.create_lora_training_client(TINY, rank=4, seed=1)
     options: dict[str, Any] = {"keep": lambda: stopped.write(tmp_path)}
     assert not trainer(model, stopped, stopped=lambda: stopped.step >= 2, **options).train()
-    read = Run.read(tmp_path / "run.json")
+    read = RunState.read(tmp_path / "run.json")
     assert read == stopped
     assert read.last is not None
     assert 2 <= read.last.step == read.step < 5
@@ -212,7 +212,7 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(tinkex_fake, da
                 training.send_signal(signal.SIGINT)
                 asked = True
     assert training.returncode == 130, said
-    recorded = Run.read(output / "run.json")
+    recorded = RunState.read(output / "run.json")
     assert recorded.status == "interrupted"
     assert recorded.last is not None
     assert recorded.last.step == recorded.step
@@ -233,6 +233,25 @@ def test_the_summary_is_told_to_people_and_packing_fills_steps_by_tokens(
     assert "finished, 3 of 3 steps" in told.out  # three of some thirty tokens fit into a hundred
     assert "Held out" not in told.out
     assert "tinker://" in told.out
+
+
+@pytest.mark.parametrize("address", ["local", None])
+def test_run_on_the_service_of_this_machine_is_shown_in_the_dashboard(
+    address, tinkex_fake, data, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tinkex_fake.data_dir))
+    where = ["--base-url", address or tinkex_fake.url, "--output", tmp_path / "run"]
+    told = run("train", data, "--base-model", TINY, "--steps", 1, "--json", *where)
+    summary = json.loads(told.out)
+    assert f"{tinkex_fake.url}/#/run/{summary['model_id']}" in told.err
+
+
+def test_run_on_another_service_names_no_dashboard(tinkex_fake, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "empty"))
+    where = ["--base-url", tinkex_fake.url, "--output", tmp_path / "run"]
+    told = run("train", data, "--base-model", TINY, "--steps", 1, *where)
+    assert told.code == 0, told.err
+    assert "#/run/" not in told.err
 
 
 # -- what it costs ------------------------------------------------------------------------------------
@@ -258,7 +277,7 @@ def test_dry_run_predicts_the_usage_of_the_run_and_trains_nothing(tinkex_fake, d
     # A second look does not mind the run that is there, and leaves it alone.
     again = train(tinkex_fake, data, output, *options, "--dry-run")
     assert json.loads(again.out) == expected
-    assert Run.read(output / "run.json").status == "finished"
+    assert RunState.read(output / "run.json").status == "finished"
 
 
 def test_dry_run_of_a_resumed_run_prices_only_remaining_steps(trained, tinkex_tiny, tmp_path):
@@ -310,7 +329,7 @@ def test_directory_with_a_run_is_overwritten_only_with_overwrite(tinkex_fake, da
     assert refused.code == 1
     assert "--resume auto resumes it" in refused.err
     assert train(tinkex_fake, data, output, "--steps", 2, "--overwrite").code == 0
-    assert Run.read(output / "run.json").step == 2
+    assert RunState.read(output / "run.json").step == 2
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_the_service_is_named_without_path_or_password(url, shown):
     assert down.startswith(f"{shown}cannot be reached: Connection failed")
     assert refused.startswith(f"{shown}refuses the key: Invalid key.")
     assert "secret" not in down + refused
+    # `tinkex serve` is no help for a service elsewhere.
+    assert ("tinkex serve" in down) == url.startswith("http:")
 
 
 def test_error_of_another_host_is_not_blamed_on_the_service():

@@ -226,6 +226,7 @@ def test_ipv6_address_is_in_brackets_in_host_header(run):
     run(work())
 
 
+@pytest.mark.heavy
 def test_twenty_megabytes_are_sent_and_received(run, server):
     body = bytes(range(256)) * (20 * MEGABYTE // 256)
     server.on("POST /echo", lambda request: Answer(request.body))

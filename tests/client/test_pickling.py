@@ -150,6 +150,7 @@ def draw(client: tinkex.SamplingClient) -> list[int]:
     return tokens
 
 
+@pytest.mark.heavy
 def test_a_client_works_in_spawned_processes(server, service):
     answer_samples(server, 7)
     client = new_sampler(service())

@@ -53,6 +53,22 @@ def test_reports_that_wait_for_one_are_sent_together(server, service):
     assert len(server.asked(LOG)) <= 3
 
 
+def test_closing_the_client_sends_what_was_logged_before(server, service):
+    arrived = threading.Event()
+    server.on(LOG, Answer({}, wait_for=arrived), Answer({}))
+    client = service()
+    training = new_trainer(client)
+    futures = [training.log(step, {"a": step}) for step in range(50)]
+    server.wait_for(LOG)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    arrived.set()
+    closing.join(20)
+    assert [future.result().metrics for future in futures] == [1] * 50
+    sent = [entry["step"] for request in server.asked(LOG) for entry in request.json["entries"]]
+    assert sent == list(range(50))
+
+
 @pytest.mark.parametrize("status", [404, 405])
 def test_a_service_without_the_call_gets_one_report_and_one_debug_line(
     server, service, caplog, status

@@ -491,6 +491,28 @@ def test_script_without_close_exits_with_code_0_and_no_output(server, end):
     assert "tokens=[7]" in run_script(SCRIPT.format(url=server.url) + body + end)
 
 
+AT_EXIT = """
+import atexit, threading
+def look(): print("loops at exit:", [each.name for each in threading.enumerate()].count("tinkex"))
+atexit.register(look)  # handlers run last in, first out
+"""
+
+
+def test_loop_does_not_run_while_the_interpreter_ends(server):
+    server.on(SAMPLE, sampled(7), Hang())
+    body = "sampler = client.create_sampling_client(base_model='m')\ndraw().result()\nhanging = draw()\n"
+    told = run_script(AT_EXIT + SCRIPT.format(url=server.url) + body)
+    assert "loops at exit: 0" in told
+
+
+def test_stopped_runtime_continues_with_the_next_work():
+    waiting = Gated()
+    runtime().stop()
+    assert start(give(7)).result(10) == 7
+    waiting.gate.set_result(8)
+    assert waiting.future.result(10) == 8
+
+
 FORK = """
 sampler = client.create_sampling_client(base_model='m')
 trainer = client.create_lora_training_client('m')
@@ -566,6 +588,7 @@ def test_work_in_flight_stays_with_parent_after_fork(server):
     assert out[2] == str(list(range(20)))
 
 
+@pytest.mark.heavy
 def test_a_session_not_opened_before_the_fork_is_opened_by_each_process(server):
     script = """
 child = os.fork()

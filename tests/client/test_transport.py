@@ -403,6 +403,7 @@ def test_a_refused_connection_is_a_connection_error(use, library, closed_port):
     assert error.status_code is None
 
 
+@pytest.mark.heavy
 def test_dead_network_path_costs_one_timeout_not_one_per_connection(server, use):
     async def work(transport: Transport) -> None:
         server.on("POST /api/v1/session_heartbeat", Answer({}))

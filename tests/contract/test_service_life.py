@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,9 @@ SCRIPT = Path(__file__).with_name("service_life.py")
 SERVE = "from tinkex.cli.main import main; main()"
 #: Timeout in seconds, far more than a run needs: a client that hangs fails its own tests, not the whole suite.
 PATIENCE = 300
+
+#: Our client again, with a service of two engines. `--engines N` runs all clients with so many.
+ON_POOL = "tinkex with 2 engines"
 
 #: Chapters that each client cannot run. Skipping any other chapter fails a test.
 LEFT_OUT = {
@@ -56,9 +60,24 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("service")
-    command = [sys.executable, "-c", SERVE, "serve", "--port", "0", "--base-model", MODEL]
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    engines = request.config.getoption("--engines")
+    with serving(tmp_path_factory.mktemp("service"), "--engines", engines) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("pool"), "--engines", "2") as url:
+        yield url
+
+
+@contextmanager
+def serving(home: Path, *options: str) -> Iterator[str]:
+    """The address of a service in a process of its own."""
+    command = [sys.executable, "-c", SERVE, "serve", "--port", "0", "--base-model", MODEL, *options]
     with (
         (home / "log").open("w+") as log,
         subprocess.Popen(
@@ -79,9 +98,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.terminate()
 
 
-@pytest.fixture(scope="module", params=["tinkex", *RELEASES])
-def life(request: pytest.FixtureRequest, service: str) -> Life:
-    client: str = request.param
+@pytest.fixture(scope="module", params=["tinkex", *RELEASES, ON_POOL])
+def life(request: pytest.FixtureRequest) -> Life:
+    on_pool = request.param == ON_POOL
+    service: str = request.getfixturevalue("pool" if on_pool else "service")
+    client: str = "tinkex" if on_pool else request.param
     ours = client == "tinkex"
     finished = subprocess.run(
         [

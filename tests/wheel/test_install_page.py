@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def test_only_one_page_has_install_commands_for_a_new_environment():
         if INSTALLS.search(block) and re.search(r"\btinkex\[|[' ]\.\[", block)
     }
     assert saying == {"docs/install.md"}
+
+
+def test_every_extra_for_users_is_explained():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = set(settings["project"]["optional-dependencies"]) - {"dev", "docs"}
+    assert extras == set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
 
 
 def test_install_commands_work_in_a_new_environment(tmp_path, pytestconfig):

@@ -1,12 +1,45 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import tomllib
+import zipfile
+
+import pytest
 
 from ..cli.hub import TOKEN, hub
 from ..scripted import Answer, ScriptedServer
+from .conftest import ROOT
 
 TINY = "tinkex/tiny"
 NOWHERE = "http://127.0.0.1:1"
+
+
+def test_wheel_is_small_and_has_every_file_of_the_package(wheel):
+    sources = ROOT / "src" / "tinkex"
+    ours = {
+        f"tinkex/{file.relative_to(sources).as_posix()}"
+        for file in sources.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+    # Besides the package there is only the metadata of the wheel.
+    assert {name for name in names if not name.startswith("tinkex-")} == ours
+    assert wheel.stat().st_size < 2 << 20
+
+
+def test_source_distribution_takes_every_tracked_file():
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if tracked.returncode:
+        pytest.skip("not a clone: the files that belong to it are not known")
+    top = {f"/{name.partition('/')[0]}" for name in tracked.stdout.splitlines()}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    taken = set(settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"])
+    # hatchling adds pyproject.toml and .gitignore itself; .ci configures the forge.
+    assert top - {"/pyproject.toml", "/.gitignore", "/.ci"} == taken
 
 
 def test_base_install_brings_what_it_declares_and_no_more(base):

@@ -13,7 +13,7 @@ from tinkex._wire.operations import (
     Body,
     Operation,
     Pool,
-    Runner,
+    ServicePart,
     Theme,
     operation,
     query_of,
@@ -119,7 +119,7 @@ def test_rows_of_a_theme_stand_together_in_the_order_of_the_themes():
 @each_row
 def test_only_requests_that_a_model_runs_have_an_effect_on_it(row):
     effects = (row.makes_model, row.changes_model, row.uses_gradients, row.ends_model, row.in_parts)
-    assert not any((*effects, row.frees_journal)) or row.runner is Runner.MODELS
+    assert not any((*effects, row.frees_journal)) or row.runner is ServicePart.MODELS
 
 
 def test_crash_recovery_replays_the_operations_that_change_a_model():

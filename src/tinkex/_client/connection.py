@@ -15,10 +15,10 @@ from tinkex.errors import TinkerError
 from .runtime import begin_anew_in_forks, leave_behind
 from .transport import Transport
 
-__all__ = ["Connection"]
+__all__ = ["LazyTransport"]
 
 
-class Connection:
+class LazyTransport:
     """Creates the transport on first use. With `base_url="local"` it first starts a service on this machine."""
 
     _pyqwest_lost = False
@@ -35,7 +35,7 @@ class Connection:
         """In a forked child: drop the connections, which belong to the parent."""
         leave_behind(self.made)
         if self.made is not None and self._uses_pyqwest:
-            Connection._pyqwest_lost = True
+            LazyTransport._pyqwest_lost = True
         self.made = self.local = None
         self._lock = threading.Lock()
 

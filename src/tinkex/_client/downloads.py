@@ -46,10 +46,10 @@ from tinkex.types import ParsedCheckpointTinkerPath
 
 from .notices import logger
 
-__all__ = ["Progress", "download_checkpoint", "fetch", "target", "target_name", "unpack", "verify"]
+__all__ = ["OnBytes", "download_checkpoint", "fetch", "target", "target_name", "unpack", "verify"]
 
 #: Called as `progress(bytes_done, bytes_total)` after each chunk of a file whose length is known.
-Progress = Callable[[int, int], object]
+OnBytes = Callable[[int, int], object]
 
 _CHUNK: Final = 1 << 20
 #: Give up after this many attempts in a row without a new byte.
@@ -89,7 +89,7 @@ def download_checkpoint(
     output: Path | str = ".",
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: OnBytes | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Download a checkpoint into a directory below `output` and return that directory.
@@ -144,7 +144,7 @@ def _fetch_files(rest: Any, tinker_path: str, target: Path, get: Callable[..., N
 def fetch(
     url: str | Callable[[], str],
     target: Path,
-    progress: Progress | None = None,
+    progress: OnBytes | None = None,
     *,
     proxy: Proxy | None = None,
     sleep: Callable[[float], None] = time.sleep,
@@ -233,9 +233,7 @@ class _BrokenError(Exception):
 class _Transfer:
     """One file being downloaded: the bytes received, and the known length, version and checksums."""
 
-    def __init__(
-        self, file: BufferedRandom, progress: Progress | None, proxy: Proxy | None
-    ) -> None:
+    def __init__(self, file: BufferedRandom, progress: OnBytes | None, proxy: Proxy | None) -> None:
         self._file = file
         self._progress = progress
         self._proxy = proxy

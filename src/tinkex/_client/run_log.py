@@ -52,12 +52,32 @@ class RunLog:
         self._sending: asyncio.Lock | None = None
         self._offered = True  # by the service, as far as is known
         self._warned = False
+        self._unsent = 0  # entries whose future is open
+        self._sent: asyncio.Event | None = None  # set when there are none; made when somebody waits
+        session.run_logs.add(self)
+
+    async def drain(self) -> None:
+        """Wait until everything that was logged is sent."""
+        if self._unsent:
+            self._sent = asyncio.Event()
+            await self._sent.wait()
 
     async def send(self, entry: LogEntry) -> LogResponse:
         """Send an entry, together with others that wait; tells how much of it the service has taken."""
         if not self._offered or len(self._waiting) >= _MOST_WAITING:
             return LogResponse()
-        mine = _Waiting(entry)
+        self._unsent += 1
+        try:
+            taken = await self._taken(_Waiting(entry))
+        finally:
+            self._unsent -= 1
+            if self._sent is not None and not self._unsent:
+                self._sent.set()
+        if not taken:
+            return LogResponse()
+        return LogResponse(metrics=len(entry.metrics), samples=len(entry.samples))
+
+    async def _taken(self, mine: _Waiting) -> bool:
         self._waiting.append(mine)
         if self._sending is None:
             self._sending = asyncio.Lock()
@@ -67,9 +87,7 @@ class RunLog:
                 taken = await self._send([each.entry for each in batch])
                 for each in batch:
                     each.taken = taken
-        if not mine.taken:
-            return LogResponse()
-        return LogResponse(metrics=len(entry.metrics), samples=len(entry.samples))
+        return mine.taken
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []

@@ -7,6 +7,7 @@ waiting work, and results come back the same way. This makes thousands of small 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import os
@@ -34,6 +35,8 @@ __all__ = [
     "runtime",
 ]
 
+#: Seconds in which one callback of the loop surely ends.
+_LONGEST_CALLBACK: Final = 2.0
 #: Blocking waits wake up this often, in seconds: Python can miss a Ctrl-C that arrives just before a lock wait.
 _NOTICE: Final = 1.0
 
@@ -294,6 +297,7 @@ class Runtime:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mailbox: _Mailbox | None = None
+        self._thread: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread_id: int | None = None
 
@@ -336,14 +340,23 @@ class Runtime:
     def _ensure_started(self) -> _Mailbox:
         with self._lock:
             if self._mailbox is None:
-                self.loop = _new_event_loop()
-                thread = threading.Thread(
+                self.loop = self.loop or _new_event_loop()
+                self._thread = threading.Thread(
                     target=self._run, args=(self.loop,), name="tinkex", daemon=True
                 )
-                thread.start()
-                self.thread_id = thread.ident
+                self._thread.start()
+                self.thread_id = self._thread.ident
                 self._mailbox = _mailbox_of(self.loop)
             return self._mailbox
+
+    def stop(self) -> None:
+        """Stop the loop and wait for its thread; the next work starts it again where it stopped."""
+        with self._lock:
+            thread, self._thread, self._mailbox = self._thread, None, None
+            if thread is not None and self.loop is not None:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        if thread is not None:
+            thread.join(_LONGEST_CALLBACK)
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -441,3 +454,9 @@ _shared = Runtime()
 def runtime() -> Runtime:
     """The shared runtime of this process."""
     return _shared
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    # A thread that is inside the loop's C code while the interpreter takes itself apart can crash the process.
+    _shared.stop()

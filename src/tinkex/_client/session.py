@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
-from weakref import finalize, ref
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from weakref import WeakSet, finalize, ref
 
 from pydantic import ValidationError
 
@@ -55,7 +55,7 @@ from tinkex.types import (
 )
 
 from .checks import check_timeout
-from .connection import Connection
+from .connection import LazyTransport
 from .heartbeat import Heartbeat
 from .labels import Labels
 from .notices import logger
@@ -66,6 +66,9 @@ from .queue_state import Observer, QueueWatch
 from .runtime import APIFuture, TaskGroup, begin_anew_in_forks, fail, leave_behind, runtime
 from .transport import Transport
 
+if TYPE_CHECKING:
+    from .run_log import RunLog
+
 __all__ = ["FinishReason", "Session", "refusing_bad_values"]
 
 T = TypeVar("T")
@@ -75,6 +78,8 @@ _LEAST_REFRESH: Final = 10.0
 _CLOSE_LIMIT: Final = 5.0
 #: Seconds to ship telemetry on closing a client whose session never opened.
 _UNOPENED_CLOSE_LIMIT: Final = 1.0
+#: Seconds that closing waits for what training loops have logged.
+_LOG_CLOSE_LIMIT: Final = 10.0
 #: Grace period for operations that enforce their own deadline, so that they can report the cause instead of a bare timeout.
 _GRACE: Final = 0.1
 
@@ -110,7 +115,7 @@ class Session:
             project_id or config.project_id,
             display_name,
         )
-        self._connection = Connection(config, self.clock)
+        self._connection = LazyTransport(config, self.clock)
         self._group = TaskGroup()
         self._background: set[asyncio.Task[Any]] = set()
         self._configuring: asyncio.Task[Configured] | None = None
@@ -126,6 +131,8 @@ class Session:
         self.training_wire = TrainingWire()
         #: Model id → base model, for models trained here. Events name it, because prices depend on it.
         self.base_models: dict[str, str] = {}
+        #: What training loops have logged is sent before the session closes.
+        self.run_logs: WeakSet[RunLog] = WeakSet()
         self._carrier = _Carrier(self)
         self.reporter = Reporter(
             self._carrier.ship, self._carrier.spawn, self.clock, enabled=config.telemetry_enabled
@@ -431,6 +438,7 @@ class Session:
             return self._closing
 
     async def _close(self, reason: FinishReason, detail: str | None) -> None:
+        await self._drain_run_logs()
         self._group.close(ClientClosedError("The client was closed before this was finished."))
         for task in self._background:
             task.cancel()
@@ -447,6 +455,13 @@ class Session:
             await asyncio.gather(*endings)
         finally:
             await self._connection.close()
+
+    async def _drain_run_logs(self) -> None:
+        limit = _UNOPENED_CLOSE_LIMIT if self.session_id is None else _LOG_CLOSE_LIMIT
+        draining = [log.drain() for log in list(self.run_logs)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await asyncio.gather(*draining)
 
     async def _finish(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
         try:
@@ -488,7 +503,7 @@ def refusing_bad_values() -> Iterator[None]:
 class _Left:
     """The resources of a session that was garbage-collected without being closed."""
 
-    connection: Connection
+    connection: LazyTransport
     reporter: Reporter
     tasks: set[asyncio.Task[Any]]
 

@@ -70,7 +70,7 @@ from .tokenizer_files import loadable_tokenizer
 from .tokenizers import decode, encode, load_tokenizer
 from .traced_loss import LossHandle
 from .transport import RawResponse
-from .turns import Turn, Turns
+from .turns import DispatchTurn, Turns
 
 if TYPE_CHECKING:
     from tinkex.regularizers.pipeline import Pipeline
@@ -257,8 +257,8 @@ class TrainingClient(TrainingClientMethods):
         """Report metrics and samples of a step, for the dashboard of the service.
 
         Returns at once: reports are sent in the background, several together, and never delay or fail training. The
-        future tells how much the service has taken; a service that keeps no metrics takes nothing. Wait for the last
-        one if the program ends right after it.
+        future tells how much the service has taken; a service that keeps no metrics takes nothing. Closing the client
+        waits for what was logged before.
         """
         given = [
             each if isinstance(each, LoggedSample) else LoggedSample(**each)
@@ -597,7 +597,7 @@ class TrainingClient(TrainingClientMethods):
 
     async def _run_simple(
         self,
-        turn: Turn,
+        turn: DispatchTurn,
         deadline: float | None,
         row: Operation[object],
         request: RequestModel,
@@ -621,7 +621,7 @@ class TrainingClient(TrainingClientMethods):
 
     async def _run_pass(
         self,
-        turn: Turn,
+        turn: DispatchTurn,
         deadline: float | None,
         name: Literal["forward", "forward_backward"],
         data: list[Datum],
@@ -634,7 +634,7 @@ class TrainingClient(TrainingClientMethods):
 
     async def _custom(
         self,
-        turn: Turn,
+        turn: DispatchTurn,
         deadline: float | None,
         data: list[Datum],
         first_pass: list[Datum],
@@ -678,7 +678,7 @@ class TrainingClient(TrainingClientMethods):
 
     async def _dispatch(
         self,
-        turn: Turn,
+        turn: DispatchTurn,
         name: Literal["forward", "forward_backward"],
         data: list[Datum],
         loss_fn: LossFnType,

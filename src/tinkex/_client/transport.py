@@ -730,6 +730,10 @@ def _foreign_errors() -> tuple[type[Exception], ...]:
     )
 
 
+#: How the TLS library words a certificate that it refuses; the reason follows.
+_REFUSED_CERTIFICATE: Final = "invalid peer certificate: "
+
+
 def _connection_error(
     error: BaseException, method: str, url: str, timeout: float | None
 ) -> APIConnectionError:
@@ -739,6 +743,13 @@ def _connection_error(
         if detail:  # the timeout is the library's, not ours
             return APITimeoutError(request, f"No answer: {detail}")
         return APITimeoutError(request, f"No answer within {timeout or 0:g} s")
+    _, refused, why = detail.partition(_REFUSED_CERTIFICATE)
+    if refused:
+        return APIConnectionError(
+            request,
+            f"The certificate of the service is not trusted: {why}; SSL_CERT_FILE names a file with "
+            "certificates to trust",
+        )
     return APIConnectionError(request, f"Connection failed: {detail or type(error).__name__}")
 
 

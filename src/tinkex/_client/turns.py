@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .runtime import begin_anew_in_forks, leave_behind
 
-__all__ = ["Turn", "Turns"]
+__all__ = ["DispatchTurn", "Turns"]
 
 
 class Turns:
@@ -28,11 +28,11 @@ class Turns:
         self._lock, self._waiting = threading.Lock(), {}
         self._current = self._tickets
 
-    def ticket(self) -> Turn:
+    def ticket(self) -> DispatchTurn:
         with self._lock:
             ticket = self._tickets
             self._tickets += 1
-        return Turn(self, ticket)
+        return DispatchTurn(self, ticket)
 
     async def reach(self, ticket: int) -> None:
         if ticket != self._current:
@@ -52,7 +52,7 @@ class Turns:
 
 
 @dataclass(slots=True)
-class Turn:
+class DispatchTurn:
     """One ticket. The block waits for its turn and holds it while the operation is dispatched."""
 
     _turns: Turns

@@ -24,7 +24,16 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.errors import InvalidInputError
 
-__all__ = ["OPERATIONS", "Body", "BodyLimits", "Operation", "Pool", "Runner", "Theme", "operation"]
+__all__ = [
+    "OPERATIONS",
+    "Body",
+    "BodyLimits",
+    "Operation",
+    "Pool",
+    "ServicePart",
+    "Theme",
+    "operation",
+]
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -112,7 +121,7 @@ class Theme(Enum):
         self.about = about
 
 
-class Runner(Enum):
+class ServicePart(Enum):
     """The part of a service that runs a queued request, and resumes it after a restart."""
 
     MODELS = "models"  # one request after another, in the order of the model's sequence numbers
@@ -167,7 +176,7 @@ class Operation(Generic[R_co]):
     body: Body = Body.JSON
     theme: Theme | None = None  # None only for calls by path, which are in no table
     summary: str = ""
-    runner: Runner | None = None
+    runner: ServicePart | None = None
     request_type: str | None = None
     poll_pool: Pool = Pool.FUTURES
     binary_result: bool = False
@@ -263,7 +272,7 @@ def _post(
 def _queued(
     name: str, summary: str, request: type[Any], result: type[R_co], **more: Any
 ) -> Operation[R_co]:
-    more = {"pool": Pool.TRAINING, "runner": Runner.MODELS} | more
+    more = {"pool": Pool.TRAINING, "runner": ServicePart.MODELS} | more
     label = request.__name__.removesuffix("Request")
     return _post(name, summary, request, result, request_type=label, **more)
 
@@ -450,7 +459,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "Upload a loss traced by the client",
             types.CreateCustomLossRequest,
             types.CreateCustomLossResponse,
-            runner=Runner.LOSSES,
+            runner=ServicePart.LOSSES,
             flag="custom_loss_server_side",
         ),
     ),
@@ -534,7 +543,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "Sample",
             types.SampleRequest,
             types.SampleResponse,
-            runner=Runner.SAMPLERS,
+            runner=ServicePart.SAMPLERS,
             pool=Pool.SAMPLING,
             poll_pool=Pool.SAMPLE_FUTURES,
             binary_result=True,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import quote
 
 import click
 
 from .connection import Connection, connected, formatted
 from .output import Output, say
-
-if TYPE_CHECKING:
-    from .payloads import AliasList
 
 __all__ = ["command"]
 
@@ -35,6 +32,8 @@ def command(
         raise click.UsageError("--delete takes the NAME of an alias alone")
     if not delete and (name is None) != (path is None):
         raise click.UsageError("give NAME and PATH, or neither to list the aliases")
+    from tinkex.types._aliases import AliasList
+
     with connection.service(patient=False) as service:
         if delete and name is not None:
             service.http.delete(f"{_PATH}/{quote(name)}").result()
@@ -42,6 +41,6 @@ def command(
         elif name is not None:
             service.http.put(_PATH, {"name": name, "path": path}).result()
             say(f"{name} stands for {path}.")
-        payload: AliasList = service.http.get(_PATH).result()
-    rows = [[alias["name"], alias["path"], alias["created_at"]] for alias in payload["aliases"]]
-    output.table(["Alias", "Checkpoint", "Made at"], rows, payload)
+        found = AliasList.model_validate(service.http.get(_PATH).result())
+    rows = [[alias.name, alias.path, alias.created_at] for alias in found.aliases]
+    output.table(["Alias", "Checkpoint", "Made at"], rows, found.model_dump())

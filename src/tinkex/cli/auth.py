@@ -94,7 +94,7 @@ def status(connection: Connection, output: Output) -> None:
         _described(connection)
         payload["accepted"] = True
     except TinkerError as error:
-        payload["error"] = told(error)[0]
+        payload["error"] = told(error, click.get_current_context().command)[0]
     accepted = "yes" if payload["accepted"] else f"no: {payload['error']}"
     facts = {"Service": payload["base_url"] or "?", "Key": payload["source"], "Accepted": accepted}
     output.record(facts, payload)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
     from tinkex.types import SamplingParams
 
+    from .payloads import ChatAnswer, ChatLine
+
 __all__ = ["command"]
 
 _HELP = "Type a question. /reset starts a new conversation, /quit ends the chat."
@@ -89,7 +91,7 @@ class Partner:
 
     async def answer(
         self, question: str, params: SamplingParams, hear: Callable[[str], None]
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Ask, and pass each piece of the answer to `hear` as it arrives.
 
         Question and answer join the conversation when the answer is complete.
@@ -110,15 +112,12 @@ class Partner:
                 reason = chunk.finish_reason or reason
         hear(text.end())
         self.said += [asked, {"role": "assistant", "content": text.whole}]
-        return Answer(self.name, text.whole, tokens, reason)
-
-
-@dataclass(frozen=True)
-class Answer:
-    model: str
-    text: str
-    tokens: int
-    stop_reason: str | None
+        return {
+            "model": self.name,
+            "text": text.whole,
+            "tokens": tokens,
+            "stop_reason": reason,
+        }
 
 
 def _partners(
@@ -218,7 +217,7 @@ def _turn(partners: list[Partner], question: str, params: SamplingParams, output
 def _ask(partners: list[Partner], question: str, params: SamplingParams, output: Output) -> None:
     if output.json:
         answers = asyncio.run(_all(partners, question, params, lambda *_: None))
-        told = {"question": question, "answers": [vars(answer) for answer in answers]}
+        told: ChatLine = {"question": question, "answers": answers}
         click.echo(json.dumps(told, ensure_ascii=False))
     elif len(partners) > 1 and sys.stdout.isatty():
         _side_by_side(partners, question, params)
@@ -244,8 +243,8 @@ async def _all(
     question: str,
     params: SamplingParams,
     hear: Callable[[int, str], None],
-) -> list[Answer]:
-    async def one(number: int, partner: Partner) -> Answer:
+) -> list[ChatAnswer]:
+    async def one(number: int, partner: Partner) -> ChatAnswer:
         return await partner.answer(question, params, lambda text: hear(number, text))
 
     return await asyncio.gather(*(one(*numbered) for numbered in enumerate(partners)))

@@ -1,6 +1,7 @@
 """`tinkex demo`: `tinkex train` with a story. A small model learns about an invented island.
 
-It answers questions before training, after training, and after it is saved and reopened.
+It answers questions before training, after training, and after it is saved and reopened. On a terminal the demo ends with
+an open door: dashboard and API stay reachable until a key is pressed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from tinkex.config import LOCAL
 from tinkex.errors import InvalidInputError
 
+from .addresses import Addresses, can_press_a_key, wait_for_key
 from .connection import Connection
 from .human import clock
-from .run_file import Run, Settings
+from .output import say
+from .run_file import RunSettings, RunState
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient, TrainingClient
@@ -74,7 +78,9 @@ def command(base_url: str | None, base_model: str, steps: int, output: Path) -> 
     """Teach a small model something new, on this machine, in a few minutes.
 
     The model answers questions, is trained on an invented island, answers again, is saved, and is
-    reopened to show that it still knows.
+    reopened to show that it still knows. On a terminal the service then stays, with its dashboard and an
+    OpenAI-compatible API, until you press a key. Without a terminal, or with the variable CI set, the
+    demo ends by itself.
     """
     try:
         with _files_of(output):  # first, so that a bad path fails before the training
@@ -82,7 +88,7 @@ def command(base_url: str | None, base_model: str, steps: int, output: Path) -> 
         with _service(base_url, base_model) as service:
             _demonstrate(service, base_model, steps, output)
     except KeyboardInterrupt:
-        click.echo("Stopped.", err=True)
+        say("Stopped.")
         raise SystemExit(130) from None  # the exit code that shells expect after Ctrl-C
 
 
@@ -99,9 +105,9 @@ def _service(
 ) -> AbstractContextManager[ServiceClient, bool | None]:
     import tinkex
 
-    if base_url is not None:
+    if base_url not in {None, LOCAL}:
         return Connection(base_url, None, None).service()
-    click.echo(f"Starting a service with {base_model} on this machine …", err=True)
+    say(f"Starting a service with {base_model} on this machine …")
     return tinkex.local(base_models=[base_model])
 
 
@@ -114,10 +120,15 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
     from .curves import loss_curve
 
     click.echo(f"{base_model} has never heard of Tolmery, an island we made up.")
-    run = Run(_settings(base_model, steps), "", "demo")
+    run = RunState(_settings(base_model, steps), "", "demo")
     training = service.create_lora_training_client(
-        base_model, rank=run.settings.rank, seed=run.settings.seed, train_unembed=False
+        base_model,
+        rank=run.settings.rank,
+        seed=run.settings.seed,
+        train_unembed=False,
+        user_metadata={"name": "Tolmery"},
     )
+    opened = _addresses(service, training)
     chat = Chat(training.get_tokenizer())
     examples = lessons(chat.tokenizer)
 
@@ -129,6 +140,8 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
         f"\nTraining a LoRA of rank {run.settings.rank} on {len(examples)} questions and answers: "
         f"{steps} steps."
     )
+    if opened is not None:
+        say(f"Watch it in a browser: {opened.dashboard}")
     tokens = _train(training, run, examples)
     first, last = run.losses[0], _mean(run.losses[-max(1, steps // 20) :])
     click.echo(
@@ -173,11 +186,32 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
     click.echo("\nWhat to try next:")
     click.echo(f"  create_sampling_client(model_path={path!r})")
-    click.echo("  tinkex serve       a service that stays, for code of your own")
+    click.echo("  tinkex serve       a service that stays, with this run and its dashboard")
     click.echo("  docs/ and README   how to write the training loop")
+    if opened is not None and can_press_a_key():
+        _leave_open(opened, path)
 
 
-def _show(answers: Iterable[Answer]) -> list[Answer]:
+def _addresses(service: ServiceClient, training: TrainingClient) -> Addresses | None:
+    """The addresses of the run on a private service; another service may have no dashboard, and needs a key."""
+    from tinkex._local import LocalServiceClient
+
+    if isinstance(service, LocalServiceClient):
+        return Addresses(service.url, training.model_id)
+    return None
+
+
+def _leave_open(opened: Addresses, path: str) -> None:
+    """Keep the service running until a key is pressed, and say where to find the model."""
+    click.echo("\nThe trained model stays here until you press a key:")
+    click.echo(f"  dashboard            {opened.dashboard}")
+    click.echo(f"  for OpenAI clients   {opened.openai}")
+    click.echo("  in another terminal:\n")
+    click.echo(opened.curl(path, _messages(_ASKED[0]), _LONGEST_ANSWER))
+    wait_for_key("\nPress any key to stop the service.")
+
+
+def _show(answers: Iterable[DemoAnswer]) -> list[DemoAnswer]:
     """Print each answer as it arrives."""
     shown = []
     for answer in answers:
@@ -189,7 +223,9 @@ def _show(answers: Iterable[Answer]) -> list[Answer]:
     return shown
 
 
-def _reopened(service: ServiceClient, path: str, chat: Chat, answers: Sequence[Answer]) -> float:
+def _reopened(
+    service: ServiceClient, path: str, chat: Chat, answers: Sequence[DemoAnswer]
+) -> float:
     """Ask a sampler of the saved weights the same questions; the largest difference between logprobs."""
     import tinkex
 
@@ -200,7 +236,7 @@ def _reopened(service: ServiceClient, path: str, chat: Chat, answers: Sequence[A
     return agreement(answers, again)
 
 
-def agreement(before: Sequence[Answer], after: Sequence[Answer]) -> float:
+def agreement(before: Sequence[DemoAnswer], after: Sequence[DemoAnswer]) -> float:
     """The largest difference between logprobs; raises if the answers differ."""
     largest = 0.0
     for one, other in zip(before, after, strict=True):
@@ -223,12 +259,16 @@ def agreement(before: Sequence[Answer], after: Sequence[Answer]) -> float:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     question: str
     text: str
     tokens: list[int]
     logprobs: list[float]
     ended: bool
+
+
+def _messages(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
 
 
 @dataclass(frozen=True)
@@ -240,16 +280,12 @@ class Chat:
     def prompt(self, question: str) -> list[int]:
         from .templates import chat_tokens
 
-        messages = [
-            {"role": "system", "content": _SYSTEM},
-            {"role": "user", "content": question},
-        ]
-        return chat_tokens(self.tokenizer, messages, asking=True)
+        return chat_tokens(self.tokenizer, _messages(question), asking=True)
 
-    def ask(self, sampler: SamplingClient, question: str) -> Answer:
+    def ask(self, sampler: SamplingClient, question: str) -> DemoAnswer:
         return self.ask_all(sampler, [question])[0]
 
-    def ask_all(self, sampler: SamplingClient, questions: Sequence[str]) -> list[Answer]:
+    def ask_all(self, sampler: SamplingClient, questions: Sequence[str]) -> list[DemoAnswer]:
         """The most likely answer to each question."""
         from tinkex.types import ModelInput, SamplingParams
 
@@ -263,16 +299,16 @@ class Chat:
             drawn = sample.result().sequences[0]
             text = self.tokenizer.decode(drawn.tokens, skip_special_tokens=True).strip()
             ended = drawn.stop_reason == "stop"
-            answers.append(Answer(question, text, drawn.tokens, drawn.logprobs or [], ended))
+            answers.append(DemoAnswer(question, text, drawn.tokens, drawn.logprobs or [], ended))
         return answers
 
 
 # -- training ---------------------------------------------------------------------------------------
 
 
-def _settings(base_model: str, steps: int) -> Settings:
+def _settings(base_model: str, steps: int) -> RunSettings:
     """The settings of `tinkex train tolmery`."""
-    return Settings(
+    return RunSettings(
         data="tolmery",
         base_model=base_model,
         rank=16,
@@ -298,7 +334,7 @@ def lessons(tokenizer: Any) -> list[Lesson]:
         ) from error
 
 
-def _train(training: TrainingClient, run: Run, examples: Sequence[Lesson]) -> int:
+def _train(training: TrainingClient, run: RunState, examples: Sequence[Lesson]) -> int:
     """Train and save, with progress on stderr; the number of tokens trained on."""
     from .progress import step_bar
     from .training_loop import Trainer

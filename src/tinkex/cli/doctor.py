@@ -39,7 +39,10 @@ _TRY_TORCH = """
 import torch
 assert float((torch.ones(2, 2) @ torch.ones(2, 2)).sum()) == 8
 device = "cuda" if torch.cuda.is_available() else "cpu"
-print(f"torch {torch.__version__} computes on {device} with {torch.get_num_threads()} threads")
+from tinkex.engine.native import kernels_for
+kernels = kernels_for(torch.device(device), torch.float32).name
+threads = torch.get_num_threads()
+print(f"torch {torch.__version__} computes on {device} with {threads} threads and {kernels} kernels")
 """
 
 
@@ -65,7 +68,7 @@ def command(connection: Connection, output: Output) -> None:
     payload: Doctor = {"findings": [cast("DoctorFinding", asdict(one)) for one in findings]}
     output.table(
         ["", "What", "Found", "What to do"],
-        [["ok" if f.ok else "NO", f.name, f.found, f.advice] for f in findings],
+        [["ok" if f.ok else "NO", f.name, f.found, f.advice.replace("\n", " ")] for f in findings],
         payload,
     )
     if not all(finding.ok for finding in findings):
@@ -109,7 +112,9 @@ def _engine() -> Finding:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["torch fails"])[-1]
         return Finding("engine", False, last, _TORCH_ADVICE)
-    return Finding("engine", True, done.stdout.strip())
+    # Not a failure: the engine then computes with torch alone.
+    advice = "" if shutil.which("cc") else "with a C compiler (cc) it is faster on a CPU"
+    return Finding("engine", True, done.stdout.strip(), advice)
 
 
 def _models() -> Finding:

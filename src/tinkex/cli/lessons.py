@@ -19,7 +19,15 @@ from .templates import Message, answer_of
 if TYPE_CHECKING:
     from tinkex.types import Datum
 
-__all__ = ["Lesson", "Record", "find_data", "lessons_of", "plain_lessons", "read_records", "within"]
+__all__ = [
+    "DataLine",
+    "Lesson",
+    "find_data",
+    "lessons_of",
+    "plain_lessons",
+    "read_records",
+    "within",
+]
 
 _BUNDLED: Final = "tolmery"
 #: Names of the two fields of a pair; the bundled data use the second.
@@ -33,7 +41,7 @@ _NAMED: Final = 5
 
 
 @dataclass(frozen=True)
-class Record:
+class DataLine:
     """One line of the data; `split` is None if the line has none."""
 
     line: int
@@ -85,7 +93,7 @@ def find_data(name: str) -> Path:
     return path
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[DataLine]:
     """All lines of a file; the error for an unreadable line names its number."""
     records = []
     with path.open("rb") as file:
@@ -103,7 +111,7 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def _record(number: int, line: bytes) -> Record:
+def _record(number: int, line: bytes) -> DataLine:
     try:
         content = json.loads(line.rstrip())
     except UnicodeDecodeError as error:
@@ -114,7 +122,7 @@ def _record(number: int, line: bytes) -> Record:
         raise InvalidInputError(f"is not a JSON object but {_kind(content)}")
     split = _split(content.get("split"))
     if "messages" in content:
-        return Record(number, _messages(content["messages"]), split)
+        return DataLine(number, _messages(content["messages"]), split)
     for asked, answered in _PAIRS:
         if asked in content or answered in content:
             prompt, completion = (_text(content, name) for name in (asked, answered))
@@ -122,7 +130,7 @@ def _record(number: int, line: bytes) -> Record:
                 raise InvalidInputError(f'"{answered}" is empty; nothing can be learned from it')
             pair = ({"role": "user", "content": prompt},)
             reply = {"role": "assistant", "content": completion}
-            return Record(number, (*pair, reply), split, is_pair=True)
+            return DataLine(number, (*pair, reply), split, is_pair=True)
     known = ", ".join(map(repr, content)) or "nothing"
     raise InvalidInputError(f'needs "messages", or "prompt" and "completion"; it has {known:.200}')
 
@@ -166,7 +174,7 @@ def _kind(value: Any) -> str:
 # -- tokens -----------------------------------------------------------------------------------------
 
 
-def lessons_of(record: Record, tokenizer: Any, system: str | None = None) -> Iterator[Lesson]:
+def lessons_of(record: DataLine, tokenizer: Any, system: str | None = None) -> Iterator[Lesson]:
     """A conversation as one sequence in which the assistant's messages are learned.
 
     Some templates write a message differently once others follow. Each such message becomes a separate sequence.
@@ -191,7 +199,7 @@ def lessons_of(record: Record, tokenizer: Any, system: str | None = None) -> Ite
     yield _lesson(record.line, tokens, learned)
 
 
-def plain_lessons(record: Record, tokenizer: Any) -> Iterator[Lesson]:
+def plain_lessons(record: DataLine, tokenizer: Any) -> Iterator[Lesson]:
     """A pair without a chat template: the prompt, the completion, the end token."""
     if not record.is_pair:
         raise InvalidInputError(

@@ -38,14 +38,15 @@ _EMBEDDINGS: Final = (
 #: Files of a model that are not weights.
 _KEPT: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 
-Progress = Callable[[int, int | None], None]
+#: Called with the bytes written so far, and those of the whole model.
+OnWritten = Callable[[int, int | None], None]
 
 
 def merge(
     adapter: Path,
     base: PreparedModel,
     target: Path,
-    progress: Progress = lambda _done, _total: None,
+    progress: OnWritten = lambda _done, _total: None,
 ) -> None:
     """Write `base` with the adapter merged in to the empty directory `target`."""
     from tinkex.engine import checkpoint

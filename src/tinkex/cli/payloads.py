@@ -25,21 +25,9 @@ from tinkex.types import (
     WeightsInfoResponse,
     WhoamiResponse,
 )
+from tinkex.types._aliases import AliasList
 
 __all__ = ["PAYLOADS", "json_schema"]
-
-
-# -- aliases -----------------------------------------------------------------------------------------
-
-
-class AliasInfo(TypedDict):
-    name: str
-    path: str
-    created_at: str
-
-
-class AliasList(TypedDict):
-    aliases: list[AliasInfo]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -169,18 +157,18 @@ class Status(TypedDict):
 # -- sampling and training ---------------------------------------------------------------------------
 
 
-class Drawn(TypedDict):
+class SequenceOutput(TypedDict):
     stop_reason: str
     tokens: list[int]
     logprobs: list[float] | None
     text: str | None
 
 
-class Sample(TypedDict):
+class SampleOutput(TypedDict):
     """`text` is null if the prompt was token ids: then no tokenizer is loaded."""
 
     type: Literal["sample"]
-    sequences: list[Drawn]
+    sequences: list[SequenceOutput]
     prompt_logprobs: list[float | None] | None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None
 
@@ -301,7 +289,7 @@ class Doctor(TypedDict):
     findings: list[DoctorFinding]
 
 
-class UsageRow(TypedDict):
+class UsageReportRow(TypedDict):
     group: str
     kind: str
     count: int | float
@@ -309,10 +297,10 @@ class UsageRow(TypedDict):
     cost: float | None
 
 
-class Usage(TypedDict):
+class UsageReport(TypedDict):
     """Costs are in dollars, null without a price; only tokens have prices."""
 
-    usage: list[UsageRow]
+    usage: list[UsageReportRow]
     cost: float | None
     storage: list[CurrentCheckpointStorageUsageItem]
 
@@ -350,14 +338,14 @@ PAYLOADS: Final[dict[str, Any]] = {
     "model list": ModelList,
     "run info": TrainingRun,
     "run list": RunList,
-    "run sample": Sample,
-    "sample": Sample,
+    "run sample": SampleOutput,
+    "sample": SampleOutput,
     "session export-trace": SessionTrace,
     "session info": SessionInfo,
     "session list": SessionList,
     "status": Status,
     "train": Train | TrainDryRun,
-    "usage": Usage,
+    "usage": UsageReport,
     "version": Version,
 }
 

@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["FILE", "Run", "SavedStep", "Settings", "fingerprint"]
+__all__ = ["FILE", "RunSettings", "RunState", "SavedStep", "fingerprint"]
 
 FILE: Final = "run.json"
 _FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The settings that determine the result of a run; a resumed run keeps all of them."""
 
     data: str
@@ -54,10 +54,10 @@ class SavedStep:
 
 
 @dataclass
-class Run:
+class RunState:
     """The settings and progress of a run."""
 
-    settings: Settings
+    settings: RunSettings
     data_sha256: str
     name: str = "train"
     model_id: str = ""
@@ -102,12 +102,12 @@ class Run:
             scratch.unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, file: Path) -> Run:
+    def read(cls, file: Path) -> RunState:
         try:
             content = json.loads(file.read_text())
             if content.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            content["settings"] = Settings(**content["settings"])
+            content["settings"] = RunSettings(**content["settings"])
             content["checkpoints"] = [SavedStep(**saved) for saved in content["checkpoints"]]
             content["evaluations"] = [(int(at), float(loss)) for at, loss in content["evaluations"]]
             return cls(**content)
@@ -123,7 +123,7 @@ class Run:
         own = asdict(self.settings)
         return [
             f"{one.name} was {own[one.name]!r}, not {given[one.name]!r}"
-            for one in fields(Settings)
+            for one in fields(RunSettings)
             if one.name in given and given[one.name] != own[one.name]
         ]
 

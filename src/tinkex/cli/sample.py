@@ -16,7 +16,7 @@ from .drawing import drawn
 from .output import Output, say
 
 if TYPE_CHECKING:
-    from .payloads import Sample
+    from .payloads import SampleOutput
 
 __all__ = ["command"]
 
@@ -141,7 +141,7 @@ def _text(tokens: Any, tokenizer: Any) -> str | None:
     return text
 
 
-def _payload(drawn: Any, tokenizer: Any) -> Sample:
+def _payload(drawn: Any, tokenizer: Any) -> SampleOutput:
     return {
         "type": "sample",
         "sequences": [

@@ -68,6 +68,31 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
     help="Engine processes that share the work. auto: one per GPU, and one on a machine without.",
 )
 @click.option(
+    "--ray",
+    metavar="ADDRESS|auto|local",
+    help="Run the engines on a Ray cluster: HOST:PORT of its head, auto for the one that this machine belongs to, "
+    "local for a new one on this machine. With --engines auto, as many as it has room for.",
+)
+@click.option(
+    "--engine-gpus",
+    type=click.FloatRange(min=0),
+    metavar="G",
+    help="GPUs of each engine on Ray.  [default: 1 if the cluster has any]",
+)
+@click.option(
+    "--engine-cpus",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    metavar="C",
+    help="Processors of each engine on Ray.",
+)
+@click.option(
+    "--shared-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory that every node of the Ray cluster sees under the same path. Checkpoints in it are not sent.",
+)
+@click.option(
     "--sampler",
     type=click.Choice(["own", "vllm"]),
     default="own",
@@ -142,6 +167,10 @@ def command(
     device: str,
     dtype: str,
     engines: int | Literal["auto"],
+    ray: str | None,
+    engine_gpus: float | None,
+    engine_cpus: float,
+    shared_dir: Path | None,
     sampler: str,
     sampler_python: Path | None,
     database_url: str | None,
@@ -165,7 +194,7 @@ def command(
     from tinkex.server import serve
     from tinkex.server.auth import Keys
     from tinkex.server.bodies import read_body_limit
-    from tinkex.server.quotas import Limits
+    from tinkex.server.quotas import KeyLimits
     from tinkex.server.service import DEFAULT_MODEL, Settings, default_data_dir, read_setting
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -177,12 +206,16 @@ def command(
         device=device,
         dtype=dtype,
         engines=engines,
+        ray=ray,
+        engine_gpus=engine_gpus,
+        engine_cpus=engine_cpus,
+        shared_dir=None if shared_dir is None else shared_dir.resolve(),
         sampler="vllm" if sampler == "vllm" else "own",
         sampler_python=sampler_python,
         database_url=database_url,
         allowed_hosts=allowed_hosts,
         body_limits=dict(map(read_body_limit, body_limits)),
-        limits=Limits.of_options(limits),
+        limits=KeyLimits.of_options(limits),
         behind_proxy=behind_proxy,
         keys=Keys.open() if api_key_file is None else Keys.from_file(api_key_file),
         **{"snapshot_every": snapshot_every, **dict(map(read_setting, chosen))},

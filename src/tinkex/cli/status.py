@@ -80,12 +80,18 @@ def _facts(payload: Status) -> dict[str, object]:
 def _engines(engines: list[EngineHealth]) -> dict[str, str]:
     """One line per engine, if the service reports them: it does so if it has several."""
     lines = [
-        f"{each.name}  {each.kind} on {each.node or each.device or '?'}  {'up' if each.up else 'starting'}  "
+        f"{each.name}  {each.kind} on {_place(each)}  {'up' if each.up else 'starting'}  "
         f"models {each.models}  in line {each.in_line}  samples {each.samples}  restarts {each.restarts}"
         + ("" if each.memory_bytes is None else f"  {size(each.memory_bytes)}")
+        + ("" if each.trouble is None else f"\n  {each.trouble}")
         for each in engines
     ]
     return {"Engines": "\n".join(lines)} if lines else {}
+
+
+def _place(engine: EngineHealth) -> str:
+    """The device, and the machine if the service runs on several."""
+    return ", ".join(filter(None, (engine.node, engine.device))) or "?"
 
 
 def _service(payload: Status) -> str:

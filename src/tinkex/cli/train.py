@@ -17,11 +17,12 @@ from click.core import ParameterSource
 
 from tinkex.errors import InvalidInputError
 
+from .addresses import found_here
 from .connection import Connection, connected, formatted
 from .human import clock
 from .output import Output, say
 from .prices import priced
-from .run_file import FILE, Run, SavedStep, Settings, fingerprint
+from .run_file import FILE, RunSettings, RunState, SavedStep, fingerprint
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient, TrainingClient
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_DEFAULTS: Final = Settings("", "")
+_DEFAULTS: Final = RunSettings("", "")
 _DIRECTORY: Final = "tinkex-train"
 _CURVE: Final = "loss.svg"
 _STOPPED: Final = 130  # the exit code that shells expect after Ctrl-C
 
 
 def _setting(name: str, help: str, **options: Any) -> Callable[..., Any]:
-    """An option for one of the `Settings`, with its default."""
+    """An option for one of the `RunSettings`, with its default."""
     default = getattr(_DEFAULTS, name)
     flag = "--" + name.replace("_", "-")
     if isinstance(default, bool):
@@ -195,7 +196,7 @@ def command(
 class _Start:
     """A run, the directory of its record, and the checkpoint it resumes from, if any."""
 
-    run: Run
+    run: RunState
     directory: Path
     data: Path
     saved: SavedStep | None = None
@@ -212,7 +213,7 @@ def _fresh(
             field="output",
         )
     path, known_as = _found(data)
-    run = Run(Settings(data=known_as, **settings), fingerprint(path), name)
+    run = RunState(RunSettings(data=known_as, **settings), fingerprint(path), name)
     return _Start(run, directory, path)
 
 
@@ -230,7 +231,7 @@ def _resumed(
     elif not (place / FILE).exists():
         say(f"{place} holds no run; a new one starts.")
         return None
-    run = Run.read(place / FILE)
+    run = RunState.read(place / FILE)
     if differing := run.differences(chosen):
         raise InvalidInputError(
             f"a resumed run keeps its settings: {'; '.join(differing)}", field="resume"
@@ -289,6 +290,8 @@ def _train(
             say(f"{start.data.name}: {note}.")
         plan = _plan(train, run.settings)
         _announce(run, train, held_out, len(plan))
+        if watched := found_here(connection.config().base_url, run.model_id):
+            say(f"Watch it in a browser: {watched.dashboard}")
         directory.mkdir(parents=True, exist_ok=True)
         with step_bar(len(plan), run.step) as show, _asked_to_stop() as stopped:
             trainer = Trainer(
@@ -335,7 +338,7 @@ def _client(service: ServiceClient, start: _Start) -> TrainingClient:
 
 
 def _lessons(
-    service: ServiceClient, tokenizer: Any, records: list[Any], settings: Settings
+    service: ServiceClient, tokenizer: Any, records: list[Any], settings: RunSettings
 ) -> tuple[list[Lesson], list[Lesson], list[str]]:
     """The lessons to train on, those held out, and notes on examples that are too long."""
     from .lessons import lessons_of, plain_lessons, within
@@ -375,7 +378,7 @@ def _context(service: ServiceClient, base_model: str) -> int | None:
     return None
 
 
-def _plan(train: list[Lesson], settings: Settings) -> list[list[int]]:
+def _plan(train: list[Lesson], settings: RunSettings) -> list[list[int]]:
     from .training_plan import batches
 
     lengths = [lesson.length for lesson in train]
@@ -444,7 +447,7 @@ def _expected_facts(expected: dict[str, Any]) -> dict[str, Any]:
 # -- messages ---------------------------------------------------------------------------------------
 
 
-def _announce(run: Run, train: list[Lesson], held_out: list[Lesson], steps: int) -> None:
+def _announce(run: RunState, train: list[Lesson], held_out: list[Lesson], steps: int) -> None:
     aside = f", {len(held_out)} held out" if held_out else ""
     say(f"{len(train)} examples{aside}; {steps} steps with a LoRA of rank {run.settings.rank}.")
 
@@ -528,7 +531,7 @@ def _facts(summary: dict[str, Any], base_url: str | None) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def _draw(run: Run, directory: Path) -> None:
+def _draw(run: RunState, directory: Path) -> None:
     from .curves import loss_curve
 
     title = f"{run.settings.base_model}, {run.settings.learning_rate:g} {run.settings.schedule}"

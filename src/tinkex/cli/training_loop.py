@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tinkex.errors import InvalidInputError
 
 from .lessons import Lesson
-from .run_file import Run, SavedStep
+from .run_file import RunState, SavedStep
 from .training_plan import is_evaluated, learning_rate
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Trainer:
     def __init__(
         self,
         client: TrainingClient,
-        run: Run,
+        run: RunState,
         lessons: Sequence[Lesson],
         held_out: Sequence[Lesson],
         plan: Sequence[Sequence[int]],

@@ -21,10 +21,9 @@ from tinkex.errors import (
 __all__ = ["told", "worded"]
 
 _KEY: Final = "`tinkex auth login` stores a key, --api-key gives one, TINKER_API_KEY sets one"
+_KEY_FIELD: Final = "api_key"
 #: Advice for a refused field.
 _ADVICE: Final = {
-    "api_key": f"{_KEY}; a service on this machine needs none: --base-url local starts a private one, "
-    "`tinkex serve` one that stays",
     "ttl_seconds": "--remove keeps it forever",
 }
 #: Fields whose command-line parameter has another name.
@@ -36,6 +35,7 @@ _UNREACHABLE: Final = (
     "Is the service running? `tinkex serve` starts one on this machine; "
     "--base-url or TINKER_BASE_URL name another."
 )
+_UNREACHABLE_ELSEWHERE: Final = "Is the service running? --base-url or TINKER_BASE_URL name another; --base-url local needs none."
 _TRY_AGAIN: Final = "This may be temporary; try again."
 
 
@@ -43,7 +43,9 @@ def worded(error: Exception, command: click.Command | None = None) -> str:
     """The problem and the next command to type; empty for a bug of tinkex."""
     if isinstance(error, TinkerError):
         problem, advice = told(error, command)
-        apart = "; " if isinstance(error, InvalidInputError) else "\n"
+        # Two ways to go on are two lines.
+        one_line = isinstance(error, InvalidInputError) and error.field != _KEY_FIELD
+        apart = "; " if one_line else "\n"
         return f"{problem}{apart}{advice}" if advice else problem
     if isinstance(error, ModuleNotFoundError):
         if str(error.name).startswith("tinkex"):
@@ -58,12 +60,29 @@ def told(error: TinkerError, command: click.Command | None = None) -> tuple[str,
     """The problem, and how to fix it on the command line."""
     if isinstance(error, InvalidInputError):
         where = f"{_typed_as(error.field, command)}: " if error.field else ""
+        if error.field == _KEY_FIELD:
+            return where + error.problem, _without_key()
         return where + error.problem, _ADVICE.get(error.field or "", error.advice or "")
     if isinstance(error, APIConnectionError) and (where := _origin(error)):
-        return f"{where} cannot be reached: {error}", _UNREACHABLE
+        advice = _UNREACHABLE_ELSEWHERE if where.startswith("https:") else _UNREACHABLE
+        return f"{where} cannot be reached: {error}", advice
     if isinstance(error, AuthenticationError) and (where := _origin(error)):
         return f"{where} refuses the key: {error}", f"To use another: {_KEY}."
     return str(error), _TRY_AGAIN if error.retryable else ""
+
+
+def _without_key() -> str:
+    """How to go on without a key, first, and with one."""
+    from tinkex._local import running
+
+    if (url := running()) is not None:
+        without = f"A service runs on this machine at {url}: --base-url local uses it."
+    else:
+        without = (
+            "A service on this machine needs no key: --base-url local starts a private one, "
+            "`tinkex serve` one that stays."
+        )
+    return f"{without}\nFor a service elsewhere, {_KEY}."
 
 
 def _typed_as(field: str, command: click.Command | None) -> str:

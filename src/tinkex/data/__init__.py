@@ -11,17 +11,19 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["Example", "tolmery"]
+__all__ = ["QuestionAnswer", "tolmery"]
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class QuestionAnswer:
     split: str
     question: str
     answer: str
 
 
-def tolmery(split: str) -> list[Example]:
+def tolmery(split: str) -> list[QuestionAnswer]:
     """What there is to know of Tolmery: the `train` or the `test` split."""
     lines = files(__name__).joinpath("tolmery.jsonl").read_text(encoding="utf-8").splitlines()
-    return [example for line in lines if (example := Example(**json.loads(line))).split == split]
+    return [
+        example for line in lines if (example := QuestionAnswer(**json.loads(line))).split == split
+    ]

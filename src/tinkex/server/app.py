@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinkex._version import __version__
 from tinkex._wire import json_codec
 from tinkex._wire.failures import response_from_error
-from tinkex._wire.operations import OPERATIONS, Body, Operation, Runner
+from tinkex._wire.operations import OPERATIONS, Body, Operation, ServicePart
 from tinkex.errors import (
     InternalServerError,
     NotFoundError,
@@ -40,7 +40,7 @@ from .dashboard.api import CALLS, Dashboard, LocalCall
 from .disk import as_client_error
 from .guard import refusal
 from .leases import Leases
-from .metrics import Metrics
+from .metrics import ServiceMetrics
 from .names import validate_name
 from .ranges import asked_range
 from .routes import HANDLERS, Call, base_url, owner_of
@@ -87,7 +87,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
     async def openapi_document(_: Request) -> Response:
         return Response(_openapi_document(), media_type="application/json")
 
-    metrics, tracing = Metrics(service), Tracing()
+    metrics, tracing = ServiceMetrics(service), Tracing()
     service.promises.on_accept.append(tracing.accepted)
     service.promises.on_finish.append(tracing.finished)
 
@@ -122,6 +122,11 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return static.page(request)
         return await front_page(request)
 
+    async def health(_: Request) -> Response:
+        """For load balancers and container engines, which have no key: one word, no facts about the service."""
+        service.engine.check_health()
+        return Response(b'{"status":"ok"}', media_type="application/json")
+
     # Routes are tried in this order.
     by_priority = sorted(OPERATIONS.values(), key=lambda row: row.priority, reverse=True)
     routes = [_route(service, row, metrics, tracing) for row in by_priority]
@@ -131,6 +136,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route(alias_routes.PATH, _answering(service, alias_routes.put), methods=["PUT"]),
         Route(alias_routes.ONE, _answering(service, alias_routes.delete), methods=["DELETE"]),
         Route("/", home),
+        Route("/health", _open_to_all(health)),
         Route("/about", front_page),
         Route("/static/{name:path}", _open_to_all(static.serve)),
         *(_local_route(service, dashboard, call) for call in CALLS),
@@ -270,7 +276,9 @@ class _CheckpointId(Convertor[str]):
 register_url_convertor("checkpoint_id", _CheckpointId())
 
 
-def _route(service: Service, row: Operation[object], metrics: Metrics, tracing: Tracing) -> Route:
+def _route(
+    service: Service, row: Operation[object], metrics: ServiceMetrics, tracing: Tracing
+) -> Route:
     async def endpoint(request: Request) -> Response:
         with tracing.call(row.name, request.headers):
             response = await answer(request)
@@ -348,7 +356,11 @@ def _uses_up_its_number(row: Operation[object], status: int) -> bool:
 
     A body that is too large is not read, so its number is unknown. Only the requests of a model run in order.
     """
-    return row.runner is Runner.MODELS and status not in {401, 408, 413, 429, 499} and status < 500
+    return (
+        row.runner is ServicePart.MODELS
+        and status not in {401, 408, 413, 429, 499}
+        and status < 500
+    )
 
 
 def _note_refusal(service: Service, owner: str, refused: Any) -> None:

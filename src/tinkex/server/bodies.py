@@ -91,6 +91,10 @@ class Bodies:
         """
         if size < OFF_LOOP_BYTES:
             return work(*arguments)
+        return await self.in_thread(owner, work, *arguments)
+
+    async def in_thread(self, owner: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Run `work` in a thread when the earlier work of this key is done."""
         turn = self._turns.setdefault(owner, asyncio.Lock())
         async with turn:
             loop = asyncio.get_running_loop()

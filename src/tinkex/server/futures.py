@@ -26,8 +26,8 @@ from tinkex.types import ForwardBackwardOutput, SampleResponse
 
 from .damage import Lost
 from .disk import as_client_error
-from .journal import Journal, Kind, Place, Record
-from .quotas import Limits, Quotas
+from .journal import BodyPosition, Journal, Kind, Record
+from .quotas import KeyLimits, Quotas
 from .results import encode_result
 
 __all__ = ["Feed", "Promise", "Promises", "Result"]
@@ -49,7 +49,7 @@ class Result:
 
     failed: bool
     binary: bool
-    place: Place
+    place: BodyPosition
     payload: bytes | None
     at: float
     change: int | None = None
@@ -70,7 +70,7 @@ class Promise:
     seq_id: int | None
     media: str
     accepted_at: float
-    place: Place
+    place: BodyPosition
     num_samples: int | None
     extra: Mapping[str, Any]
     request: Any = None
@@ -150,7 +150,7 @@ class Promises:
     ) -> None:
         self._journal = journal
         journal.on_moved = self.moved
-        self._quotas = quotas or Quotas.of(Limits())
+        self._quotas = quotas or Quotas.of(KeyLimits())
         self.clock = clock
         self._memory_bytes = memory_bytes
         self._promises: dict[str, Promise] = {}
@@ -298,7 +298,7 @@ class Promises:
     ) -> None:
         if promise.done:  # it was cancelled meanwhile
             return
-        nowhere = Place(-1, 0, len(payload))
+        nowhere = BodyPosition(-1, 0, len(payload))
         self._set(promise, Result(failed, binary, nowhere, payload, self.clock(), change))
         self._unwritten.append(promise)
         with suppress(OSError):  # disk full: the result stays in memory until there is space
@@ -461,7 +461,7 @@ def _encoded(value: object) -> tuple[bytes, bool]:
     return encode_result(value), False
 
 
-def _promise(head: dict[str, Any], place: Place, request: object) -> Promise:
+def _promise(head: dict[str, Any], place: BodyPosition, request: object) -> Promise:
     seq = head["seq"]
     extra = dict(head["extra"])
     num_samples = extra.pop("num_samples", None)

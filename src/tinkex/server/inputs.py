@@ -17,8 +17,8 @@ from tinkex.engine.values import (
     Constraint,
     Example,
     LoraSpec,
+    PassJob,
     SampleJob,
-    TrainingPass,
 )
 from tinkex.errors import InvalidInputError
 from tinkex.types import (
@@ -63,10 +63,10 @@ def tokens_of(value: ModelInput, field: str) -> Array:
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
-def training_pass(inputs: ForwardBackwardInput, *, backward: bool) -> TrainingPass:
+def training_pass(inputs: ForwardBackwardInput, *, backward: bool) -> PassJob:
     """The engine's pass for a request."""
     examples = [_example(datum, f"data.{index}") for index, datum in enumerate(inputs.data)]
-    return TrainingPass(examples, inputs.loss_fn, dict(inputs.loss_fn_config or {}), backward)
+    return PassJob(examples, inputs.loss_fn, dict(inputs.loss_fn_config or {}), backward)
 
 
 def _example(datum: Datum, field: str) -> Example:

@@ -27,9 +27,9 @@ from typing import Any, Final
 
 from tinkex.engine.files import flush, make_directory, sync
 
-from .segments import PROLOGUE_BYTES, Damage, Kind, Place, Record, Torn, Writer, scan
+from .segments import PROLOGUE_BYTES, BodyPosition, Damage, Kind, Record, Torn, Writer, scan
 
-__all__ = ["Damage", "Journal", "Kind", "Place", "Record"]
+__all__ = ["BodyPosition", "Damage", "Journal", "Kind", "Record"]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -181,13 +181,13 @@ class Journal:
 
     # -- writing -----------------------------------------------------------------------------
 
-    def append(self, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
+    def append(self, kind: Kind, head: dict[str, Any], body: bytes) -> BodyPosition:
         """Write a record; it is durable once `flushed` returns. On a full disk, raises OSError and writes nothing."""
         place = self._append(self._next_number, kind, head, body)
         self._next_number += 1
         return place
 
-    def _append(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> Place:
+    def _append(self, number: int, kind: Kind, head: dict[str, Any], body: bytes) -> BodyPosition:
         if self._unflushed_bytes > self._unflushed_limit:
             raise OSError(errno.EIO, "too many bytes wait for a disk that fails to flush")
         segment = self._segments[max(self._segments)]
@@ -220,7 +220,7 @@ class Journal:
             with suppress(OSError):  # the next record overwrites the remains
                 os.ftruncate(segment.descriptor, segment.size)
             raise
-        place = Place(segment.number, segment.size + len(parts[0]), len(body))
+        place = BodyPosition(segment.number, segment.size + len(parts[0]), len(body))
         segment.size += sum(map(len, parts))
         return _Unflushed(Record(number, kind, head, place), body, (segment.number, segment.size))
 
@@ -229,11 +229,11 @@ class Journal:
         self._unflushed_bytes += len(unflushed.body)
         self._end = unflushed.end
 
-    def is_flushed(self, place: Place) -> bool:
+    def is_flushed(self, place: BodyPosition) -> bool:
         """Whether the record with its body at `place` is known to be on disk."""
         return (place.segment, place.offset + place.length) <= self._flushed
 
-    async def flushed(self, place: Place | None = None) -> None:
+    async def flushed(self, place: BodyPosition | None = None) -> None:
         """Wait until everything appended so far is on disk, or only the record with its body at `place`."""
         if place is not None and self.is_flushed(place):
             return
@@ -325,7 +325,7 @@ class Journal:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: BodyPosition) -> bytes:
         return os.pread(self._segments[place.segment].descriptor, place.length, place.offset)
 
     # -- compaction --------------------------------------------------------------------------

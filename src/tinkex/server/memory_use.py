@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-__all__ = ["memory_of", "resident_bytes"]
+from tinkex.engine.resident import resident_bytes
+
+__all__ = ["memory_of"]
 
 
 def memory_of(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
@@ -15,15 +16,6 @@ def memory_of(engines: Iterable[int | None]) -> Iterator[tuple[str, int]]:
     yield "service", resident_bytes("self") or _peak()
     if size := sum(resident_bytes(str(engine)) for engine in engines if engine is not None):
         yield "engine", size
-
-
-def resident_bytes(process: str) -> int:
-    """Memory of one process, by its id; 0 if it is not known."""
-    try:
-        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
-    except OSError:  # no /proc on this system, or the process has just ended
-        return 0
-    return int(pages) * resource.getpagesize()
 
 
 def _peak() -> int:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tinkex.engine.interface import EngineStatus
+from tinkex.engine.resident import resident_bytes
 
 from .futures import Promise
 from .memory_use import memory_of
@@ -20,14 +21,14 @@ from .memory_use import memory_of
 if TYPE_CHECKING:
     from .service import Service
 
-__all__ = ["Metrics"]
+__all__ = ["ServiceMetrics"]
 
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _SHORT_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _COUNTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Metrics:
+class ServiceMetrics:
     """The metrics of one service."""
 
     def __init__(self, service: Service) -> None:
@@ -141,7 +142,13 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         "What an engine has: models, training requests in its line, samples it draws.",
         labels=["engine", "of"],
     )
+    memory = GaugeMetricFamily(
+        "tinkex_engine_memory_bytes", "Memory that an engine uses.", labels=["engine"]
+    )
     for each in engines:
+        size = each.memory if each.pid is None else resident_bytes(str(each.pid))
+        if size:
+            memory.add_metric([each.name], size)
         named = ",".join(each.base_models)
         up.add_metric([each.name, each.kind, each.node, each.device, named], float(each.up))
         restarts.add_metric([each.name], each.starts - 1)
@@ -151,7 +158,7 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
             ("samples", each.samples),
         ):
             load.add_metric([each.name, kind], count)
-    yield from (up, restarts, load)
+    yield from (up, restarts, load, memory)
     foreign = [each for each in engines if each.kind == "vllm"]
     if foreign:
         yield from _drift(foreign)

@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 
 from tinkex import types
 from tinkex._wire.operations import OPERATIONS, Body, Operation, Theme
+from tinkex.types._aliases import AliasInfo, AliasList
 from tinkex.types._tokenizer_files import TokenizerFilesResponse
 from tinkex.types.tensors import tensor_to_object
 
@@ -104,13 +105,14 @@ def _paths() -> dict[str, dict[str, Any]]:
         for path in endpoint.paths:
             described = _serving(endpoint, path)
             paths.setdefault(_plain(path), {})[endpoint.operation.method.lower()] = described
+    for call in CALLS:
+        paths.setdefault(_plain(call.path), {})[call.method.lower()] = _local_call(call)
     return paths | {
         alias_routes.PATH: {"get": _list_aliases(), "put": _put_alias()},
         _plain(alias_routes.ONE): {"delete": _delete_alias()},
         reports.PATH: {"get": _list_telemetry()},
         _plain(tokenizers.PATH): {"get": _list_tokenizer_files()},
         _plain(tokenizers.FILES_PATH): {"get": _get_tokenizer_file()},
-        **{_plain(call.path): {call.method.lower(): _local_call(call)} for call in CALLS},
     }
 
 
@@ -146,7 +148,7 @@ def _local_call(call: LocalCall) -> dict[str, Any]:
     answer: Schema = {"type": "object"} if call.media == _JSON else {"type": "string"}
     described["responses"] = {
         "200": _answer(call.answer, _content(call.media, answer)),
-        **_errors_of(401, 404, 422, 429),
+        **_errors_of(401, 404, *([409] if call.method == "DELETE" else []), 422, 429),
     }
     return described
 
@@ -183,9 +185,7 @@ def _list_aliases() -> dict[str, Any]:
         "tags": [_SERVING_TAG["name"]],
         "summary": "List the aliases of the key",
         "responses": {
-            "200": _answer(
-                "Answered at once.", _content(_JSON, _schema_of(alias_routes.AliasList))
-            ),
+            "200": _answer("Answered at once.", _content(_JSON, _schema_of(AliasList))),
             **_errors_of(401),
         },
     }
@@ -201,9 +201,7 @@ def _put_alias() -> dict[str, Any]:
             "content": _content(_JSON, _schema_of(alias_routes.AliasRequest)),
         },
         "responses": {
-            "200": _answer(
-                "Answered at once.", _content(_JSON, _schema_of(alias_routes.AliasInfo))
-            ),
+            "200": _answer("Answered at once.", _content(_JSON, _schema_of(AliasInfo))),
             **_errors_of(400, 401, 404),
         },
     }
@@ -616,8 +614,8 @@ _MORE_MODELS: Final[tuple[type[BaseModel], ...]] = (
     TokenizerFilesResponse,
     PlaygroundRequest,
     alias_routes.AliasRequest,
-    alias_routes.AliasInfo,
-    alias_routes.AliasList,
+    AliasInfo,
+    AliasList,
     *(row.operation.request for row in SERVING.values() if row.operation.body is Body.JSON),
 )
 

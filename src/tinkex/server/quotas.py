@@ -1,6 +1,6 @@
 """Limits per key, and how much of each limit every key uses.
 
-A limit is a field of `Limits`; its `Quota` counts per key in a dictionary, so a check takes constant time. At the start
+A limit is a field of `KeyLimits`; its `Quota` counts per key in a dictionary, so a check takes constant time. At the start
 the counts are rebuilt from the database and the journal.
 
 A 429 has `retry_after` seconds only where waiting alone helps. The others last until the user frees something: they
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from tinkex.errors import ConfigError, RateLimitError, RequestErrorCategory
 
-__all__ = ["LimitInfo", "Limits", "Quota", "Quotas", "limit_infos"]
+__all__ = ["KeyLimits", "LimitInfo", "Quota", "Quotas", "limit_infos"]
 
 _SUFFIXES: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -46,7 +46,7 @@ def _limit(default: int, what: str, advice: str, retry_after: float | None = Non
 
 
 @dataclass(frozen=True)
-class Limits:
+class KeyLimits:
     """The limits of one key; fields that end in `_bytes` are sizes."""
 
     requests: int = _limit(4_000, "requests in flight", "wait for some of the responses", 1.0)
@@ -82,23 +82,23 @@ class Limits:
     )
 
     @classmethod
-    def of_options(cls, options: Iterable[str]) -> Limits:
+    def of_options(cls, options: Iterable[str]) -> KeyLimits:
         """Limits from `NAME=VALUE` options; the others keep their defaults."""
         chosen = dict(_parsed(option) for option in options)
         return replace(cls(), **chosen)
 
 
 def limit_infos() -> tuple[LimitInfo, ...]:
-    defaults = Limits()
+    defaults = KeyLimits()
     return tuple(
         LimitInfo(each.name, getattr(defaults, each.name), **each.metadata)
-        for each in fields(Limits)
+        for each in fields(KeyLimits)
     )
 
 
 def _parsed(option: str) -> tuple[str, int]:
     name, equals, text = option.partition("=")
-    names = [each.name for each in fields(Limits)]
+    names = [each.name for each in fields(KeyLimits)]
     if not equals or name.strip() not in names:
         raise ConfigError(
             f"{option!r:.80} is not NAME=VALUE with one of {', '.join(names)}", field="limit"
@@ -162,7 +162,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Quotas:
-    """A quota for every field of `Limits`."""
+    """A quota for every field of `KeyLimits`."""
 
     requests: Quota
     pending: Quota
@@ -177,5 +177,5 @@ class Quotas:
     metric_bytes: Quota
 
     @classmethod
-    def of(cls, limits: Limits) -> Quotas:
+    def of(cls, limits: KeyLimits) -> Quotas:
         return cls(**{info.name: Quota(info, getattr(limits, info.name)) for info in limit_infos()})

@@ -25,10 +25,11 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
-from tinkex._wire.operations import OPERATIONS, Operation, Runner
+from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
 from tinkex.engine.interface import EngineStatus
+from tinkex.engine.resident import resident_bytes
 from tinkex.errors import (
     AuthenticationError,
     InvalidInputError,
@@ -42,7 +43,6 @@ from .checkpoints import checkpoint_of, tinker_path
 from .dashboard import logged
 from .futures import Promise
 from .inputs import lora_of
-from .memory_use import resident_bytes
 from .nearness import is_near
 from .results import encode_result
 from .service import Service
@@ -135,8 +135,13 @@ async def healthz(call: Call) -> types.HealthResponse:
     engines = call.service.engine.status()
     return types.HealthResponse(
         engine=call.service.engine.check_health(),
-        engines=[_engine_health(each) for each in engines] if len(engines) > 1 else None,
+        engines=[_engine_health(each) for each in engines] if _listed(engines) else None,
     )
+
+
+def _listed(engines: Sequence[EngineStatus]) -> bool:
+    """Whether there is something to tell of single engines: there are several, or they are on other machines."""
+    return len(engines) > 1 or any(engine.node for engine in engines)
 
 
 def _engine_health(engine: EngineStatus) -> types.EngineHealth:
@@ -147,7 +152,8 @@ def _engine_health(engine: EngineStatus) -> types.EngineHealth:
         device=engine.device,
         up=engine.up,
         base_models=list(engine.base_models),
-        memory_bytes=None if engine.pid is None else resident_bytes(str(engine.pid)),
+        memory_bytes=engine.memory if engine.pid is None else resident_bytes(str(engine.pid)),
+        trouble=engine.trouble or None,
         models=engine.models,
         in_line=engine.in_line,
         samples=engine.samples,
@@ -641,7 +647,9 @@ async def _run(call: Call, run_id: str) -> RunRow:
     database = call.service.database
     row = await database(database.store.run, run_id)
     if row is None:
-        model = await call.service.models.find(run_id, call.owner)  # being made right now
+        model = await call.service.models.find(
+            run_id, call.owner
+        )  # not in the database yet: it is being created
         await model.made.wait()
         row = await database(database.store.run, run_id)
     if row is not None and row.owner != call.owner:
@@ -938,5 +946,5 @@ async def get_current_checkpoint_storage_usage(
 
 
 for _row in OPERATIONS.values():
-    if _row.runner is Runner.MODELS:
+    if _row.runner is ServicePart.MODELS:
         HANDLERS.setdefault(_row.name, _submitted)

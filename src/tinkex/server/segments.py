@@ -24,9 +24,9 @@ import orjson
 
 __all__ = [
     "PROLOGUE_BYTES",
+    "BodyPosition",
     "Damage",
     "Kind",
-    "Place",
     "Record",
     "Torn",
     "Writer",
@@ -57,7 +57,7 @@ _KINDS: Final = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BodyPosition:
     """The position of a record's body."""
 
     segment: int
@@ -72,7 +72,7 @@ class Record:
     number: int
     kind: Kind
     head: dict[str, Any]
-    place: Place
+    place: BodyPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class _Scan:
         head = content[: header.head_size]
         if zlib.crc32(head) != header.head_sum:
             return Damage(offset, header.size, kind=header.kind, scope=header.scope)
-        place = Place(self._segment, head_at + header.head_size, header.body_size)
+        place = BodyPosition(self._segment, head_at + header.head_size, header.body_size)
         record = Record(header.number, header.kind, orjson.loads(head), place)
         if zlib.crc32(memoryview(content)[header.head_size :]) != header.body_sum:
             return Damage(offset, header.size, record, header.kind, header.scope)
@@ -291,7 +291,7 @@ def _scan_1(descriptor: int, segment: int, size: int) -> Iterator[Record | Damag
             return
         rest = os.pread(descriptor, head_size + body_size, offset + _HEADER_1.size)
         if zlib.crc32(rest, zlib.crc32(header[4:])) == checksum:
-            place = Place(segment, body_at, body_size)
+            place = BodyPosition(segment, body_at, body_size)
             yield Record(number, Kind(kind), orjson.loads(rest[:head_size]), place)
         else:
             yield Damage(offset, end - offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib.util
 import logging
 import math
 import os
@@ -15,8 +16,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tinkex._wire.operations import Runner
+from tinkex._wire.operations import ServicePart
 from tinkex.config import read_env
+from tinkex.engine.base_models import default_cache_dir
 from tinkex.engine.files import make_directory
 from tinkex.engine.process import Setup
 from tinkex.engine.values import MAX_RANK, LossLimits, VllmOptions
@@ -33,7 +35,7 @@ from .dashboard.captured import Capture
 from .dashboard.history import History, Reading
 from .dashboard.recorder import Recorder
 from .dashboard.store import MetricStore
-from .engines import engine_count, make_engines
+from .engines import make_engines
 from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .inputs import SampleLimits, check_ttl
@@ -43,11 +45,13 @@ from .memory_use import memory_of
 from .model_work import ModelWork
 from .models import Models
 from .private import close_to_others
-from .quotas import Limits, Quotas
+from .quotas import KeyLimits, Quotas
+from .ray_cluster import RayOptions
 from .reports import Reports
 from .retention import Retention
 from .samplers import UNNAMED_LIMIT, Samplers
 from .serving.aliases import Aliases
+from .serving.models import ServedModels
 from .sessions import Sessions
 from .set_aside import SetAside
 from .signing import Signer
@@ -75,12 +79,6 @@ def default_data_dir() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".tinkex"
 
 
-def default_cache_dir() -> Path:
-    """The directory of prepared base models; all services of this user share it."""
-    cache = read_env("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "tinkex" / "models"
-
-
 @dataclass(frozen=True)
 class Settings:
     """The settings of a service. Times are in seconds, sizes in bytes."""
@@ -91,9 +89,16 @@ class Settings:
     engine_in_process: bool = False
     #: Engine processes; `auto` is one per GPU, and one on a machine without.
     engines: int | Literal["auto"] = 1
-    #: Who samples: the engines, or vLLM in a process of its own, run by the interpreter `sampler_python`.
+    #: What samples: the engines, or vLLM in a process of its own, run by the interpreter `sampler_python`.
     sampler: Literal["own", "vllm"] = "own"
     sampler_python: Path | None = None
+    #: A Ray cluster for the engines: `HOST:PORT`, `auto` for the one this machine belongs to, `local` for a new one.
+    ray: str | None = None
+    #: What each engine gets of the cluster. GPUs: one, if the cluster has any.
+    engine_cpus: float = 1.0
+    engine_gpus: float | None = None
+    #: A directory that every node of the cluster sees under the same path.
+    shared_dir: Path | None = None
     #: Settings of vLLM; see `VllmOptions`.
     vllm_max_loras: int = VllmOptions.max_loras
     vllm_kept_loras: int = VllmOptions.kept_loras
@@ -118,7 +123,7 @@ class Settings:
     #: A session without a request or heartbeat for this long has ended.
     session_expiry: float = 6 * 3600
     #: What each key may use at a time.
-    limits: Limits = field(default_factory=Limits)
+    limits: KeyLimits = field(default_factory=KeyLimits)
     #: How long a result can be fetched, while its key has at most `kept_results`.
     result_retention: float = 6 * 3600
     #: If a key has more results than this (about 100 MB of memory), those that were fetched `told_retention` seconds
@@ -167,7 +172,7 @@ class Settings:
     use_retrieve_futures: bool = False
     #: Whether a proxy on this machine forwards requests of other machines: then no request counts as local.
     behind_proxy: bool = False
-    #: The wall clock, and one that is never set. Something expires when both say that its time is over.
+    #: The wall clock and a monotonic clock. Something expires when both say that its time is over.
     now: Callable[[], datetime] = now_utc
     monotonic: Callable[[], float] = time.monotonic
 
@@ -190,6 +195,12 @@ class Settings:
         )
 
     @property
+    def ray_options(self) -> RayOptions | None:
+        if self.ray is None:
+            return None
+        return RayOptions(self.ray, self.engine_cpus, self.engine_gpus, self.shared_dir)
+
+    @property
     def loss_limits(self) -> LossLimits:
         return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
@@ -200,6 +211,7 @@ class Settings:
             raise ConfigError(
                 f"{self.sampler_python} is no program that can be run", field="sampler_python"
             )
+        self._check_ray()
         if not 1 <= self.vllm_max_rank <= MAX_RANK:
             raise ConfigError(f"must be between 1 and {MAX_RANK}", field="vllm_max_rank")
         if not 0 < self.vllm_memory_share <= 1:
@@ -212,6 +224,25 @@ class Settings:
                 "is for a service of one user; with keys, list the base models instead",
                 field="on_demand",
             )
+
+    def _check_ray(self) -> None:
+        if self.ray is None:
+            for name in ("engine_gpus", "shared_dir"):
+                if getattr(self, name) is not None:
+                    raise ConfigError("is for engines on a Ray cluster; give --ray", field=name)
+            return
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("needs Ray: pip install 'tinkex[local,ray]'", field="ray")
+        if self.sampler == "vllm":
+            raise ConfigError("does not run on Ray yet; leave out --ray", field="sampler")
+        for name in ("engine_cpus", "engine_gpus"):
+            amount = getattr(self, name)
+            if amount is not None and not (0 <= amount <= 1 or amount == int(amount) > 0):
+                raise ConfigError("must be a whole number, or between 0 and 1", field=name)
+        if not self.engine_cpus and not self.engine_gpus:
+            raise ConfigError("an engine needs a CPU or a GPU", field="engine_cpus")
+        if self.shared_dir is not None and not self.shared_dir.is_dir():
+            raise ConfigError(f"there is no directory {self.shared_dir}", field="shared_dir")
 
 
 def read_setting(text: str) -> tuple[str, Any]:
@@ -272,7 +303,8 @@ class Service:
             ),
             vllm=settings.sampler == "vllm",
             vllm_python=settings.sampler_python,
-            count=engine_count(settings.engines, settings.device),
+            ray=settings.ray_options,
+            count=settings.engines,
             in_process=settings.engine_in_process,
             deadline=settings.engine_deadline,
             on_demand=settings.on_demand,
@@ -320,6 +352,7 @@ class Service:
             quotas.losses,
         )
         self.run_metrics = MetricStore(data / "metrics", quotas.metric_bytes)
+        self.served_models = ServedModels(self)
         self.recorder = Recorder(self.run_metrics, self.promises.clock)
         self.history = History(self.promises.clock)
         self.captured = Capture(self)
@@ -451,7 +484,7 @@ class Service:
                 await self.usage.write()
             except (
                 Exception
-            ) as error:  # disk full, or database gone: the rest must stop all the same
+            ) as error:  # disk full, or database gone: the other parts must still be stopped
                 logger.warning("The last usage could not be written: %s", error)
         await self.captured.flush()
         await self.run_metrics.stop()
@@ -520,17 +553,17 @@ class Service:
         for record in sorted([*records, *lost.requests], key=lambda record: record.number):
             promise = self.promises.restore(record)
             if promise is not None and record.kind is Kind.REQUEST:
-                ordered = promise.operation.runner is Runner.MODELS
+                ordered = promise.operation.runner is ServicePart.MODELS
                 (training if ordered else others).append(promise)
         undone = self.promises.fail_lost(lost)
         await self.models.restore(training, lost, undone)
         if self.journal.damage:
-            # The models concerned are marked as corrupted, so the next start need not find the damage again.
+            # The damaged models are now marked as corrupted, so the next start need not find the damage again.
             await self.journal.mend()
         for promise in others:
             if promise.done:
                 continue
-            if promise.operation.runner is Runner.SAMPLERS:
+            if promise.operation.runner is ServicePart.SAMPLERS:
                 await self.samplers.resume(promise)
             else:
                 self.losses.resume(promise)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 import sqlalchemy as sa
@@ -203,6 +204,8 @@ _SHARED_CALLS: Final = 100
 _DURABLE: Final = "tinkex_durable"
 #: Note on a connection to SQLite: its current setting of `synchronous`.
 _SYNCHRONOUS: Final = "tinkex_synchronous"
+#: Size of SQLite's write-ahead log: 1,000 pages, after which it is written from the front again, and a large commit.
+_LOG_BYTES: Final = 4_500_000
 #: Inserts that can skip existing rows; both dialects have the same methods.
 _INSERTS: Final[Mapping[str, Callable[[sa.Table], Any]]] = {
     "sqlite": sqlite.insert,
@@ -325,6 +328,8 @@ class Store:
         self._engine = _new_engine(self._url)
         try:
             self._bring_up_to_date()
+            with self._transaction():  # nobody else writes to the log meanwhile
+                _extend_log(make_url(self._url))
         except BaseException:
             self.close()
             raise
@@ -508,6 +513,11 @@ class Store:
         with self._transaction() as connection:
             named = sa.and_(_runs.c.run_id.in_(run_ids), _runs.c.owner == owner)
             return _all(connection, RunRow, _runs, named, _runs.c.created_at)
+
+    def delete_run(self, run_id: str) -> None:
+        """Delete a run that has no checkpoints."""
+        with self._transaction() as connection:
+            connection.execute(_runs.delete().where(_runs.c.run_id == run_id))
 
     def runs_of_session(self, session_id: str) -> list[RunRow]:
         with self._transaction() as connection:
@@ -861,6 +871,20 @@ def _create_closed(file: str | None) -> None:
     if file and file != ":memory:":
         with suppress(OSError):  # SQLite's own error is clearer
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def _extend_log(url: sa.URL) -> None:
+    """Fill the write-ahead log of SQLite with zeros up to the size at which SQLite writes it from the front again.
+
+    A commit then overwrites blocks that the file already has. A commit that made the file longer would wait twice as
+    long, because the new size is synced too. SQLite ignores the zeros: they are no frames with a valid checksum.
+    """
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return
+    with suppress(OSError), Path(f"{url.database}-wal").open("r+b") as log:
+        log.write(bytes(max(0, _LOG_BYTES - log.seek(0, os.SEEK_END))))
+        log.flush()
+        os.fsync(log.fileno())
 
 
 def _add(connection: Connection, table: sa.Table, row: Any) -> None:

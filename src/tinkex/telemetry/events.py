@@ -82,7 +82,9 @@ def _event(name: str = "", *measured: str) -> Callable[[type[E]], type[E]]:
     """Define the event `tinkex.<name>`; without a name, a base class of several events."""
 
     def make(cls: type[E]) -> type[E]:
-        # `Event` has the other methods: generating them for every class takes most of the import.
+        # `Event` has the other methods: generating them for every class takes most of the import. A class without a
+        # docstring would get one from `dataclass`, which inspects the signature for it.
+        cls.__doc__ = cls.__doc__ or (f"The event `tinkex.{name}`." if name else "Several events.")
         made = dataclass(frozen=True, slots=True, repr=False, eq=False)(cls)
         if name:
             made.name, made.measured = f"tinkex.{name}", measured

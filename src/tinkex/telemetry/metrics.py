@@ -36,7 +36,7 @@ from .events import (
     TrainingStep,
 )
 
-__all__ = ["LATENCY_BUCKETS", "HistogramSnapshot", "Metrics", "Snapshot"]
+__all__ = ["LATENCY_BUCKETS", "HistogramSnapshot", "Metrics", "MetricsSnapshot"]
 
 #: Upper bounds in milliseconds; one more bucket counts longer durations.
 LATENCY_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -58,7 +58,7 @@ class HistogramSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MetricsSnapshot:
     counters: Mapping[str, float]
     gauges: Mapping[str, float]
     histograms: Mapping[str, HistogramSnapshot]
@@ -162,11 +162,11 @@ class Metrics(bus.Collector):
             histogram = self._histograms[name] = _Histogram(self._bounds, self._max_samples)
         histogram.record(values)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> MetricsSnapshot:
         self.flush()
         with self._lock:
             self._measure_flows()
-            return Snapshot(
+            return MetricsSnapshot(
                 dict(sorted(self._counters.items())),
                 dict(sorted(self._gauges.items())),
                 {name: each.snapshot() for name, each in sorted(self._histograms.items())},

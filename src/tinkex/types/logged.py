@@ -1,7 +1,5 @@
 """What a training loop reports about its run: metrics by step, and samples with their rewards."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,9 +1,7 @@
 """Messages about the service itself: futures, server flags, capabilities, identity."""
 
-from __future__ import annotations
-
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -75,7 +73,7 @@ class QueueState(Enum):
     UNKNOWN = "unknown"
 
     @classmethod
-    def parse(cls, value: object) -> QueueState:
+    def parse(cls, value: object) -> Self:
         if isinstance(value, cls):
             return value
         try:
@@ -193,6 +191,7 @@ class EngineHealth(ResponseModel):
     in_line: int = 0
     samples: int = 0
     restarts: int = 0
+    trouble: str | None = None
 
 
 class HealthResponse(ResponseModel):

@@ -1,7 +1,5 @@
 """Sessions, training runs, checkpoints, and their costs."""
 
-from __future__ import annotations
-
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -290,7 +288,7 @@ class SessionSearchRequest(RequestModel):
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = {}
     display_name: Annotated[str, Field(min_length=1)] | None = None
-    owner: SearchOwner = OwnSearchOwner()
+    owner: SearchOwner = OwnSearchOwner.model_construct()
     statuses: Annotated[list[SessionStatusQuery], Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SessionSearchCursor | None = None

@@ -1,7 +1,5 @@
 """Telemetry events as the client sends them to the service."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 

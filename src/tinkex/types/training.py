@@ -1,11 +1,9 @@
 """Models, losses, optimizers and weights: the training half of the protocol."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -226,7 +224,7 @@ class LoraConfig(RequestModel):
     train_attn: bool = True
 
     @model_validator(mode="after")
-    def _trains_something(self) -> LoraConfig:
+    def _trains_something(self) -> Self:
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise ValueError("at least one of train_mlp, train_attn, train_unembed must be true")
         return self
@@ -238,7 +236,7 @@ class CreateModelRequest(RequestModel):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig()
+    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig.model_construct()
     type: Literal["create_model"] = "create_model"
 
 
@@ -263,7 +261,7 @@ class GetInfoResponse(ResponseModel):
     type: Literal["get_info"] | None = None
     model_data: ModelData
     model_id: ModelID
-    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig()
+    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig.model_construct()
     is_lora: bool | None = None
     lora_rank: int | None = None
     model_name: str | None = None
@@ -502,7 +500,7 @@ class WeightsInfoRequest(RequestModel):
 
 class WeightsInfoResponse(ResponseModel):
     base_model: str
-    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig()
+    optimizer_config: AnyOptimizerConfig = AdamOptimizerConfig.model_construct()
     is_lora: bool
     lora_rank: int | None = None
     train_unembed: bool | None = None

@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 from dataclasses import dataclass, field
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,19 @@ def weights_of(directory: str) -> str:
 @dataclass
 class LLMEngine:
     arguments: Any
+    shared: SharedMemory
     loras: dict[int, str] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
     @classmethod
     def from_engine_args(cls, arguments: Any) -> "LLMEngine":
-        subprocess.Popen(["sleep", "1000"])  # as vLLM starts its workers
-        return cls(arguments)
+        config = json.loads(Path(arguments.model, "config.json").read_text())
+        if config["architectures"] != ["LlamaForCausalLM"]:
+            raise ValueError(f"Model architectures {config['architectures']} are not supported")
+        # As vLLM starts its workers, which exchange values with it through shared memory.
+        shared = SharedMemory(create=True, size=64)
+        subprocess.Popen(["sleep", "1000"])
+        return cls(arguments, shared)
 
     def add_lora(self, lora: Any) -> bool:
         config = json.loads(Path(lora.lora_path, "adapter_config.json").read_text())
