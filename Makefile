@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The variable hides the notice about its successor (docs/decisions/0002). Not --quiet: it would disable --strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install demo quick test browser wheel vllm check fix chaos serving-clients bench cookbook docs clean
+.PHONY: install demo quick test browser wheel vllm ray check fix chaos serving-clients bench cookbook docs clean
 
 install: $(STAMP)
 
@@ -21,9 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/tinkex demo $(ARGS)
 
-# Everything that needs neither torch, nor an official client, nor a database server; about a minute.
+# What needs neither torch, nor an official client, nor a database server, nor seconds for one test; a minute and a half
+# on two cores. Three processes, because tests of services also wait.
 quick: install
-	$(BIN)/python -m pytest --quick --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --quick --numprocesses 4 --dist worksteal
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -40,6 +41,11 @@ wheel: install
 # vLLM's CPU build in an environment of its own behind the service; downloads a gigabyte, then takes five minutes.
 vllm: install
 	$(BIN)/python -m pytest tests/vllm --vllm
+
+# Ray clusters of several nodes on this machine, in a network namespace and an environment of their own; ten minutes.
+ray: install
+	@command -v ip >/dev/null || apt-get install -y -qq iproute2 >/dev/null 2>&1 || echo "iproute2 could not be installed"
+	$(BIN)/python -m pytest tests/ray --ray
 
 check: install
 	$(BIN)/ruff format --check .

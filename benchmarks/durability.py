@@ -4,11 +4,13 @@ Two services run side by side and are asked by turns, so that both see the same 
 always (synchronous=FULL), the other without waiting for the disk (NORMAL).
 
     python benchmarks/durability.py
+    python benchmarks/durability.py --before DIRECTORY    # the other service is that of another `src`
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -31,12 +33,15 @@ _SERVE_LAZILY: Final = (
 )
 
 
-def started(stack: ExitStack, code: str) -> Api:
-    """A user of a new service."""
+def started(stack: ExitStack, code: str, source: Path | None = None) -> Api:
+    """A user of a new service; `source` is the `src` that it runs, if not the installed one."""
     data = stack.enter_context(tempfile.TemporaryDirectory())
     options = ["serve", "--port=0", f"--data-dir={data}", "--base-model=tinkex/tiny"]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *options, "--engine=fake"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *options, "--engine=fake"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ if source is None else {**os.environ, "PYTHONPATH": str(source)},
     )
     stack.callback(process.wait)
     stack.callback(process.terminate)
@@ -48,9 +53,15 @@ def started(stack: ExitStack, code: str) -> Api:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=100)
-    rounds = options.parse_args().rounds
+    options.add_argument(
+        "--before", type=Path, help="the src of another version, as the first service"
+    )
+    given = options.parse_args()
+    rounds, before = given.rounds, given.before
+    first = "without waiting" if before is None else "before"
     with ExitStack() as stack:
-        users = [started(stack, code) for code in (_SERVE_LAZILY, _SERVE)]
+        other = _SERVE_LAZILY if before is None else _SERVE
+        users = [started(stack, other, before), started(stack, _SERVE)]
         models = [user.model() for user in users]
         samplers = [user.sampler() for user in users]
         work: dict[str, Callable[[int], object]] = {
@@ -68,7 +79,7 @@ def main() -> None:
                     seconds[which].append(time.perf_counter() - begun)
             without, with_disk = (1000 * statistics.median(each) for each in seconds)
             print(
-                f"{name:15} {without:7.2f} ms without waiting, {with_disk:7.2f} ms with: "
+                f"{name:15} {without:7.2f} ms {first}, {with_disk:7.2f} ms now: "
                 f"{with_disk / without:.2f} x"
             )
 

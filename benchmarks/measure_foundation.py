@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +24,10 @@ def best(action, rounds=7):
 
 
 def start(code):
-    return best(lambda: subprocess.run([sys.executable, "-c", code], check=True), 5)
+    """Seconds of a process that runs `code`, with bytecode on disk as after an installation by pip."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-c", code]
+    return best(lambda: subprocess.run(command, check=True, env=environment), 5)
 
 
 FIRST_USE = f"import {module}; {module}.ServiceClient; {module}.types.Datum"

@@ -29,7 +29,7 @@ STYLES = (
     (r"step |Starting ", "grey58"),
     (r"Loss |.*(word for word|token by token)", "yellow"),
 )
-OMITTED = re.compile(r"The loss curve|  to train on")
+OMITTED = re.compile(r"The loss curve|Watch it|  to train on")
 
 
 def shown(output: str) -> Iterator[str]:
