@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import httpx
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tinkex.engine import base_models
 from tinkex.testing import RunningService, service
@@ -25,18 +26,47 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+#: A token of the tiny model that no text has.
+UNUSED = 263
 
 
 @pytest.fixture(scope="session")
-def thinker(tmp_path_factory) -> Path:
-    """A copy of `tinkex/tiny` with a chat template that knows tools and reasoning."""
+def tiny(tmp_path_factory) -> Path:
+    """The directory of `tinkex/tiny`, to make copies of."""
     root = tmp_path_factory.mktemp("models")
-    tiny = base_models.prepare(base_models.parse_spec(base_models.TINY), root)
-    copy: Path = root / "thinker"
-    shutil.copytree(tiny.directory, copy)
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    return base_models.prepare(base_models.parse_spec(base_models.TINY), root).directory
+
+
+@pytest.fixture(scope="session")
+def thinker(tiny) -> Path:
+    """A copy of `tinkex/tiny` with a chat template that knows tools and reasoning."""
+    return copied(tiny, "thinker", tokenizer_config={"chat_template": TEMPLATE})
+
+
+@pytest.fixture(scope="session")
+def endless(tiny) -> Path:
+    """A copy of `tinkex/tiny` that draws for minutes: its end token has no chance if sampling is greedy."""
+    copy = copied(
+        tiny,
+        "endless",
+        config={"max_position_embeddings": 200_000},
+        tokenizer_config={"model_max_length": 200_000},
+        generation_config={"eos_token_id": [UNUSED]},
+    )
+    weights = load_file(copy / "model.safetensors")
+    # All logits of a step would have to be negative for this one to be the largest.
+    weights["lm_head.weight"][UNUSED] = 0
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def copied(model: Path, name: str, **changes: dict[str, Any]) -> Path:
+    """A copy of a model's directory beside it, with other values in some of its JSON files."""
+    copy = model.parent / name
+    shutil.copytree(model, copy)
+    for file, changed in changes.items():
+        path = copy / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     return copy
 
 

@@ -12,17 +12,11 @@ import pytest
 from tinkex.testing import service
 
 from .conftest import Http
-from .test_openai import CHAT, HI, TEXT, TINY
+from .test_openai import CHAT, HI, TEXT
 
 MESSAGES = "/v1/messages"
-#: A request of the text completions API that never draws its end token.
-ENDLESS = {
-    "model": TINY,
-    "prompt": "x",
-    "max_tokens": 2000,
-    "n": 64,
-    "logit_bias": {"257": -100, "260": -100},
-}
+#: Options of a request that `endless` answers for minutes.
+FOR_MINUTES = {"model": "endless", "max_tokens": 100_000, "temperature": 0}
 
 
 def in_flight(http) -> int:
@@ -33,9 +27,12 @@ def in_flight(http) -> int:
 
 
 @pytest.fixture
-def own():
-    """A service of one test, with a model that never ends by itself."""
-    with service("torch", engine_in_process=False) as running, Http(running.url) as http:
+def own(endless):
+    """A service of one test, with a model that does not end by itself."""
+    with (
+        service("torch", (f"endless={endless}",), engine_in_process=False) as running,
+        Http(running.url) as http,
+    ):
         yield running, http
 
 
@@ -44,15 +41,13 @@ def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
     _, http = own
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     engine = max(int(pid) for file in children for pid in file.read_text().split())
-    body = {"model": TINY, "messages": HI, "max_tokens": 2000, "stream": True}
-    # The tiny model ends the stream after a tenth of a second; beside these 64 sequences every step takes longer.
-    with http.client.stream("POST", TEXT, json=ENDLESS | {"stream": True}) as beside:
-        next(beside.iter_lines())
-        with http.client.stream("POST", path, json=body) as response:
-            lines = response.iter_lines()
-            data = [next(lines)]
-            os.kill(engine, signal.SIGKILL)
-            data = [line for line in [*data, *lines] if line.startswith("data: ")]
+    with http.client.stream(
+        "POST", path, json={**FOR_MINUTES, "messages": HI, "stream": True}
+    ) as response:
+        lines = response.iter_lines()
+        data = [next(lines)]
+        os.kill(engine, signal.SIGKILL)
+        data = [line for line in [*data, *lines] if line.startswith("data: ")]
     assert "error" in data[-1]
     assert "died" in data[-1] or "engine" in data[-1]
     assert "[DONE]" not in data[-1]
@@ -61,7 +56,7 @@ def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
 @pytest.mark.parametrize("stream", [True, False])
 def test_sample_is_cancelled_when_the_client_hangs_up(own, stream):
     running, http = own
-    body = ENDLESS | {"stream": stream}
+    body = {**FOR_MINUTES, "prompt": "x", "stream": stream}
     if stream:
         with http.client.stream("POST", TEXT, json=body) as response:
             next(response.iter_lines())
