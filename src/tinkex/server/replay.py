@@ -176,7 +176,7 @@ GONE: Final = Verdict(lives=False)
 
 
 def judge(sources: Sources) -> Verdict:
-    """Whether a model comes back. A model that cannot be restored comes back as corrupted, so that clients hear of it."""
+    """Whether a model comes back. One that cannot be restored comes back as corrupted, so that clients get the error."""
     if not sources.session_active or any(map(_unloaded, sources.requests)):
         return GONE
     known = DAMAGED_BEFORE if sources.marked_corrupted else None

@@ -140,7 +140,7 @@ async def healthz(call: Call) -> types.HealthResponse:
 
 
 def _listed(engines: Sequence[EngineStatus]) -> bool:
-    """Whether there is something to tell of single engines: there are several, or they are on other machines."""
+    """Whether the status lists each engine: there are several, or they are on other machines."""
     return len(engines) > 1 or any(engine.node for engine in engines)
 
 
@@ -221,7 +221,9 @@ async def get_api_key(call: Call) -> dict[str, Any]:
 
 @_handles
 async def delete_api_key(_: Call) -> None:
-    raise PermissionDeniedError("Keys of this service live in its key file; remove the line there.")
+    raise PermissionDeniedError(
+        "The keys of this service are in its key file; remove the line there."
+    )
 
 
 # -- sessions ----------------------------------------------------------------------------------------
@@ -559,7 +561,7 @@ def _try_again(promise: Promise) -> Response:
         "queue_state_reason": (
             "the engine is working on it"
             if promise.started_at is not None or promise.num_samples is not None
-            else "it waits for requests before it"
+            else "it waits for earlier requests"
         ),
     }
     return _json(json_codec.encode(body), 408)
@@ -857,7 +859,7 @@ async def get_audit_log(call: Call) -> types.AuditLogResponse:
     request: types.GetAuditLogRequest = call.request
     day = request.day or call.now().date()
     if day == date.max:
-        raise InvalidInputError("is the last day there can be", field="day")
+        raise InvalidInputError("is too late; choose an earlier day", field="day")
     start = datetime.combine(day, time(), UTC)
     database = call.service.database
     rows = await database(

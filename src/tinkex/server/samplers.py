@@ -369,7 +369,7 @@ class Samplers:
         return None
 
     async def _thin_out(self, passing: _Passing) -> None:
-        """Delete the least recently used ones: a training loop samples from one new checkpoint after another."""
+        """Delete the least recently used samplers: a training loop samples from one new checkpoint after another."""
         for key, sampler_id in list(passing.made.items())[:-PASSING_LIMIT]:
             sampler = self._samplers.get(sampler_id)
             if sampler is None or not sampler.drawing:

@@ -346,7 +346,7 @@ class Supervisor:
         if lease is not None and lease.lost:
             worker = self._worker
             raise EngineDiedError(
-                "The engine was restarted and has lost this.",
+                "The engine was restarted and has lost what it had loaded.",
                 engine=worker.name,
                 life=worker.life,
                 cause_known=True,

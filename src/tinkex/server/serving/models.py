@@ -40,7 +40,7 @@ class ServedModels:
         self._templates: dict[Vocabulary, ChatTemplate] = {}
 
     async def find(self, owner: str, name: str) -> ServedModel:
-        """The model of this name; NotFoundError says that there is none, never another model."""
+        """The model of this name. If there is none, raises NotFoundError; never falls back to another model."""
         base_model, path = await self._resolved(owner, name)
         try:
             prepared = await self._service.engine.catalog.model(base_model, "model")

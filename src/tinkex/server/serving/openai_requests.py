@@ -166,7 +166,8 @@ class CompletionRequest(_Sampled):
     def check(self) -> None:
         if self.best_of not in {None, self.n}:
             raise InvalidInputError(
-                "must be n: the service returns what it samples", field="best_of"
+                "must be equal to n: the service returns every answer that it samples",
+                field="best_of",
             )
 
 
