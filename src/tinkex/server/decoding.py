@@ -16,10 +16,9 @@ from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import DecodeError, InvalidInputError, PayloadTooLargeError
 from tinkex.types import TelemetrySendRequest, telemetry_event
 
-__all__ = ["JSON", "PROTO", "checked_json", "decode", "peek"]
+__all__ = ["JSON", "checked_json", "decode", "peek"]
 
 JSON: Final = "application/json"
-PROTO: Final = "application/x-protobuf"
 
 #: Nesting depth of objects and lists in a body. No request of the protocol has more than ten levels. What is stored as
 #: JSON must stay below the recursion limit of the programs that read it.

@@ -17,6 +17,7 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue, m
 from pydantic_core import core_schema
 
 from tinkex import types
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Body, Operation, Theme
 from tinkex.types._aliases import AliasInfo, AliasList
 from tinkex.types._tokenizer_files import TokenizerFilesResponse
@@ -37,7 +38,7 @@ _SERVING_TAG: Final = {
     "name": "Serving",
     "description": "Endpoints of OpenAI's and Anthropic's APIs, for programs that use a model.",
 }
-_JSON, _PROTOBUF, _EVENTS = "application/json", "application/x-protobuf", "text/event-stream"
+_JSON, _EVENTS = "application/json", "text/event-stream"
 
 
 def document(version: str) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def _not_null(schema: Schema) -> Schema:
 def _request_body(row: Operation[object]) -> dict[str, Any]:
     content = _content(_JSON, _schema_of(row.request))
     if row.body is Body.JSON_OR_PROTO:
-        content |= _content(_PROTOBUF, _message(f"The message `{row.request.__name__}`"))
+        content |= _content(PROTOBUF, _message(f"The message `{row.request.__name__}`"))
     return {"required": row.request is not types.EmptyRequest, "content": content}
 
 
@@ -419,7 +420,7 @@ def _success(row: Operation[object]) -> dict[str, Any]:
             "For a large result the first answer has only its size, if the request allows that.",
             _content(_JSON, {"anyOf": [_schema_of(kind) for kind in _retrieved()]})
             | _content(
-                _PROTOBUF, _message("The message `ForwardBackwardOutput` or `SampleResponse`")
+                PROTOBUF, _message("The message `ForwardBackwardOutput` or `SampleResponse`")
             ),
         )
     if row.result is types.SampleStreamChunk:

@@ -25,6 +25,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
@@ -547,7 +548,7 @@ async def retrieve_future(call: Call) -> Response:
                 await promise.finished.wait()
         except TimeoutError:
             return _try_again(promise)
-    binary = "application/x-protobuf" in call.headers.get("accept", "")
+    binary = PROTOBUF in call.headers.get("accept", "")
     return await promise_response(
         call.service, promise, binary=binary, metadata_only=request.allow_metadata_only
     )
@@ -580,7 +581,7 @@ async def promise_response(
     if not result.binary:
         return _json(payload)
     if binary:
-        return Response(payload, media_type="application/x-protobuf")
+        return Response(payload, media_type=PROTOBUF)
     sampled = promise.operation.result is types.SampleResponse
     convert = _sample_as_json if sampled else _pass_as_json
     return _json(await service.bodies.off_loop(promise.owner, len(payload), convert, payload))

@@ -23,7 +23,7 @@ _SEPARATOR: Final = ";"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a request's `model` stands for."""
+    """The model that a request names."""
 
     name: str
     base_model: str
