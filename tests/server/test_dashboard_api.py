@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -266,7 +268,9 @@ def test_a_few_samples_of_each_step_are_kept_without_being_logged(api):
     assert local(api, f"runs/{model.model_id}/sample_steps")["steps"][-1]["step"] == 1
 
 
-def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp_path):
+@pytest.fixture
+def two_keys(tmp_path: Path) -> Iterator[tuple[Api, Api]]:
+    """Two keys of one service."""
     file = tmp_path / "keys"
     file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
     with (
@@ -274,14 +278,19 @@ def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp
         Api(started.url, "tml-ann-key-1") as ann,
         Api(started.url, "tml-bob-key-1") as bob,
     ):
-        model = ann.model()
-        path = model.save("open", "save_weights_for_sampler")
-        checkpoint = f"training_runs/{model.model_id}/checkpoints/sampler_weights/open"
-        assert ann.post(f"{checkpoint}/publish").status_code == 200
-        assert bob.sampler(model_path=path).tokens()
-        assert ann.sampler(model_path=path).tokens()
-        steps = local(ann, f"runs/{model.model_id}/sample_steps")["steps"]
-        assert [each["samples"] for each in steps] == [1]
+        yield ann, bob
+
+
+def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(two_keys):
+    ann, bob = two_keys
+    model = ann.model()
+    path = model.save("open", "save_weights_for_sampler")
+    checkpoint = f"training_runs/{model.model_id}/checkpoints/sampler_weights/open"
+    assert ann.post(f"{checkpoint}/publish").status_code == 200
+    assert bob.sampler(model_path=path).tokens()
+    assert ann.sampler(model_path=path).tokens()
+    steps = local(ann, f"runs/{model.model_id}/sample_steps")["steps"]
+    assert [each["samples"] for each in steps] == [1]
 
 
 # -- deleting ------------------------------------------------------------------------------------------
@@ -346,19 +355,13 @@ def test_checkpoints_of_a_deleted_run_can_be_kept(api):
     )
 
 
-def test_run_of_another_key_cannot_be_deleted(tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
-    with (
-        service("fake", keys=Keys.from_file(file)) as started,
-        Api(started.url, "tml-ann-key-1") as ann,
-        Api(started.url, "tml-bob-key-1") as bob,
-    ):
-        model = ann.model()
-        model.step()
-        ended(ann, model)
-        assert bob.http.delete(f"/local/runs/{model.model_id}").status_code == 404
-        assert local(ann, f"runs/{model.model_id}")["steps"] == 1
+def test_run_of_another_key_cannot_be_deleted(two_keys):
+    ann, bob = two_keys
+    model = ann.model()
+    model.step()
+    ended(ann, model)
+    assert bob.http.delete(f"/local/runs/{model.model_id}").status_code == 404
+    assert local(ann, f"runs/{model.model_id}")["steps"] == 1
 
 
 def test_deleted_run_stays_deleted_after_a_restart(tmp_path):
