@@ -40,7 +40,7 @@ def found(here, path):
 # -- saving and looking ----------------------------------------------------------------------------
 
 
-def test_saving_writes_down_where_the_weights_are(here, tmp_path):
+def test_save_writes_the_path_of_the_weights_to_a_file(here, tmp_path):
     file = tmp_path / "deep" / "saved.json"
     printed = here.ask(
         "checkpoint save", "--base-model", TINY, "--rank", 4, "--output", file, "--no-train-mlp"
@@ -137,7 +137,7 @@ def test_one_checkpoint_in_full(here, path):
 # -- changing --------------------------------------------------------------------------------------
 
 
-def test_publishing_and_back(here, path):
+def test_publish_and_unpublish(here, path):
     assert here.ask("checkpoint publish", path) == {"checkpoint_path": path, "public": True}
     assert found(here, path).public is True
     outcome = here.type("checkpoint", "unpublish", path)

@@ -449,7 +449,7 @@ def test_push_respects_its_options_and_patterns(standing_in, tinkex_tiny, paths)
         ("tinker://run/weights/x", ["--repo", "a//b"], "--repo"),
     ],
 )
-def test_push_checks_its_arguments_before_it_calls_anybody(path, options, named):
+def test_push_checks_its_arguments_before_any_request(path, options, named):
     nobody = "http://127.0.0.1:1"
     where = ["--base-url", nobody, *options]
     outcome = process("checkpoint", "push-hf", path, *where, HF_ENDPOINT=nobody, HF_TOKEN=TOKEN)

@@ -79,7 +79,7 @@ def pages(count: int, *, total: bool = True, cap: int = 1000):
 
 
 @pytest.mark.parametrize("total", [True, False])
-def test_everything_in_pages(total, capsys):
+def test_all_pages_are_fetched(total, capsys):
     page, asked = pages(250, total=total)
     items, _ = fetch_all(page, "runs", limit=0, offset=0, page_size=100)
     assert items == list(range(250))

@@ -223,9 +223,7 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(tinkex_fake, da
     assert (output / "loss.svg").exists()
 
 
-def test_the_summary_is_told_to_people_and_packing_fills_steps_by_tokens(
-    tinkex_fake, data, tmp_path
-):
+def test_packing_fills_steps_by_tokens_and_the_summary_is_readable(tinkex_fake, data, tmp_path):
     where = ["--base-url", tinkex_fake.url, "--output", tmp_path / "run"]
     options = ["--packing", "--batch-tokens", 100, "--epochs", 1, "--eval-fraction", 0]
     told = run("train", data, "--base-model", TINY, *where, *options)

@@ -45,7 +45,7 @@ def usage(running, *options):
     return payload("usage", run("usage", "--base-url", running.url, "--json", *options))
 
 
-def test_tokens_are_told_by_kind_and_without_prices_no_cost(used):
+def test_tokens_are_listed_by_kind_and_without_prices_there_is_no_cost(used):
     running, _, drawn = used
     found = usage(running)
     counts = {row["kind"]: row["count"] for row in found["usage"]}

@@ -195,7 +195,7 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_engines_take_the_room_of_the_cluster_and_say_where_they_are(cache_dir):
+def test_engines_fill_the_cluster_and_report_their_nodes(cache_dir):
     async def main():
         async with on_cluster(nodes("a", "b"), cache_dir) as pool:
             assert {(each.node, each.up) for each in pool.status()} == {("a", True), ("b", True)}
@@ -353,7 +353,7 @@ def test_an_engine_gets_a_gpu_if_the_cluster_has_any(cache_dir):
         ({"cpus": 3.0}, "no node has 3 CPU; the most is 1"),
     ],
 )
-def test_what_no_node_has_is_refused_at_start(options, said, cache_dir):
+def test_start_is_refused_if_no_node_has_the_resources(options, said, cache_dir):
     async def main():
         with pytest.raises(ConfigError, match=said):
             async with on_cluster(nodes("a", "b"), cache_dir, **options):
@@ -384,7 +384,7 @@ def test_a_base_model_that_a_node_lacks_is_named_with_the_node(cache_dir, tmp_pa
     run(main())
 
 
-def test_a_cluster_that_cannot_be_reached_is_said_in_health(cache_dir):
+def test_health_reports_a_cluster_that_cannot_be_reached(cache_dir):
     async def main():
         actors = nodes("a")
         async with on_cluster(actors, cache_dir) as pool:

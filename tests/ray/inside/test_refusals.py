@@ -26,7 +26,7 @@ def test_unknown_addresses():
     assert "no Ray cluster was found" in refusal(ray="auto")
 
 
-def test_more_than_the_cluster_has():
+def test_resources_that_no_node_has_are_named_in_the_refusal():
     with Machines.running(1, num_gpus=1) as machines:
         said = refusal(ray=machines.address, engine_gpus=4)
         assert "no node has 4 GPU; the most is 1" in said
