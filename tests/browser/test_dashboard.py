@@ -216,7 +216,7 @@ def test_a_run_is_deleted_after_a_confirmation_that_names_what_is_deleted(served
         asked = page.get_by_role("dialog")
         expect(asked).to_contain_text("close its client first")
         asked.get_by_role("button", name="Keep it").click()
-    # The end of a session is no request of the run: the page hears of it with the next beat.
+    # The end of a session is not a request of the run: the page gets it with the next `beat` event.
     expect(page.get_by_text("ended", exact=True)).to_be_visible(timeout=30_000)
     page.get_by_role("button", name="Delete…").click()
     expect(asked).to_contain_text(training.model_id)

@@ -72,7 +72,7 @@ class ThreadActors:
 
     totals: dict[str, dict[str, float]]
     placed: list[Handle] = field(default_factory=list)
-    #: What is different on a node, such as the version of a package.
+    #: Facts that differ on a node, such as the version of a package.
     different: dict[str, dict[str, str]] = field(default_factory=dict)
     reachable: bool = True
     placing: threading.Lock = field(default_factory=threading.Lock)
@@ -310,7 +310,7 @@ def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
         async with on_cluster(actors, cache_dir, deadline=0.5) as pool:
             await pool.trainer.create_model("m", TINY, SPEC)
             stuck = actors.placed[0]
-            stuck.deaf = True  # calls arrive nowhere
+            stuck.deaf = True  # calls are lost
 
             async def work():
                 await pool.trainer.create_model("m", TINY, SPEC)

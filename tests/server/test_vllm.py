@@ -1,4 +1,4 @@
-"""vLLM as a sampler, with a stand-in for vLLM: every sample is of its own adapter, and faults are said clearly."""
+"""vLLM as a sampler, with a stand-in for vLLM: every sample is of its own adapter, and errors are clear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of streams: characters, stop strings, and answers taken apart."""
+"""Text of streams: characters, stop strings, and answers split into parts."""
 
 from __future__ import annotations
 
