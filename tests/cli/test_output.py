@@ -68,7 +68,7 @@ def test_table_neither_truncates_nor_interprets_cells(capsys):
 
 
 def pages(count: int, *, total: bool = True, cap: int = 1000):
-    """A service with so many items, of which it gives at most `cap` at once; and what it was asked."""
+    """A service with `count` items, which returns at most `cap` at once; and the requests that it got."""
     asked: list[tuple[int, int]] = []
 
     def page(limit: int, offset: int) -> tuple[list[int], int | None]:

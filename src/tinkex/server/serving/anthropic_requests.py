@@ -103,8 +103,6 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        if "" in self.stop_sequences:
-            raise InvalidInputError("a stop string must not be empty", field="stop_sequences")
         return tuple(self.stop_sequences)
 
     def params(self, **constraint: Any) -> SamplingParams:

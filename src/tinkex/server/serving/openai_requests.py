@@ -62,10 +62,7 @@ class _Sampled(ServingRequest):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if "" in given:
-            raise InvalidInputError("a stop string must not be empty", field="stop")
-        return given
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def includes_usage(self) -> bool:
