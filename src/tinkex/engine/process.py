@@ -176,7 +176,7 @@ class Loop:
                 self._line.append(message)
 
     def _advance_line(self) -> float:
-        """Run one micro-batch of the current pass, or the next call in line; return the seconds it took."""
+        """Run one micro-batch of the current pass, or the next call of the queue; return the seconds it took."""
         if self._pass is None and not self._line:
             return 0.0
         started = self._clock()

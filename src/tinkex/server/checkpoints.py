@@ -22,7 +22,7 @@ from .names import validate_name
 from .quotas import Quota
 from .store import AuditRow, CheckpointRow, Database
 
-__all__ = ["Checkpoints", "checkpoint_of", "tinker_path"]
+__all__ = ["Checkpoints", "check_samplable", "checkpoint_of", "tinker_path"]
 
 T = TypeVar("T")
 
@@ -320,6 +320,14 @@ class Checkpoints:
 
 def tinker_path(row: CheckpointRow) -> str:
     return ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name).tinker_path
+
+
+def check_samplable(row: CheckpointRow, field: str) -> None:
+    """Refuse a checkpoint that cannot be sampled from; `field` is the field of the request that names it."""
+    if row.kind == "external":
+        raise InvalidInputError(
+            "external weights cannot be sampled from; use sampler weights", field=field
+        )
 
 
 def checkpoint_of(row: CheckpointRow) -> Checkpoint:

@@ -39,8 +39,8 @@ OPENING: Final = 64.0
 USUAL_TOKENS: Final = 256
 #: An engine that also trains samples for half of the time.
 BESIDE_TRAINING: Final = 2.0
-#: Fewest tokens of a pass for each engine that works on it, also the smallest shard. Two engines with so many each take
-#: 1 / 1.94 of the time of one (SmolLM2-135M, rank 8, one thread each; benchmarks/pool.py measures it).
+#: Fewest tokens of a pass for each engine that works on it, also the smallest shard. Two engines with 512 tokens each
+#: take 1 / 1.94 of the time of one (SmolLM2-135M, rank 8, one thread each; benchmarks/pool.py measures it).
 TOKENS_PER_ENGINE: Final = 512
 #: A model moves only if it would otherwise wait this many times as long as the move takes.
 MOVES_PAY: Final = 2.0

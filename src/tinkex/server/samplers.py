@@ -42,7 +42,7 @@ from tinkex.types import (
     TopkLogprobs,
 )
 
-from .checkpoints import Checkpoints, tinker_path
+from .checkpoints import Checkpoints, check_samplable, tinker_path
 from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
 from .inputs import SampleLimits, sample_job
@@ -191,11 +191,7 @@ class Samplers:
         """Put the weights of a new sampler into place and return its row."""
         if model_path is not None:
             checkpoint, source = await self._checkpoints.readable(owner, model_path)
-            if checkpoint.kind == "external":
-                raise InvalidInputError(
-                    "external weights cannot be sampled from; use sampler weights",
-                    field="model_path",
-                )
+            check_samplable(checkpoint, "model_path")
             run = await self._db(self._store.run, checkpoint.run_id)
             assert run is not None
             if base_model is not None and base_model != run.base_model:

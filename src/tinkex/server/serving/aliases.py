@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
-from tinkex.server.checkpoints import Checkpoints, tinker_path
+from tinkex.server.checkpoints import Checkpoints, check_samplable, tinker_path
 from tinkex.server.store import AliasRow, Database
 
 __all__ = ["PATH", "Aliases"]
@@ -51,8 +51,7 @@ class Aliases:
         if not isinstance(path, str):
             raise InvalidInputError("must be the path of a checkpoint", field="path")
         row, _ = await self._checkpoints.readable(owner, path)
-        if row.kind == "external":
-            raise InvalidInputError("external weights cannot be sampled from", field="path")
+        check_samplable(row, "path")
         alias = AliasRow(owner, name, tinker_path(row), self._now())
         await self._db(self._store.put_alias, alias)
         return alias

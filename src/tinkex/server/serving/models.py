@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.server.checkpoints import check_samplable
 from tinkex.types.paths import SCHEME
 
 from .templates import ChatTemplate
@@ -92,8 +93,7 @@ class ServedModels:
             row, _ = await self._service.checkpoints.readable(owner, path)
         except InvalidInputError as error:
             raise NotFoundError(f"There is no model {path!r:.200}: {error}") from error
-        if row.kind == "external":
-            raise InvalidInputError("external weights cannot be sampled from", field="model")
+        check_samplable(row, "model")
         database = self._service.database
         run = await database(database.store.run, row.run_id)
         assert run is not None
