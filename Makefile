@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/tinkex demo $(ARGS)
 
-# What needs neither torch, nor an official client, nor a database server, nor seconds for one test; a minute and a half
-# on two cores. Three processes, because tests of services also wait.
+# The tests that need neither torch, nor an official client, nor a database server, nor seconds each; a minute and a half
+# on two cores. Four processes, because tests of services also wait.
 quick: install
 	$(BIN)/python -m pytest --quick --numprocesses 4 --dist worksteal
 

@@ -399,7 +399,9 @@ def compare_training(rounds: int) -> dict:
         ],
     )
     show("training, tokens/s: service, limit", [("8 x 128", ours["even"], limit["even"], 0.6)])
-    print(f"  memory of the service: {-ours['memory']:.0f} MB (asked 2000)", file=sys.stderr)
+    print(
+        f"  memory of the service: {-ours['memory']:.0f} MB (target: at most 2000)", file=sys.stderr
+    )
     return found
 
 

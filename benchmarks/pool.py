@@ -102,14 +102,40 @@ def show(title: str, rates: dict[str, float]) -> None:
         print(f"  {name:24s} {rate:8.1f} tokens/s   {rate / first:5.2f} x")
 
 
+async def prepare(stack: AsyncExitStack, named: list[tuple[str, Engines]], model: str) -> None:
+    """Give all engines the same model `m` and a sampler `s` of it."""
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    for _, engines in named:
+        await engines.trainer.create_model("m", model, LoraSpec(8, seed=1))
+    await named[0][1].trainer.save_state("m", scratch / "adapter", optimizer=False)
+    for _, engines in named:
+        await engines.sampler.open_sampler("s", model, scratch / "adapter")
+
+
+async def compare_training(named: list[tuple[str, Engines]], rounds: int) -> None:
+    request = batch(16, 128)
+    rates = await compare(named, lambda each: train(each, request), 16 * 128, rounds)
+    show("training 16 x 128, rank 8", rates)
+
+
+async def compare_sampling(named: list[tuple[str, Engines]], rounds: int) -> None:
+    rates = await compare(named, lambda each: sample(each, 32, 32), 32 * 32, rounds)
+    show("sampling 32 at once, rank 8", rates)
+
+
+async def home_and_helper(engines: EnginePool, name: str, model: str, rank: int) -> list[Member]:
+    """Create a model; return the engine that holds it, and another one."""
+    await engines.trainer.create_model(name, model, LoraSpec(rank, seed=1))
+    home = engines.trainer.home(name)
+    assert home is not None
+    return [home, next(member for member in engines.members if member is not home)]
+
+
 async def dividing(engines: Engines, model: str, rounds: int) -> None:
     """What travels for one divided pass, and how long publishing and adding take at the model's home."""
     assert isinstance(engines, EnginePool)
     for rank in (8, 32):
-        await engines.trainer.create_model("d", model, LoraSpec(rank, seed=1))
-        home = engines.trainer.home("d")
-        assert home is not None
-        helper = next(member for member in engines.members if member is not home)
+        home, helper = await home_and_helper(engines, "d", model, rank)
         request, seconds, size = batch(16, 128), [], 0
         for _ in range(rounds):
             began = time.perf_counter()
@@ -133,10 +159,7 @@ async def threshold(engines: Engines, model: str, rounds: int) -> None:
     """A pass of two engines against the same on its home alone, by size: where dividing begins to pay."""
     assert isinstance(engines, EnginePool)
     for rank in (8, 32):
-        await engines.trainer.create_model("t", model, LoraSpec(rank, seed=1))
-        home = engines.trainer.home("t")
-        assert home is not None
-        helper = next(member for member in engines.members if member is not home)
+        home, helper = await home_and_helper(engines, "t", model, rank)
         for tokens in (512, 1024, 2048):
             request, alone, divided = batch(tokens // 128, 128), [], []
             for _ in range(rounds + 1):
@@ -174,19 +197,11 @@ async def main(model: str, rounds: int, only: str | None, against: int | None) -
                 named.insert(0, ("1 engine x 1 thread", await started(stack, model, 1, 1)))
             if against in {None, 2}:
                 named.append(("1 engine x 2 threads", await started(stack, model, 1, 2)))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for _, engines in named:
-            await engines.trainer.create_model("m", model, LoraSpec(8, seed=1))
-        await named[0][1].trainer.save_state("m", scratch / "adapter", optimizer=False)
-        for _, engines in named:
-            await engines.sampler.open_sampler("s", model, scratch / "adapter")
+        await prepare(stack, named, model)
         if only in {None, "one", "training"}:
-            request = batch(16, 128)
-            rates = await compare(named, lambda each: train(each, request), 16 * 128, rounds)
-            show("training 16 x 128, rank 8", rates)
+            await compare_training(named, rounds)
         if only in {None, "sampling"}:
-            rates = await compare(named, lambda each: sample(each, 32, 32), 32 * 32, rounds)
-            show("sampling 32 at once, rank 8", rates)
+            await compare_sampling(named, rounds)
             # What two engines could reach at most: each has half of the batch, and reads all weights for it.
             halves = await compare(named[:1], lambda each: sample(each, 16, 32), 16 * 32, rounds)
             show("sampling 16 at once", halves)
@@ -202,7 +217,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", choices=["training", "sampling", "dividing", "one", "threshold"])
     parser.add_argument(
-        "--against", type=int, choices=[1, 2], help="only one engine with so many threads"
+        "--against", type=int, choices=[1, 2], help="compare with one engine of this many threads"
     )
     options = parser.parse_args()
     asyncio.run(main(options.model, options.rounds, options.only, options.against))

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from contextlib import AsyncExitStack
-from pathlib import Path
 
-from pool import SMOL, batch, compare, dividing, sample, show, train
+from pool import SMOL, compare_sampling, compare_training, dividing, prepare
 from tinkex.engine.interface import Engines
 from tinkex.engine.process import Setup
-from tinkex.engine.values import LoraSpec
 from tinkex.server.engines import make_engines
 from tinkex.server.ray_cluster import RayOptions
 from tinkex.server.service import default_cache_dir
@@ -40,19 +37,11 @@ async def main(model: str, rounds: int, only: str | None, address: str) -> None:
             ("local, 2 x 1 thread", await started(stack, model, None)),
             ("on Ray, 2 x 1 thread", await started(stack, model, RayOptions(address))),
         ]
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for _, engines in named:
-            await engines.trainer.create_model("m", model, LoraSpec(8, seed=1))
-        await named[0][1].trainer.save_state("m", scratch / "adapter", optimizer=False)
-        for _, engines in named:
-            await engines.sampler.open_sampler("s", model, scratch / "adapter")
+        await prepare(stack, named, model)
         if only in {None, "training"}:
-            request = batch(16, 128)
-            rates = await compare(named, lambda each: train(each, request), 16 * 128, rounds)
-            show("training 16 x 128, rank 8", rates)
+            await compare_training(named, rounds)
         if only in {None, "sampling"}:
-            rates = await compare(named, lambda each: sample(each, 32, 32), 32 * 32, rounds)
-            show("sampling 32 at once, rank 8", rates)
+            await compare_sampling(named, rounds)
         if only in {None, "dividing"}:
             for name, engines in named:
                 print(f"\n{name}")

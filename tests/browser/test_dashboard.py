@@ -206,7 +206,7 @@ def test_a_long_sample_is_cut_and_can_be_downloaded_whole(served, client, page):
 # -- checkpoints ---------------------------------------------------------------------------------------
 
 
-def test_a_run_is_deleted_after_a_confirmation_that_names_what_goes(served, page):
+def test_a_run_is_deleted_after_a_confirmation_that_names_what_is_deleted(served, page):
     with tinkex.ServiceClient(base_url=served.url, api_key="tml-local") as open_client:
         training = trained(open_client, "to be deleted", steps=2)
         training.save_state("last").result()
@@ -216,7 +216,7 @@ def test_a_run_is_deleted_after_a_confirmation_that_names_what_goes(served, page
         asked = page.get_by_role("dialog")
         expect(asked).to_contain_text("close its client first")
         asked.get_by_role("button", name="Keep it").click()
-    # The end of a session is no request of the run: the page hears of it with the next beat.
+    # The end of a session is not a request of the run: the page gets it with the next `beat` event.
     expect(page.get_by_text("ended", exact=True)).to_be_visible(timeout=30_000)
     page.get_by_role("button", name="Delete…").click()
     expect(asked).to_contain_text(training.model_id)
@@ -353,7 +353,7 @@ def test_the_page_comes_back_after_a_restart_and_loses_nothing(served, client, p
     expect(page.get_by_role("figure", name="loss,")).to_be_visible()
 
 
-def test_an_unknown_run_is_said_to_be_unknown(served, page, request):
+def test_page_of_an_unknown_run_says_that_it_does_not_exist(served, page, request):
     request.node.add_marker(pytest.mark.failing_requests)
     page.goto(f"{served.url}/#/run/nobody:train:0")
     page.get_by_text("There is no run").wait_for()

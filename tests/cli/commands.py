@@ -1,4 +1,4 @@
-"""Running commands: in this process, which is quick, or in one of their own, which is what users do."""
+"""Runs commands: in this process, which is quick, or in a separate process, as users do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def run(*arguments: Any, input: str | None = None) -> Outcome:
-    """A command with its errors told as `main` tells them; any other error is the test's."""
+    """Run a command and report its errors as `main` does; any other exception fails the test."""
     environment = {"TINKER_API_KEY": KEY}
     told_of: dict[str, Any] = {}
     result = CliRunner(env=environment).invoke(
@@ -46,7 +46,7 @@ def run(*arguments: Any, input: str | None = None) -> Outcome:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """That of a process which is alone with loopback."""
+    """The environment of a process that uses only loopback."""
     return {**os.environ, "TINKER_API_KEY": KEY, "no_proxy": "*", **settings}
 
 
@@ -63,7 +63,7 @@ def process(*arguments: Any, input: str | None = None, **settings: str) -> Outco
 
 
 def payload(command: str, outcome: Outcome, code: int = 0) -> Any:
-    """What a command printed as JSON, which is all it printed on stdout, and exactly what is documented."""
+    """The JSON that a command printed; checks that stdout has nothing else and that it matches the documented schema."""
     assert outcome.code == code, outcome.err
     printed = json.loads(outcome.out)
     check(command, printed)

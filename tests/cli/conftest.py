@@ -17,7 +17,7 @@ TINY = "tinkex/tiny"
 
 @dataclass(frozen=True)
 class Here:
-    """A real service in a process of its own, and what a user types to it."""
+    """A real service in a separate process, and the commands that users run against it."""
 
     url: str
     data_dir: Path
@@ -29,7 +29,7 @@ class Here:
         return process(*arguments, TINKER_BASE_URL=self.url, **options)
 
     def ask(self, *arguments: Any, code: int = 0, **options: Any) -> Any:
-        """Run a command, written in one piece, with `--format json`: what it printed, checked."""
+        """Run a command line with `--format json`; return its output after checking it."""
         command, *rest = arguments
         outcome = self.type(*command.split(), *rest, "--format", "json", **options)
         return payload(command, outcome, code)

@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 
 class Hub:
-    """What is in it: files by repository, branch and name."""
+    """The content of the hub: files by repository, branch and name."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -41,7 +41,7 @@ def test_answers_are_remembered_until_reset(tinkex_fake):
         check("chat", turn)
     assert [turn["question"] for turn in turns] == ["Hello"] * 3
     first, second, third = (turn["answers"] for turn in turns)
-    assert first == third  # what was said in between is forgotten
+    assert first == third  # the conversation in between is forgotten
     assert set(first[0]) == {"model", "text", "tokens", "stop_reason"}
     assert first[0]["model"] == TINY
     assert 1 <= first[0]["tokens"] <= 6
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_compared_with_its_base_model(tinkex_fake, checkpoint):
     assert outcome.code == 0, outcome.err
     (turn,) = map(json.loads, outcome.out.splitlines())
     assert [answer["model"] for answer in turn["answers"]] == [checkpoint, TINY]
-    # A fresh adapter says what its base model says.
+    # A new adapter gives the same answers as its base model.
     assert turn["answers"][0]["text"] == turn["answers"][1]["text"]
     told = chat(tinkex_fake, *options, input="Hello\n")
     assert told.out.index(f"[{checkpoint}]") < told.out.index(f"[{TINY}]")

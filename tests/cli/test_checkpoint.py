@@ -1,4 +1,4 @@
-"""`tinkex checkpoint`, typed as a user types it, against a service that really trains."""
+"""`tinkex checkpoint`, as a user runs it, against a service that really trains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def found(here, path):
 # -- saving and looking ----------------------------------------------------------------------------
 
 
-def test_saving_writes_down_where_the_weights_are(here, tmp_path):
+def test_save_writes_the_path_of_the_weights_to_a_file(here, tmp_path):
     file = tmp_path / "deep" / "saved.json"
     printed = here.ask(
         "checkpoint save", "--base-model", TINY, "--rank", 4, "--output", file, "--no-train-mlp"
@@ -53,7 +53,7 @@ def test_saving_writes_down_where_the_weights_are(here, tmp_path):
     assert (info.lora_rank, info.train_mlp, info.train_attn) == (4, False, True)
     again = tmp_path / "again.json"
     state = here.trained().save_state("state").result().path
-    # As the Elixir command line has it: without a word for saving.
+    # As in the Elixir command line: saving has no subcommand.
     outcome = here.quick("checkpoint", "--model-path", state, "--name", "twin", "--output", again)
     assert outcome.code == 0, outcome.err
     assert outcome.out == ""
@@ -75,7 +75,7 @@ def test_list_fits_100_columns_and_wide_shows_the_rest(here, training, path):
     assert "KB" in row
     assert "Never" in row
     assert row.count("just now") or row.count("ago")
-    assert "shown" in shown.err  # not in what is piped
+    assert "shown" in shown.err  # not on stdout, which may be piped
     printed = here.ask("checkpoint list", "--run-id", training.model_id)
     assert printed["run_id"] == training.model_id
     assert printed["size_bytes"] == sum(one["size_bytes"] for one in printed["checkpoints"])
@@ -137,7 +137,7 @@ def test_one_checkpoint_in_full(here, path):
 # -- changing --------------------------------------------------------------------------------------
 
 
-def test_publishing_and_back(here, path):
+def test_publish_and_unpublish(here, path):
     assert here.ask("checkpoint publish", path) == {"checkpoint_path": path, "public": True}
     assert found(here, path).public is True
     outcome = here.type("checkpoint", "unpublish", path)

@@ -1,4 +1,4 @@
-"""Checkpoints that leave the service and come to it: `export`, `import` and `push-hf`."""
+"""Moving checkpoints out of a service and into one: `export`, `import` and `push-hf`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = list(b"The quick brown fox jumps over")
 
 @pytest.fixture(scope="module")
 def paths(tinkex_tiny):
-    """A model that was trained a little, saved in both ways."""
+    """A model after some training, saved for training and for sampling."""
     training = tinkex_tiny.client().create_lora_training_client(TINY, rank=4, seed=3)
     tokens = np.array(PROMPT, np.int32)
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:].astype(np.int64)})
@@ -64,7 +64,7 @@ def logits_of(model) -> torch.Tensor:
 
 
 def logprobs_of(model) -> np.ndarray:
-    """Of each token of the prompt after the first, as the service gives them."""
+    """The logprobs of all prompt tokens after the first, from the service."""
     logprobs = logits_of(model).log_softmax(-1)[:-1]
     return logprobs[torch.arange(len(PROMPT) - 1), torch.tensor(PROMPT[1:])].numpy()
 
@@ -261,7 +261,7 @@ def test_directories_that_are_no_adapters_are_refused_before_anything_is_sent(tm
 
 def test_import_names_a_service_that_cannot_import_adapters(exported, tmp_path):
     place, _ = exported
-    with hub() as other:  # speaks HTTP, but not of this
+    with hub() as other:  # an HTTP server that is not a Tinker service
         where = ["--base-model", TINY, "--base-url", other.url]
         outcome = run("checkpoint", "import", place / "adapter", *where)
     assert outcome.code == 1
@@ -422,7 +422,7 @@ def test_a_checkpoint_is_pushed_with_a_card_to_a_branch_of_its_own(standing_in, 
     card = files["README.md"].decode()
     assert card.startswith(f'---\nbase_model: "{TINY}"\nlibrary_name: peft\n')
     assert f'tinker_path: "{paths[0]}"' in card
-    # Another checkpoint does not go where this one is; the same one does, again.
+    # A repository with this checkpoint refuses another one, but accepts the same one again.
     there = ["--repo", result["repo_id"], "--revision", result["revision"]]
     other = push(standing_in, tinkex_tiny, paths[1], *there)
     assert other.code == 1
@@ -449,7 +449,7 @@ def test_push_respects_its_options_and_patterns(standing_in, tinkex_tiny, paths)
         ("tinker://run/weights/x", ["--repo", "a//b"], "--repo"),
     ],
 )
-def test_push_checks_its_arguments_before_it_calls_anybody(path, options, named):
+def test_push_checks_its_arguments_before_any_request(path, options, named):
     nobody = "http://127.0.0.1:1"
     where = ["--base-url", nobody, *options]
     outcome = process("checkpoint", "push-hf", path, *where, HF_ENDPOINT=nobody, HF_TOKEN=TOKEN)
@@ -476,7 +476,7 @@ def test_push_needs_no_http_library_besides_that_of_the_hub(
 
 
 def test_push_overwrites_nothing_when_the_card_cannot_be_read(standing_in, tmp_path):
-    """A hub that stops answering is not one without a card."""
+    """If the hub does not answer, the card must not count as missing."""
     where = destination("tinker://run/weights/x", "base", "ada", "mine", None)
     hub_client = Hub(TOKEN)
     hub_client._api.endpoint = "http://127.0.0.1:1"

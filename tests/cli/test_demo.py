@@ -149,7 +149,7 @@ def test_short_demo_trains_saves_and_reopens_with_the_same_answers(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Ctrl-C is a signal")
-def test_ctrl_c_ends_it_with_the_exit_code_a_shell_expects(url: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_with_the_exit_code_a_shell_expects(url: str, tmp_path: Path) -> None:
     options = ["--base-url", url, "--base-model", TINY, "--steps", "100000"]
     with subprocess.Popen(
         [*DEMO, *options],
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_it_with_the_exit_code_a_shell_expects(url: str, tmp_path: P
     assert running.returncode == 130
 
 
-def test_an_output_directory_that_cannot_be_made_is_told_before_any_work(tmp_path: Path) -> None:
+def test_output_directory_that_cannot_be_created_fails_before_any_work(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
     options = ["--base-url", "http://127.0.0.1:9", "--output", str(taken / "out")]

@@ -1,4 +1,4 @@
-"""Ctrl-C and a full disk in the middle of things: a clear word, the right exit code, and nothing left behind."""
+"""Ctrl-C and a full disk during a command: a clear message, the right exit code, and no files left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def said_until(process: subprocess.Popen[str], ending: str) -> None:
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C; what was said."""
+    """Press Ctrl-C and return the output."""
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -61,7 +61,7 @@ def interrupted(process: subprocess.Popen[str]) -> str:
 
 
 def archive(count: int) -> bytes:
-    """A checkpoint of so many bytes."""
+    """A checkpoint of `count` bytes."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         member = tarfile.TarInfo("adapter_model.safetensors")
@@ -117,7 +117,7 @@ def test_a_sample(server, tmp_path):
 
 
 def test_a_full_disk(server, tmp_path):
-    """No file may grow beyond a megabyte, which is what a full disk is like."""
+    """Limit the size of files to one megabyte, which fails like a full disk."""
     offer(server, Answer(archive(4 << 20), content_type="application/x-tar"))
     with typed(
         server,

@@ -56,7 +56,7 @@ def test_conversations_pairs_and_splits_are_read(write):
     assert (third.line, third.is_pair, third.split) == (4, True, "eval")
 
 
-def test_what_comes_with_the_package_is_found_by_name():
+def test_bundled_data_is_found_by_name():
     records = read_records(find_data("tolmery"))
     assert {record.split for record in records} == {"train", "eval"}
 

@@ -1,4 +1,4 @@
-"""Runs, sessions, models, the service itself: what is there, and in what state."""
+"""Commands that show runs, sessions, models and the service."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_doctor_says_what_to_do(tmp_path):
     wrong = process("doctor", "--base-url", "ftp://x")
     assert wrong.code == 1
     assert "--base-url" in wrong.out
-    # What does not depend on the settings is looked at all the same.
+    # Checks that do not depend on the settings still run.
     looked_at = {line.split()[1] for line in wrong.out.splitlines()[1:]}
     assert {"packages", "engine", "models", "disk", "port"} <= looked_at
 
@@ -281,7 +281,7 @@ def test_logout_revokes_a_key_that_a_login_generated(server, tmp_path):
 
 
 def test_whoami_shows_user_and_organization(here, server):
-    unknown = here.quick("auth", "whoami")  # this service gives no tokens, which would say it
+    unknown = here.quick("auth", "whoami")  # this service issues no tokens, which name the user
     assert unknown.code == 1
     assert "cannot say who you are" in unknown.err
     content = {"exp": 4e9, "sub": "user-1", "org_id": "org-1", "email": "a@b.c"}

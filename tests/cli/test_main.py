@@ -126,7 +126,7 @@ def test_a_service_that_is_down_is_named_by_its_url(command, capsys, tmp_path, m
     told = capsys.readouterr().err
     assert f"Error: {NOWHERE} cannot be reached: " in told
     assert "tinkex serve" in told
-    assert "giving up after try 11" not in told  # as long work does once it has begun
+    assert "giving up after try 11" not in told  # only long work retries that often
 
 
 def test_a_refused_key_is_named_with_its_service(server, capsys):

@@ -68,7 +68,7 @@ def test_table_neither_truncates_nor_interprets_cells(capsys):
 
 
 def pages(count: int, *, total: bool = True, cap: int = 1000):
-    """A service with so many items, of which it gives at most `cap` at once; and what it was asked."""
+    """A service with `count` items, which returns at most `cap` at once; and the requests that it got."""
     asked: list[tuple[int, int]] = []
 
     def page(limit: int, offset: int) -> tuple[list[int], int | None]:
@@ -79,7 +79,7 @@ def pages(count: int, *, total: bool = True, cap: int = 1000):
 
 
 @pytest.mark.parametrize("total", [True, False])
-def test_everything_in_pages(total, capsys):
+def test_all_pages_are_fetched(total, capsys):
     page, asked = pages(250, total=total)
     items, _ = fetch_all(page, "runs", limit=0, offset=0, page_size=100)
     assert items == list(range(250))

@@ -76,7 +76,7 @@ def test_wrong_options_exit_with_2(arguments):
     assert run("sample", *arguments).code == 2
 
 
-def test_bad_inputs_are_told(here, tmp_path):
+def test_invalid_input_is_reported(here, tmp_path):
     def told(*options, model=TINY):
         outcome = here.quick("sample", "--base-model", model, *options)
         assert (outcome.code, outcome.out) == (1, "")

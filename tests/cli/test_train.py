@@ -1,4 +1,4 @@
-"""`tinkex train` against real services: one that really trains, and one that only seems to."""
+"""`tinkex train` against real services: one that really trains, and one with the fake engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["one", "two", "six", "ten"]
 
 @pytest.fixture
 def data(tmp_path):
-    """Short questions that all have the same answer, which is soon learned."""
+    """Short questions that all have the same answer, which a model learns quickly."""
     file = tmp_path / "data.jsonl"
     lines = [{"prompt": f"{word}?", "completion": "aha"} for word in WORDS * 2]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
@@ -53,7 +53,7 @@ class HeldOut(Forbidding):
 
 
 class Summary(Forbidding):
-    """The summary, complete: a field more or less is a change for whoever reads it."""
+    """The complete summary: an added or missing field is a change for programs that read it."""
 
     status: str
     base_model: str
@@ -83,7 +83,7 @@ class Summary(Forbidding):
 
 @pytest.fixture(scope="module")
 def trained(tinkex_tiny, tmp_path_factory):
-    """A run of six steps with a checkpoint after the third, and what came of it."""
+    """A run of six steps with a checkpoint after the third, and its results."""
     place = tmp_path_factory.mktemp("trained")
     data = place / "data.jsonl"
     lines = [{"prompt": f"{word}?", "completion": "aha"} for word in WORDS * 2]
@@ -223,9 +223,7 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(tinkex_fake, da
     assert (output / "loss.svg").exists()
 
 
-def test_the_summary_is_told_to_people_and_packing_fills_steps_by_tokens(
-    tinkex_fake, data, tmp_path
-):
+def test_packing_fills_steps_by_tokens_and_the_summary_is_readable(tinkex_fake, data, tmp_path):
     where = ["--base-url", tinkex_fake.url, "--output", tmp_path / "run"]
     options = ["--packing", "--batch-tokens", 100, "--epochs", 1, "--eval-fraction", 0]
     told = run("train", data, "--base-model", TINY, *where, *options)
@@ -274,7 +272,7 @@ def test_dry_run_predicts_the_usage_of_the_run_and_trains_nothing(tinkex_fake, d
     assert expected["usage"] == summary.usage
     assert summary.usage["training"] > summary.tokens  # evaluations read tokens too
     assert expected["cost"] == summary.cost == pytest.approx(summary.usage["training"] * 2e-6)
-    # A second look does not mind the run that is there, and leaves it alone.
+    # A second dry run works although the directory holds a run, and does not change it.
     again = train(tinkex_fake, data, output, *options, "--dry-run")
     assert json.loads(again.out) == expected
     assert RunState.read(output / "run.json").status == "finished"
@@ -293,7 +291,7 @@ def test_dry_run_of_a_resumed_run_prices_only_remaining_steps(trained, tinkex_ti
     expected = json.loads(dry.out)
     assert (expected["steps"], expected["steps_planned"], expected["cost"]) == (3, 6, None)
     resumed = json.loads(run("train", "--resume", middle, *where, "--json").out)
-    # What was used before is used up, even if it is done again.
+    # Usage of earlier attempts still counts, even if the steps are repeated.
     assert resumed["usage"]["training"] == (
         whole["usage"]["training"] + expected["usage"]["training"]
     )

@@ -105,6 +105,6 @@ def test_some_are_held_out_but_never_all(count, fraction, expected):
 def test_evaluations_run_at_start_end_and_every_given_steps(steps, every, expected):
     assert [step for step in range(steps + 1) if is_evaluated(step, steps, every)] == expected
     assert evaluations(0, steps, every) == len(expected)
-    # A run that goes on does not evaluate again what it starts from.
+    # A resumed run does not evaluate its starting checkpoint again.
     for done in range(1, steps):
         assert evaluations(done, steps, every) == len([step for step in expected if step > done])

@@ -45,7 +45,7 @@ def usage(running, *options):
     return payload("usage", run("usage", "--base-url", running.url, "--json", *options))
 
 
-def test_tokens_are_told_by_kind_and_without_prices_no_cost(used):
+def test_tokens_are_listed_by_kind_and_without_prices_there_is_no_cost(used):
     running, _, drawn = used
     found = usage(running)
     counts = {row["kind"]: row["count"] for row in found["usage"]}
@@ -109,7 +109,7 @@ def test_price_option_applies_to_models_that_are_not_in_the_file(used, tmp_path)
     costs = {row["kind"]: row["cost"] for row in found["usage"]}
     assert costs["training"] == pytest.approx(0.03)
     assert costs["prefill"] == 0
-    assert costs["sampled"] is None  # nobody has said what that costs
+    assert costs["sampled"] is None  # no price is given
     assert found["cost"] is None
 
 

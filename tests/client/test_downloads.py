@@ -208,7 +208,7 @@ def test_expired_link_of_export_is_renewed(server, tmp_path, waits):
     old, new = {"one": f"{server.url}/old"}, {"one": f"{server.url}/new"}
     found = download_checkpoint(Listed(old, new), EXTERNAL, tmp_path, sleep=waits)
     assert (found / "one").read_bytes() == b"a"
-    with pytest.raises(APIResponseValidationError, match="'one' no longer"):
+    with pytest.raises(APIResponseValidationError, match="no longer lists 'one'"):
         download_checkpoint(Listed(old, {}), EXTERNAL, tmp_path, force=True, sleep=waits)
 
 
@@ -230,8 +230,8 @@ def test_download_waits_as_retry_after_asks(server, tmp_path, waits):
 
 
 def test_refusal_carries_message_of_service(server, tmp_path, waits):
-    server.on("GET /file", Answer({"detail": "The checkpoint is no longer there."}, 404))
-    with pytest.raises(NotFoundError, match="no longer there") as caught:
+    server.on("GET /file", Answer({"detail": "The checkpoint is no longer exists."}, 404))
+    with pytest.raises(NotFoundError, match="no longer exists") as caught:
         fetch(f"{server.url}/file?signature=secret", tmp_path / "file", sleep=waits)
     assert "secret" not in f"{caught.value!r}"
     assert (waits, list(tmp_path.iterdir())) == ([], [])

@@ -13,6 +13,7 @@ import tinkex
 from tinkex import types
 from tinkex._client.queue_state import observer_of
 from tinkex._wire import proto_codec
+from tinkex._wire.media_types import PROTOBUF
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -558,7 +559,7 @@ def test_poll_headers_name_request_type_and_iteration(polls):
 
 
 def proto(body: bytes) -> Answer:
-    return Answer(body, content_type=proto_codec.CONTENT_TYPE)
+    return Answer(body, content_type=PROTOBUF)
 
 
 def test_a_sample_may_arrive_as_protobuf(server, service):

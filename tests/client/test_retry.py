@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex._client.retry import (
-    DISPATCH_WINDOW,
     HTTPRetryPolicy,
     RetryConfig,
     SampleRetryPolicy,
@@ -20,6 +19,7 @@ from tinkex._client.retry import (
 )
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._wire.failures import error_from_response
+from tinkex.config import DEFAULT_RETRY_WINDOW
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -122,7 +122,7 @@ def test_other_values_of_x_should_retry_are_ignored():
 
 
 def test_in_dispatch_window_x_should_retry_false_stops_and_true_adds_no_retries():
-    policy = HTTPRetryPolicy(2, DISPATCH_WINDOW)
+    policy = HTTPRetryPolicy(2, DEFAULT_RETRY_WINDOW)
     assert wait(failure(503, x_should_retry="false"), 2, 1.0, policy=policy) is None
     assert wait(failure(404, x_should_retry="true"), 2, 1.0, policy=policy) is None
 
@@ -216,24 +216,24 @@ def test_blank_400_with_x_should_retry_uses_normal_delays():
 
 
 def test_dispatch_is_retried_until_window_ends_after_max_retries():
-    policy = HTTPRetryPolicy(10, DISPATCH_WINDOW)
+    policy = HTTPRetryPolicy(10, DEFAULT_RETRY_WINDOW)
     error = APIConnectionError()
     waits = [wait(error, attempt, 60.0, policy=policy) for attempt in range(10, 18)]
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    assert wait(error, 0, 0.0, policy=HTTPRetryPolicy(0, DISPATCH_WINDOW)) == 1.0
+    assert wait(error, 0, 0.0, policy=HTTPRetryPolicy(0, DEFAULT_RETRY_WINDOW)) == 1.0
     assert wait(error, 18, 290.0, policy=policy) == 10.0
     assert wait(error, 19, 300.0, policy=policy) is None
 
 
 def test_retry_after_applies_in_dispatch_window():
-    policy = HTTPRetryPolicy(0, DISPATCH_WINDOW)
+    policy = HTTPRetryPolicy(0, DEFAULT_RETRY_WINDOW)
     assert wait(failure(503, retry_after="3"), 0, 0.0, policy=policy) == 3.0
     assert wait(failure(503, retry_after="45"), 9, 280.0, policy=policy) == 20.0
 
 
 def test_dispatch_window_is_five_minutes_and_only_for_temporary_errors():
-    assert DISPATCH_WINDOW == 300.0
-    assert wait(failure(404), 10, 1.0, policy=HTTPRetryPolicy(10, DISPATCH_WINDOW)) is None
+    assert DEFAULT_RETRY_WINDOW == 300.0
+    assert wait(failure(404), 10, 1.0, policy=HTTPRetryPolicy(10, DEFAULT_RETRY_WINDOW)) is None
 
 
 # -- retry loop -----------------------------------------------------------------------------------

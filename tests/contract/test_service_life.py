@@ -29,7 +29,7 @@ SERVE = "from tinkex.cli.main import main; main()"
 #: Timeout in seconds, far more than a run needs: a client that hangs fails its own tests, not the whole suite.
 PATIENCE = 300
 
-#: Our client again, with a service of two engines. `--engines N` runs all clients with so many.
+#: Our client again, with a service of two engines. `--engines N` runs all clients with N engines.
 ON_POOL = "tinkex with 2 engines"
 
 #: Chapters that each client cannot run. Skipping any other chapter fails a test.

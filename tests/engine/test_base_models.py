@@ -151,7 +151,7 @@ def test_tiny_is_loaded_frozen_in_eval_mode(tiny):
     assert len(set(logits.argmax(-1).tolist())) > 10, "greedy choices depend on the input"
 
 
-def test_loading_leaves_the_random_state_alone(tiny):
+def test_loading_does_not_change_the_random_state(tiny):
     before = torch.get_rng_state()
     loaded(tiny)
     assert torch.equal(torch.get_rng_state(), before)

@@ -42,7 +42,7 @@ def watched(language_model, *, limit: float = float("inf"), **options):
 
 
 def pages(sampler: Any, count: int) -> Any:
-    """Bytes of so many pages."""
+    """Bytes of `count` pages."""
     return count * sampler._runner.decoder.page_bytes
 
 

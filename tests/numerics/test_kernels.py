@@ -127,7 +127,7 @@ def test_only_types_and_devices_that_the_kernels_serve_get_them():
     assert kernels_for(torch.device("meta"), torch.float32).name == "torch"
 
 
-def test_without_a_compiler_the_engine_says_so_once_and_goes_on(monkeypatch, caplog):
+def test_without_a_compiler_the_engine_logs_it_once_and_uses_torch(monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     library.library.cache_clear()
     try:

@@ -97,7 +97,7 @@ def test_evicted_prefix_is_read_again(language_model):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, HUGE])
-def test_diverged_adapter_poisons_nothing(language_model, value):
+def test_diverged_adapter_does_not_affect_other_samples(language_model, value):
     """Its requests fail each time, and the pages they used give others the same results."""
     bad = let_in(spoiled(language_model, value, "k_proj"))
     worse = let_in(spoiled(language_model, value, "down_proj"))

@@ -34,7 +34,7 @@ def python(request) -> Path:
 @pytest.mark.parametrize(
     "name", ["test_training.py", "test_sampling.py", "test_nodes.py", "test_refusals.py"]
 )
-def test_in_a_namespace(name, python, request):
+def test_ray_tests_pass_in_a_namespace(name, python, request):
     for tool in ("unshare", "ip"):
         assert shutil.which(tool), f"{tool} is missing: apt-get install util-linux iproute2"
     tests = [python, "-m", "pytest", "-q", "-x", ROOT / "tests" / "ray" / "inside" / name]

@@ -29,7 +29,7 @@ def poll(server, clock, count):
             clock.advance(30)
 
 
-def test_a_healthy_run_is_left_alone(server, service, clock, monitor):
+def test_a_healthy_run_is_not_restored(server, service, clock, monitor):
     answer_restoring(server)
     server.on(ASK, run(corrupted=False))
     future = monitor.monitor_run(RUN, service(), policy=ENABLED)

@@ -185,7 +185,7 @@ def test_a_retried_create_sampler_returns_the_original_after_a_restart(place):
 def test_samples_in_flight_finish_after_a_restart(place):
     sampler = place.api.sampler()
     request = sampler.request(num_samples=16, max_tokens=1000)
-    # Clients 0.13.0 number the samples of their copies beyond 64 bits.
+    # Official clients 0.13.0 use sequence numbers over 64 bits for samples of copied clients.
     request["seq_id"] = 10**21
     whole = sampler.sample(num_samples=16, max_tokens=1000)
     promise = place.api.told("asample", request)

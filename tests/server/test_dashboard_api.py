@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -90,7 +92,7 @@ def test_the_list_has_state_size_and_tags_of_every_run(api):
     assert config["session.team"] == "blue"
 
 
-def test_a_run_that_waits_says_for_what(api, model):
+def test_a_waiting_run_shows_what_it_waits_for(api, model):
     model.step()
     model.next_seq += 1  # a request that never comes
     model.send("optim_step", adam_params={})
@@ -126,7 +128,7 @@ def test_logged_metrics_are_curves_beside_those_of_the_service(api, model):
     assert list(found) == ["reward", "kl"]
 
 
-def test_values_that_are_not_finite_are_marked_and_the_curve_goes_on(api, model):
+def test_values_that_are_not_finite_are_marked_and_the_curve_continues(api, model):
     values = [1.0, "nan", "inf", "-inf", 2.0]
     entries = [{"step": step, "metrics": {"loss": value}} for step, value in enumerate(values)]
     assert log(api, model.model_id, *entries).status_code == 200
@@ -165,7 +167,7 @@ def test_long_curves_are_reduced_and_zoomed(api, model):
         ({"step": 1, "samples": [{"tokens": [1, 2], "logprobs": [0.1]}]}, "logprobs"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_with_its_field(api, model, entry, field):
+def test_invalid_log_entry_is_refused_with_the_name_of_its_field(api, model, entry, field):
     answer = log(api, model.model_id, entry)
     assert answer.status_code in {400, 422}
     assert field in answer.json()["detail"] + str(answer.json().get("field"))
@@ -226,7 +228,7 @@ def test_tokens_get_their_texts_from_the_tokenizer(api, model):
     assert found["alternatives"][0][0] == [found["token_texts"][0], -0.5]
 
 
-def test_a_sample_of_ten_megabytes_is_cut_and_can_be_had_whole(api, model):
+def test_a_sample_of_ten_megabytes_is_cut_and_can_be_downloaded_whole(api, model):
     text = "ab" * (5 << 20)
     assert log(api, model.model_id, {"step": 1, "samples": [{"text": text}]}).status_code == 200
     found = local(api, f"runs/{model.model_id}/samples")["samples"][0]
@@ -266,7 +268,9 @@ def test_a_few_samples_of_each_step_are_kept_without_being_logged(api):
     assert local(api, f"runs/{model.model_id}/sample_steps")["steps"][-1]["step"] == 1
 
 
-def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp_path):
+@pytest.fixture
+def two_keys(tmp_path: Path) -> Iterator[tuple[Api, Api]]:
+    """Two keys of one service."""
     file = tmp_path / "keys"
     file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
     with (
@@ -274,14 +278,19 @@ def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(tmp
         Api(started.url, "tml-ann-key-1") as ann,
         Api(started.url, "tml-bob-key-1") as bob,
     ):
-        model = ann.model()
-        path = model.save("open", "save_weights_for_sampler")
-        checkpoint = f"training_runs/{model.model_id}/checkpoints/sampler_weights/open"
-        assert ann.post(f"{checkpoint}/publish").status_code == 200
-        assert bob.sampler(model_path=path).tokens()
-        assert ann.sampler(model_path=path).tokens()
-        steps = local(ann, f"runs/{model.model_id}/sample_steps")["steps"]
-        assert [each["samples"] for each in steps] == [1]
+        yield ann, bob
+
+
+def test_samples_of_published_weights_are_not_kept_in_the_run_of_another_key(two_keys):
+    ann, bob = two_keys
+    model = ann.model()
+    path = model.save("open", "save_weights_for_sampler")
+    checkpoint = f"training_runs/{model.model_id}/checkpoints/sampler_weights/open"
+    assert ann.post(f"{checkpoint}/publish").status_code == 200
+    assert bob.sampler(model_path=path).tokens()
+    assert ann.sampler(model_path=path).tokens()
+    steps = local(ann, f"runs/{model.model_id}/sample_steps")["steps"]
+    assert [each["samples"] for each in steps] == [1]
 
 
 # -- deleting ------------------------------------------------------------------------------------------
@@ -346,19 +355,13 @@ def test_checkpoints_of_a_deleted_run_can_be_kept(api):
     )
 
 
-def test_run_of_another_key_cannot_be_deleted(tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
-    with (
-        service("fake", keys=Keys.from_file(file)) as started,
-        Api(started.url, "tml-ann-key-1") as ann,
-        Api(started.url, "tml-bob-key-1") as bob,
-    ):
-        model = ann.model()
-        model.step()
-        ended(ann, model)
-        assert bob.http.delete(f"/local/runs/{model.model_id}").status_code == 404
-        assert local(ann, f"runs/{model.model_id}")["steps"] == 1
+def test_run_of_another_key_cannot_be_deleted(two_keys):
+    ann, bob = two_keys
+    model = ann.model()
+    model.step()
+    ended(ann, model)
+    assert bob.http.delete(f"/local/runs/{model.model_id}").status_code == 404
+    assert local(ann, f"runs/{model.model_id}")["steps"] == 1
 
 
 def test_deleted_run_stays_deleted_after_a_restart(tmp_path):
@@ -418,7 +421,7 @@ class Listener:
 
 
 @pytest.mark.heavy
-def test_a_step_is_told_to_open_pages(running, api):
+def test_open_pages_get_an_event_for_each_step(running, api):
     model = api.model()
     with Api(running.url) as page, Listener(page) as listener:
         assert listener.events[0][0] == "hello"
@@ -568,7 +571,7 @@ def test_all_files_together_are_small():
     assert sum(len(asset.compressed) for asset in static.assets().values()) <= 150_000
 
 
-def test_with_keys_nothing_is_read_without_one(tmp_path):
+def test_service_with_keys_refuses_reads_without_a_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("ann: tml-ann-key-1\nbob: tml-bob-key-1\n")
     with service("fake", keys=Keys.from_file(file)) as started:
@@ -586,7 +589,7 @@ def test_with_keys_nothing_is_read_without_one(tmp_path):
             assert local(bob, "service")["owner"] == "bob"
 
 
-def test_metrics_go_on_after_a_restart(tmp_path):
+def test_metrics_continue_after_a_restart(tmp_path):
     with service("fake", data_dir=tmp_path) as started, Api(started.url) as api:
         model = api.model()
         first = model.step()

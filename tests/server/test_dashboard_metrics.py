@@ -122,7 +122,7 @@ def test_a_plot_is_as_fine_as_its_width(tmp_path, count):
 # -- crashes -------------------------------------------------------------------------------------------
 
 
-def test_an_incomplete_record_is_dropped_and_the_rest_goes_on(tmp_path):
+def test_an_incomplete_record_is_dropped_and_appending_continues(tmp_path):
     column(tmp_path, np.arange(200.0))
     with (tmp_path / "0.0").open("ab") as file:
         file.write(b"half a record")

@@ -127,7 +127,7 @@ def test_with_keys_every_host_is_served_and_a_lease_needs_a_key(tmp_path):
         assert nobody.http.get("/lease").status_code == 401
 
 
-def test_health_check_needs_no_key_and_tells_no_more_than_that_it_is_well(tmp_path):
+def test_health_check_needs_no_key_and_shows_no_facts(tmp_path):
     file = tmp_path / "keys"
     file.write_text("ann: tml-key-of-ann\n")
     with service("fake", keys=Keys.from_file(file)) as started, Api(started.url) as nobody:

@@ -247,7 +247,7 @@ def test_an_operation_shows_its_request_and_its_responses():
     created = inside("create_model")
     assert "base_model required string" in created
     assert "model_seq_id required integer ≥ 0" in created
-    assert "retrieve_future answers it with CreateModelResponse" in created
+    assert "retrieve_future returns its result, CreateModelResponse" in created
     assert "UntypedAPIFuture" in created
     assert "application/x-protobuf" in inside("forward_backward")
     assert "Header Location" in inside("get_checkpoint_archive_url")

@@ -95,7 +95,7 @@ def take_turn(pool: EnginePool, model_id: str):
     return pool.trainer.take_turn(model_id, spot)
 
 
-def test_each_engine_has_its_own_line(cache_dir):
+def test_each_engine_has_its_own_queue(cache_dir):
     async def main():
         async with pooled(cache_dir, 2, thread=True) as pool:
             turns = [take_turn(pool, f"m{number}") for number in range(2 * IN_LINE)]
@@ -138,7 +138,7 @@ def test_model_moves_to_an_idle_engine_with_its_optimizer_and_adapter(cache_dir,
 
 
 @pytest.mark.heavy
-def test_model_whose_new_engine_dies_goes_on_at_home(cache_dir):
+def test_model_stays_at_home_if_the_engine_it_moves_to_dies(cache_dir):
     async def main():
         async with pooled(cache_dir, 2) as pool:
             trainer = pool.trainer
@@ -309,7 +309,7 @@ def test_samples_spread_over_engines_and_each_is_of_its_own_adapter(cache_dir, t
     run(main())
 
 
-def test_samples_go_on_elsewhere_when_an_engine_dies(cache_dir, tmp_path):
+def test_samples_are_retried_on_another_engine_when_one_dies(cache_dir, tmp_path):
     async def main():
         async with pooled(cache_dir) as pool:
             place = await trained(pool, "m", tmp_path / "m", 1)

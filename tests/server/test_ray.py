@@ -72,7 +72,7 @@ class ThreadActors:
 
     totals: dict[str, dict[str, float]]
     placed: list[Handle] = field(default_factory=list)
-    #: What is different on a node, such as the version of a package.
+    #: Facts that differ on a node, such as the version of a package.
     different: dict[str, dict[str, str]] = field(default_factory=dict)
     reachable: bool = True
     placing: threading.Lock = field(default_factory=threading.Lock)
@@ -195,7 +195,7 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_engines_take_the_room_of_the_cluster_and_say_where_they_are(cache_dir):
+def test_engines_fill_the_cluster_and_report_their_nodes(cache_dir):
     async def main():
         async with on_cluster(nodes("a", "b"), cache_dir) as pool:
             assert {(each.node, each.up) for each in pool.status()} == {("a", True), ("b", True)}
@@ -310,7 +310,7 @@ def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
         async with on_cluster(actors, cache_dir, deadline=0.5) as pool:
             await pool.trainer.create_model("m", TINY, SPEC)
             stuck = actors.placed[0]
-            stuck.deaf = True  # calls arrive nowhere
+            stuck.deaf = True  # calls are lost
 
             async def work():
                 await pool.trainer.create_model("m", TINY, SPEC)
@@ -353,7 +353,7 @@ def test_an_engine_gets_a_gpu_if_the_cluster_has_any(cache_dir):
         ({"cpus": 3.0}, "no node has 3 CPU; the most is 1"),
     ],
 )
-def test_what_no_node_has_is_refused_at_start(options, said, cache_dir):
+def test_start_is_refused_if_no_node_has_the_resources(options, said, cache_dir):
     async def main():
         with pytest.raises(ConfigError, match=said):
             async with on_cluster(nodes("a", "b"), cache_dir, **options):
@@ -384,7 +384,7 @@ def test_a_base_model_that_a_node_lacks_is_named_with_the_node(cache_dir, tmp_pa
     run(main())
 
 
-def test_a_cluster_that_cannot_be_reached_is_said_in_health(cache_dir):
+def test_health_reports_a_cluster_that_cannot_be_reached(cache_dir):
     async def main():
         actors = nodes("a")
         async with on_cluster(actors, cache_dir) as pool:

@@ -154,7 +154,7 @@ class Life:
     kinds: tuple[str, ...]  # by number: "change", "read", or "fails"
     ran: int  # the numbers below it had run
     kept: tuple[bool, ...]  # by number: whether the result is on the disk
-    saved: int | None  # the snapshot was taken after so many requests
+    saved: int | None  # the number of requests before the snapshot; None if there is none
 
     def requests(self) -> list[Promise]:
         promises, change = [], 0
@@ -278,7 +278,7 @@ def test_a_change_without_its_request_cannot_be_restored():
     created = request("create_model", 0, change=1)
     decided = plan(MODEL, None, [created], forgotten=2)
     assert decided.past.missing == 2
-    assert decided.corrupted is None  # it is found out when the model is needed
+    assert decided.corrupted is None  # detected when the model is restored
 
 
 def lost_request(name: str, scope: str = MODEL) -> Lost:

@@ -117,7 +117,7 @@ def test_every_shard_is_computed_once_and_in_order(tokens, engines):
 # -- lines ----------------------------------------------------------------------------------------
 
 
-def test_seconds_in_line_behind_others_are_not_counted():
+def test_seconds_waiting_in_the_queue_are_not_counted():
     line = Line()
     for _ in range(2):
         line.join()
@@ -132,11 +132,11 @@ def waiting(length: int, usual: float = 1.0) -> Load:
     return Load(line=Line(length, usual))
 
 
-def test_model_stays_at_home_while_the_line_is_short():
+def test_model_stays_at_home_while_the_queue_is_short():
     assert find_spot(("home", waiting(1)), ("other", waiting(0)), 0.1) == Spot("home")
 
 
-def test_model_may_move_to_a_shorter_line():
+def test_model_may_move_to_a_shorter_queue():
     full = "home", waiting(IN_LINE)
     idle = find_spot(full, ("other", waiting(0)), 0.1)
     used = find_spot(full, ("other", waiting(1)), 0.1)

@@ -148,7 +148,7 @@ def test_keys_share_equally_however_many_requests_one_has():
 
 
 @pytest.mark.parametrize("served_before", [0, 3])
-def test_an_idle_key_saves_up_no_share(served_before):
+def test_an_idle_key_gets_no_credit(served_before):
     shares = Shares()
     shares.arrive("back")
     order_of(shares, candidates("back", served_before))

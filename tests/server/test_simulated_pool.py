@@ -1,4 +1,4 @@
-"""Large pools in simulated time: engines stay busy, keys get equal shares, and bad placements mend themselves."""
+"""Large pools in simulated time: engines stay busy, keys get equal shares, and bad placements are corrected."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def request_of(segment: Path, model: Model, number: int) -> int:
 
 
 @pytest.mark.parametrize("which", ["request", "newest request"])
-def test_a_run_with_a_hole_in_its_journal_never_trains_on(tmp_path, caplog, which):
+def test_a_run_with_a_gap_in_its_journal_never_continues(tmp_path, caplog, which):
     """A model is restored from all of its changes, or not at all."""
     place = Restarting(tmp_path)
     api = place.start()

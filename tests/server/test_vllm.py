@@ -1,4 +1,4 @@
-"""vLLM as a sampler, with a stand-in for vLLM: every sample is of its own adapter, and faults are said clearly."""
+"""vLLM as a sampler, with a stand-in for vLLM: every sample is of its own adapter, and errors are clear."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
         pass
 
 
-def test_architecture_that_vllm_cannot_load_is_said_at_start(python, tmp_path):
+def test_start_fails_with_the_reason_if_vllm_cannot_load_the_architecture(python, tmp_path):
     known = prepare(parse_spec("tinkex/tiny"), tmp_path / "cache").directory
     odd = shutil.copytree(known, tmp_path / "odd")
     config = json.loads((odd / "config.json").read_text())
@@ -272,7 +272,7 @@ def test_settings_of_vllm_are_checked(tmp_path):
         {"target_prompt_tokens": np.zeros((2, 1))},
     ],
 )
-def test_what_vllm_means_differently_is_drawn_by_our_own_engine(options):
+def test_jobs_that_vllm_would_sample_differently_go_to_the_torch_engine(options):
     assert can_draw(SampleJob("s", np.arange(2), prompt_logprobs=True, top_k=3, min_p=0.1))
     assert not can_draw(SampleJob("s", np.arange(2), **options))
 

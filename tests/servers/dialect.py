@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 from tinkex import types
 from tinkex._wire import proto_codec
+from tinkex._wire.media_types import PROTOBUF
 
 from ..scripted import Answer, Reply, Request, ScriptedServer
 
 Handler = Callable[..., Reply]
-
-_PROTO = proto_codec.CONTENT_TYPE
 
 
 class Dialect(ScriptedServer):
@@ -101,15 +100,15 @@ def refused_fields(
 
 def sampled_answer(response: types.SampleResponse) -> Callable[[Request], Answer]:
     def answer(request: Request) -> Answer:
-        assert _PROTO in request.headers["accept"]
-        return Answer(proto_codec.encode_sample_response(response), content_type=_PROTO)
+        assert PROTOBUF in request.headers["accept"]
+        return Answer(proto_codec.encode_sample_response(response), content_type=PROTOBUF)
 
     return answer
 
 
 def pass_answer(output: types.ForwardBackwardOutput) -> Callable[[Request], Answer]:
     def answer(request: Request) -> Answer:
-        assert _PROTO in request.headers["accept"]
-        return Answer(proto_codec.encode_forward_backward_output(output), content_type=_PROTO)
+        assert PROTOBUF in request.headers["accept"]
+        return Answer(proto_codec.encode_forward_backward_output(output), content_type=PROTOBUF)
 
     return answer

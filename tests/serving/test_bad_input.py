@@ -271,7 +271,7 @@ def test_key_is_needed(keyed):
         assert stranger.refused(CHAT, 401, model=TINY)["code"] == "invalid_api_key"
 
 
-def test_owners_are_kept_apart(keyed):
+def test_a_key_uses_only_its_own_checkpoints_and_aliases(keyed):
     training = keyed.client().create_lora_training_client(TINY)
     path = training.save_weights_for_sampler("mine").result().path
     with (

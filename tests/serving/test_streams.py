@@ -20,7 +20,7 @@ FOR_MINUTES = {"model": "endless", "max_tokens": 100_000, "temperature": 0}
 
 
 def in_flight(http) -> int:
-    """The number of samples that the service is drawing, as its metrics tell."""
+    """The number of samples in flight, from the metrics of the service."""
     text = http.client.get("/metrics").text
     (line,) = [line for line in text.splitlines() if line.startswith("tinkex_samples ")]
     return int(float(line.split()[1]))

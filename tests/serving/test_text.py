@@ -1,4 +1,4 @@
-"""Text of streams: characters, stop strings, and answers taken apart."""
+"""Text of streams: characters, stop strings, and answers split into parts."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ CALLED = Piece("call", call=ToolCall("add", {"x": 1}))
         ("words {1}", "none", tools(LLAMA), [Piece("content", "words {1}")]),
     ],
 )
-def test_answer_is_taken_apart_in_whatever_parts_it_arrives(text, thinking, use, pieces, size):
+def test_parts_of_an_answer_do_not_depend_on_how_it_arrives(text, thinking, use, pieces, size):
     assert taken_apart(text, thinking, use, size) == pieces
 
 

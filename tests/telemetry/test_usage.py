@@ -86,7 +86,7 @@ def test_cached_tokens_cost_the_prefill_rate_by_default():
     assert Rates(prefill=2).cost(Tokens(cached_prefill=1_000_000)) == 2
 
 
-def test_nothing_used_costs_nothing():
+def test_cost_is_zero_without_usage():
     assert Usage().cost == 0
     assert Usage().tokens == Tokens()
     assert Prices().cost(None, Tokens()) == 0

@@ -71,7 +71,7 @@ def test_doctor_of_the_base_install_says_what_is_missing(base):
     assert "Traceback" not in looked.err + local.err
 
 
-def test_what_needs_an_extra_names_it(base):
+def test_missing_extra_is_named_in_the_error(base):
     pushed = base.tinkex("checkpoint", "push-hf", "tinker://run/weights/x", HF_TOKEN=TOKEN)
     assert pushed.code == 1
     assert "pip install 'tinkex[hf]'" in pushed.err

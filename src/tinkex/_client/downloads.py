@@ -132,7 +132,7 @@ def _fetch_files(rest: Any, tinker_path: str, target: Path, get: Callable[..., N
         yield first
         while link := urls().get(name):
             yield link
-        raise APIResponseValidationError(message=f"The service lists {name!r:.200} no longer.")
+        raise APIResponseValidationError(message=f"The service no longer lists {name!r:.200}.")
 
     for name, url in urls().items():
         get(links(name, url).__next__, target / _plain(name))

@@ -115,7 +115,7 @@ class Notices:
             )
         more = ("", " and another call", f" and {others} other calls")[min(others, 2)]
         return (
-            f"No answer yet from {self._where} to {wait.what}{more}, sent {age:.0f} s ago, given up "
+            f"No answer yet from {self._where} to {wait.what}{more}, sent {age:.0f} s ago; giving up "
             f"after {wait.limit:.0f} s."
         )
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from tinkex._retry import Tried, asked_wait, exponential, may_pass
 from tinkex._statuses import facts_of
-from tinkex.config import DEFAULT_RETRY_WINDOW
 from tinkex.errors import (
     APIConnectionError,
     BillingError,
@@ -29,8 +28,7 @@ __all__ = [
     "retryable_status",
 ]
 
-#: How long a dispatch is retried while the service does not answer, in seconds.
-DISPATCH_WINDOW = DEFAULT_RETRY_WINDOW
+#: Longest wait in seconds between retries within `window`.
 MAX_WINDOW_WAIT = 30.0
 BILLING_WAIT = 5.0
 BLANK_400_RETRIES = 3

@@ -1,7 +1,8 @@
-"""What a training loop reports about its run: collected while a report is on its way, then sent together.
+"""Sends what a training loop reports about its run. Entries that come while a request is in flight share the next one.
 
-A report is for people who look at the run; training must not depend on it. So nothing here raises once the values are
-checked: a service that lacks the call gets none, and one that refuses a report is asked again with the next.
+Reports are for people who look at the run; training must not depend on them. So nothing here raises once the values
+are checked. If the service does not have the call, nothing more is sent. If it refuses a report, that report is dropped
+and the next one is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["RunLog", "number"]
 #: Entries of one report, and about how many characters of samples.
 _MOST_ENTRIES: Final = 1_000
 _MOST_TEXT: Final = 4 << 20
-#: Entries that may wait; beyond it new ones are dropped.
+#: Most entries that wait; further ones are dropped.
 _MOST_WAITING: Final = 100_000
 
 
@@ -39,7 +40,7 @@ def number(value: Any, field: str) -> float:
 @dataclass(eq=False, slots=True)
 class _Waiting:
     entry: LogEntry
-    taken: bool | None = None  # by the service; None while it is not sent
+    taken: bool | None = None  # whether the service accepted it; None until it was sent
 
 
 class RunLog:
@@ -50,10 +51,12 @@ class RunLog:
         self._run_id = run_id
         self._waiting: deque[_Waiting] = deque()
         self._sending: asyncio.Lock | None = None
-        self._offered = True  # by the service, as far as is known
+        self._offered = True  # whether the service has the call, as far as is known
         self._warned = False
-        self._unsent = 0  # entries whose future is open
-        self._sent: asyncio.Event | None = None  # set when there are none; made when somebody waits
+        self._unsent = 0  # entries that are not sent yet
+        self._sent: asyncio.Event | None = (
+            None  # set when all are sent; created when a caller waits
+        )
         session.run_logs.add(self)
 
     async def drain(self) -> None:
@@ -63,7 +66,7 @@ class RunLog:
             await self._sent.wait()
 
     async def send(self, entry: LogEntry) -> LogResponse:
-        """Send an entry, together with others that wait; tells how much of it the service has taken."""
+        """Send an entry, together with others that wait; returns how much of it the service accepted."""
         if not self._offered or len(self._waiting) >= _MOST_WAITING:
             return LogResponse()
         self._unsent += 1
@@ -82,7 +85,7 @@ class RunLog:
         if self._sending is None:
             self._sending = asyncio.Lock()
         async with self._sending:
-            while mine.taken is None:  # otherwise the one before has sent it, too
+            while mine.taken is None:  # otherwise the task before this one has sent it too
                 batch = self._next_batch()
                 taken = await self._send([each.entry for each in batch])
                 for each in batch:

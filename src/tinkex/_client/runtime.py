@@ -35,7 +35,7 @@ __all__ = [
     "runtime",
 ]
 
-#: Seconds in which one callback of the loop surely ends.
+#: Seconds that any callback of the loop takes at most.
 _LONGEST_CALLBACK: Final = 2.0
 #: Blocking waits wake up this often, in seconds: Python can miss a Ctrl-C that arrives just before a lock wait.
 _NOTICE: Final = 1.0
@@ -458,5 +458,5 @@ def runtime() -> Runtime:
 
 @atexit.register
 def _stop_at_exit() -> None:
-    # A thread that is inside the loop's C code while the interpreter takes itself apart can crash the process.
+    # A thread that is inside the loop's C code while the interpreter shuts down can crash the process.
     _shared.stop()

@@ -257,8 +257,8 @@ class TrainingClient(TrainingClientMethods):
         """Report metrics and samples of a step, for the dashboard of the service.
 
         Returns at once: reports are sent in the background, several together, and never delay or fail training. The
-        future tells how much the service has taken; a service that keeps no metrics takes nothing. Closing the client
-        waits for what was logged before.
+        result of the future says how many metrics and samples the service accepted: none if it keeps no metrics.
+        Closing the client waits until everything logged so far is sent.
         """
         given = [
             each if isinstance(each, LoggedSample) else LoggedSample(**each)

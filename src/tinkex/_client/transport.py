@@ -503,7 +503,7 @@ class Transport:
 
     def _open_pool(self, pool: Pool) -> Budget:
         self._limits[pool] = slots(self._places(pool))
-        self._clients[pool] = self._new_client(pool)
+        self._clients[pool] = self._new_client()
         return self._limits[pool]
 
     async def _wait_for_place(self, pool: Pool, limit: Budget) -> None:
@@ -533,7 +533,7 @@ class Transport:
             return _STREAMS
         return self.config.pool_size if pool is Pool.SAMPLING else _CONNECTIONS[pool]
 
-    def _new_client(self, pool: Pool) -> Any:
+    def _new_client(self) -> Any:
         chosen = self.config.http_client
         if isinstance(chosen, str):
             module, _, name = chosen.partition(":")

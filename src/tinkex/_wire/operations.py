@@ -327,7 +327,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             flag="pjwt_auth_enabled",
         ),
         _get("get_api_key", "Describe the key in use", "auth/apikey/me", types.ApiKeyInfoResponse),
-        _delete("delete_api_key", "Withdraw the key in use", "auth/apikey/me", statuses=(403,)),
+        _delete("delete_api_key", "Revoke the key in use", "auth/apikey/me", statuses=(403,)),
     ),
     *_themed(
         Theme.SESSIONS,
@@ -434,7 +434,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         ),
         _queued(
             "forward_backward",
-            "Compute a loss and add up its gradients",
+            "Compute a loss and accumulate its gradients",
             types.ForwardBackwardRequest,
             types.ForwardBackwardOutput,
             body=Body.JSON_OR_PROTO,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from tinkex._wire.media_types import PROTOBUF
 from tinkex.errors import DecodeError, InvalidInputError
 from tinkex.types.inputs import (
     Datum,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 __all__ = [
-    "CONTENT_TYPE",
     "decode_forward_backward_output",
     "decode_forward_backward_request",
     "decode_sample_response",
@@ -53,7 +51,6 @@ __all__ = [
     "encode_sample_response",
 ]
 
-CONTENT_TYPE: Final = PROTOBUF
 _MAX_EMPTY_DATUMS: Final = 1_000_000
 
 _PB_DTYPE: Final = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}

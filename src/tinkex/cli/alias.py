@@ -24,12 +24,12 @@ _PATH: Final = "/local/aliases"
 def command(
     name: str | None, path: str | None, delete: bool, connection: Connection, output: Output
 ) -> None:
-    """Let NAME stand for the checkpoint PATH (tinker://…) where programs ask for a model by name.
+    """Make NAME an alias of the checkpoint PATH (tinker://…), for programs that ask for a model by name.
 
-    An existing alias then stands for the new checkpoint. Without arguments, lists the aliases.
+    An existing alias is changed to the new checkpoint. Without arguments, lists the aliases.
     """
     if delete and (name is None or path is not None):
-        raise click.UsageError("--delete takes the NAME of an alias alone")
+        raise click.UsageError("with --delete, give only the NAME of an alias")
     if not delete and (name is None) != (path is None):
         raise click.UsageError("give NAME and PATH, or neither to list the aliases")
     from tinkex.types._aliases import AliasList
@@ -40,7 +40,7 @@ def command(
             say(f"The alias {name} is deleted.")
         elif name is not None:
             service.http.put(_PATH, {"name": name, "path": path}).result()
-            say(f"{name} stands for {path}.")
+            say(f"{name} is an alias of {path}.")
         found = AliasList.model_validate(service.http.get(_PATH).result())
     rows = [[alias.name, alias.path, alias.created_at] for alias in found.aliases]
     output.table(["Alias", "Checkpoint", "Made at"], rows, found.model_dump())

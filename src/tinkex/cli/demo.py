@@ -1,7 +1,7 @@
 """`tinkex demo`: `tinkex train` with a story. A small model learns about an invented island.
 
-It answers questions before training, after training, and after it is saved and reopened. On a terminal the demo ends with
-an open door: dashboard and API stay reachable until a key is pressed.
+It answers questions before training, after training, and after it is saved and reopened. On a terminal, dashboard and API
+then stay reachable until a key is pressed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
     type=click.Choice(["own", "vllm"]),
     default="own",
     show_default=True,
-    help="Who samples: the engines that train, or vLLM in a process of its own.",
+    help="What samples: the engines that train, or vLLM in a process of its own.",
 )
 @click.option(
     "--sampler-python",

@@ -81,7 +81,7 @@ def _engines(engines: list[EngineHealth]) -> dict[str, str]:
     """One line per engine, if the service reports them: it does so if it has several."""
     lines = [
         f"{each.name}  {each.kind} on {_place(each)}  {'up' if each.up else 'starting'}  "
-        f"models {each.models}  in line {each.in_line}  samples {each.samples}  restarts {each.restarts}"
+        f"models {each.models}  queued {each.in_line}  samples {each.samples}  restarts {each.restarts}"
         + ("" if each.memory_bytes is None else f"  {size(each.memory_bytes)}")
         + ("" if each.trouble is None else f"\n  {each.trouble}")
         for each in engines

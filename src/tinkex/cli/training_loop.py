@@ -93,7 +93,7 @@ class Trainer:
         self._save(ended=ended)
         return ended
 
-    # -- sending off ---------------------------------------------------------------------------
+    # -- submitting ----------------------------------------------------------------------------
 
     def _begin(self, step: int) -> _UnderWay:
         from tinkex.types import AdamParams

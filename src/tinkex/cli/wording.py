@@ -43,7 +43,7 @@ def worded(error: Exception, command: click.Command | None = None) -> str:
     """The problem and the next command to type; empty for a bug of tinkex."""
     if isinstance(error, TinkerError):
         problem, advice = told(error, command)
-        # Two ways to go on are two lines.
+        # Two alternatives are two lines.
         one_line = isinstance(error, InvalidInputError) and error.field != _KEY_FIELD
         apart = "; " if one_line else "\n"
         return f"{problem}{apart}{advice}" if advice else problem
@@ -72,7 +72,7 @@ def told(error: TinkerError, command: click.Command | None = None) -> tuple[str,
 
 
 def _without_key() -> str:
-    """How to go on without a key, first, and with one."""
+    """How to continue: first without a key, then with one."""
     from tinkex._local import running
 
     if (url := running()) is not None:

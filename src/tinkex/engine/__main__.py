@@ -4,8 +4,8 @@ import os
 
 from .process import main
 
-# torch's threads spin while they wait for each other, by default for milliseconds. Beside other work on the machine
-# they spin while the thread they wait for cannot run. Read when torch is imported, so it must be set before.
+# torch's threads spin while they wait for each other, by default for milliseconds. On a busy machine they spin while
+# the thread they wait for cannot run. torch reads the variable when it is imported, so it must be set before.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 main()

@@ -52,7 +52,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What an engine has to say since it was last asked; `ended` if it will say no more."""
+    """The messages of an engine since the last pull; `ended` if no more will come."""
 
     ready: Ready | None
     messages: list[PackedMessage]
@@ -173,7 +173,7 @@ class EngineActor:
             self._inbox.put(Reply(packed.frame.call_id, error=error))
 
     def pull(self, wait: float) -> Pulled:
-        """What was said since the last pull; waits so many seconds for something."""
+        """The messages since the last pull; waits at most `wait` seconds for the first."""
         with self._said:
             self._said.wait_for(lambda: self._ready or self._out or self._ended, wait)
             ready, self._ready = self._ready, None

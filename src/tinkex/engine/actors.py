@@ -36,7 +36,7 @@ class StoreFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A machine of the cluster: its resources, such as CPU and GPU, and those that nobody uses."""
+    """A machine of the cluster: its resources, such as CPU and GPU, and those that are free."""
 
     node_id: str
     name: str

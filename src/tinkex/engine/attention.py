@@ -1,8 +1,8 @@
 """Attention of one step over the paged cache; every sequence reads its own positions only.
 
-In C, each row reads the pages of its sequence in place. With PyTorch, rows that draw (one token per sequence) are gathered in bands of similar length and computed together; a long sequence
-in adjacent pages is read in place; chunks of prompts are computed by sequence, those of equal shape together. The plan
-of a step is made once and used by all layers.
+In C, each row reads the pages of its sequence in place. With PyTorch, rows that draw (one token per sequence) are
+gathered in bands of similar length and computed together; a long sequence in adjacent pages is read in place; chunks of
+prompts are computed by sequence, those of equal shape together. The plan of a step is made once and used by all layers.
 
 Shapes: N rows, B sequences, T positions, H query heads, G key-value heads, R = H / G, E head size, S positions per page.
 """
@@ -29,7 +29,7 @@ __all__ = ["StepAttention", "attention_of_step"]
 
 #: Sequences share a band if the longest has at most this many times the pages of the shortest.
 _BAND: Final = 2.0
-#: A sequence of so many adjacent pages is read in place: three more operations cost less than copying it.
+#: A sequence of at least this many adjacent pages is read in place: three more operations cost less than copying it.
 _LONG: Final = 8
 
 
@@ -53,7 +53,7 @@ def attention_of_step(
 
 
 class _InPlace:
-    """Attention in C over the pages as they are; the trainer's, with the same bits."""
+    """Attention in C that reads the pages in place; the same code as the trainer's, with the same bits."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ def _bands(members: Sequence[tuple[int, Chunk]], size: int) -> list[list[tuple[i
         alone = pages >= _LONG and are_adjacent(np.array(chunk.continuation.pages[:pages]))
         if not bands or alone or pages > max(4, _BAND * shortest):
             bands.append([])
-            shortest = -inf if alone else pages  # nobody joins a sequence that is read in place
+            shortest = -inf if alone else pages  # a sequence that is read in place has its own band
         bands[-1].append((first, chunk))
     # In the order of the rows, so that a band of all rows needs no index.
     return [sorted(band, key=lambda each: each[0]) for band in bands]

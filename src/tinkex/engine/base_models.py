@@ -251,7 +251,7 @@ def _download(source: str, progress: OnProgress) -> Path:
         raise _refused(
             f"{source!r} is not a local directory; to use the hub: pip install 'tinkex[local]'"
         ) from None
-    progress(f"looking for {source} in the hub's cache, else downloading it")
+    progress(f"looking for {source} in the hub's cache; it is downloaded if it is not there")
     try:
         snapshot = snapshot_download(
             source,

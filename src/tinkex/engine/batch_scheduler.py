@@ -1,8 +1,8 @@
-"""Decide what the next sampling step reads: which continuations are in the batch, and how much of each prompt.
+"""Decides what the next sampling step reads: which continuations are in the batch, and how much of each prompt.
 
 Pure bookkeeping without torch. A step reads one token of every continuation that is drawing, and a limited number of
-prompt tokens, so that a long prompt does not hold up the others. A continuation can leave the batch at any time; its
-text is read again later, as far as the pages that held it were needed for other texts.
+prompt tokens, so that a long prompt does not delay the others. A continuation can leave the batch at any time. When it
+returns, the part of its text whose pages were evicted meanwhile is read again.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class _Connection:
         threading.Thread(target=self._run, name=self._launch.name, daemon=True).start()
 
     def _run(self) -> None:
-        """Send the calls of the service to the actor, until one of them is gone."""
+        """Send the calls of the service to the actor, until the service or the actor has ended."""
         with self._pipe:
             setup = read_frame(self._pipe)
             if isinstance(setup, Setup):
@@ -239,7 +239,7 @@ class _Connection:
                 self._actors.kill(self._actor)
 
     def _serve(self, setup: Setup) -> None:
-        """Start the actor and send what it says to the service."""
+        """Start the actor and send its messages to the service."""
         try:
             self._pull(self._begin(setup))
         except (ActorLostError, ActorSilentError, StoreFullError) as error:

@@ -238,7 +238,7 @@ class FinishPass(DirectCall[PassResult]):
 
 def _shared(engine: Engine) -> SharedPasses:
     if engine.shared_passes is None:
-        raise TypeError("this engine does not work on passes of other engines")
+        raise TypeError("this engine cannot help with passes of other engines")
     return engine.shared_passes
 
 
@@ -272,7 +272,7 @@ class SaveState(DirectCall[int]):
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot(EngineCall[int]):
-    """Copies the model in its turn; a thread writes the copy while the engine works, and then replies."""
+    """Copies the model when its turn comes; a thread writes the copy while the engine works, and then replies."""
 
     timed = False
     model_id: str
@@ -284,7 +284,7 @@ class TakeSnapshot(EngineCall[int]):
 
 @dataclass(frozen=True, slots=True)
 class MoveOut(TakeSnapshot):
-    """The same for a model that no other call is in flight for: it need not wait for those of other models."""
+    """As `TakeSnapshot`, for a model without other calls in flight: it does not wait for calls of other models."""
 
     lane = "now"
 

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
-from tinkex.errors import InvalidInputError
-
 from .base_models import PreparedModel
+from .checks import check_base
 
 __all__ = ["MAX_CONTEXT", "Catalog"]
 
@@ -46,11 +45,8 @@ class Catalog:
 
     def check(self, name: str, field: str) -> None:
         """Refuse a base model that this service cannot load."""
-        if name not in self._models and not self._on_demand:
-            raise InvalidInputError(
-                f"this service does not have {name!r:.200}; it has {', '.join(self._models)}",
-                field=field,
-            )
+        if not self._on_demand:
+            check_base(name, self._models, field)
 
     async def model(self, name: str, field: str) -> PreparedModel:
         """A base model; a service that loads models on demand fetches and loads it first."""

@@ -57,7 +57,7 @@ class LoadedCheckpoint:
     moments: dict[str, Tensor] | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
     dtype: str | None = None  # of the matrix products in training, if known
-    kernels: str | None = None  # what computed between them, if known
+    kernels: str | None = None  # which kernels computed between the products, if known
 
     def restore_gradients(self, optimizer: AdamW, names: list[str]) -> None:
         """Set the parameters' gradients to those of the snapshot, for the next optimizer step."""

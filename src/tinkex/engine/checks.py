@@ -65,12 +65,12 @@ LOSSES: Final[Mapping[str, Loss]] = {
 }
 
 
-def check_base(name: str, known: Collection[str]) -> None:
+def check_base(name: str, known: Collection[str], field: str = "base_model") -> None:
     """Refuse an unknown base model."""
     if name not in known:
         raise InvalidInputError(
             f"this service does not have {name!r:.200}; it has {', '.join(known) or 'none'}",
-            field="base_model",
+            field=field,
         )
 
 

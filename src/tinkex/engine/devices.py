@@ -20,7 +20,7 @@ SMALL_MODEL: Final = 8_000_000
 class DeviceChoices:
     #: Positions per page of the cache of keys and values.
     page_tokens: int
-    #: Prompt tokens that one sampling step reads at most, so that running continuations are not held up.
+    #: Prompt tokens that one sampling step reads at most, so that running continuations are not delayed.
     prefill_tokens: int
     #: Tokens of a micro-batch in training. On a CPU, products of 512 rows reach 97 % of the rate of 2048 rows.
     micro_batch_tokens: int
@@ -35,7 +35,7 @@ _CHOICES: Final = {
         micro_batch_tokens=512,
         activation_bytes=1_500_000_000,
     ),
-    # Not measured: there was no such device to try.
+    # Not measured: there was no such device to test with.
     "cuda": DeviceChoices(
         page_tokens=32,
         prefill_tokens=8192,

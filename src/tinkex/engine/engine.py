@@ -140,7 +140,7 @@ class TorchEngine:
         model = TrainedModel(language, adapter)
         if saved.dtype not in {None, model.dtype}:
             logger.warning(
-                "%s was trained in %s, and this engine computes %s in %s: it goes on, but its numbers differ "
+                "%s was trained in %s, and this engine computes %s in %s: training continues, but its numbers differ "
                 "in the last digits. For the same numbers, start the service with --dtype %s on a machine that has it.",
                 model_id,
                 saved.dtype,
@@ -150,7 +150,7 @@ class TorchEngine:
             )
         elif saved.kernels not in {None, language.kernels.name}:
             logger.warning(
-                "%s was trained with %s kernels, and this engine has %s kernels: it goes on, but its numbers differ "
+                "%s was trained with %s kernels, and this engine has %s kernels: training continues, but its numbers differ "
                 "in the last digits. Native kernels need a C compiler, and TINKEX_KERNELS=torch turns them off.",
                 model_id,
                 saved.kernels,
@@ -191,7 +191,7 @@ class TorchEngine:
         return None if self._helping is None else self
 
     def publish(self, model_id: str) -> PublishedAdapter:
-        """Put a model's adapter where the other engines find it."""
+        """Put a model's adapter into the depot, where the other engines find it."""
         return self._in_pool.publish(model_id, *self._named(model_id))
 
     def run_shards(

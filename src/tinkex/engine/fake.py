@@ -474,7 +474,7 @@ class FakeEngine:
         return _run_pass(self._model(model_id), request)
 
     def check_traced(self, graph: TracedGraph) -> None:
-        raise InvalidInputError("the fake engine runs no traced losses", field="graph")
+        raise InvalidInputError("the fake engine does not support traced losses", field="graph")
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         return self._model(model_id).step(options)
@@ -516,7 +516,8 @@ class FakeEngine:
         base = table.base
         if job.shaped or job.min_p or job.kept_mass:
             raise InvalidInputError(
-                "the fake engine has no extensions of SamplingParams", field="sampling_params"
+                "the fake engine does not support the extensions of SamplingParams",
+                field="sampling_params",
             )
         check_job(
             job,

@@ -45,7 +45,7 @@ class Matcher:
 
     @property
     def failure(self) -> RequestFailedError | None:
-        """Why the sequence cannot go on: the grammar reached a limit of llguidance."""
+        """The error if the grammar reached a limit of llguidance, so that the sequence cannot continue."""
         if not self._error:
             return None
         return RequestFailedError(
@@ -54,7 +54,7 @@ class Matcher:
         )
 
     def accepts(self, token: int) -> bool:
-        """Whether a token may come next. False for an end token of the model that is the only way on."""
+        """Whether a token may come next. An end token of the model that is not in `ends` may not."""
         if self._error:
             return True
         if token in self._ends:

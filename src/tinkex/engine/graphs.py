@@ -119,17 +119,17 @@ def _check_operation(node: Mapping[str, Any]) -> None:
     if len(node["name"]) > MAX_TEXT:
         raise _refused(f"has a node with a name of more than {MAX_TEXT} characters")
     if kind == "call_function" and target not in _CALLABLE:
-        raise _refused(f"calls {target!r:.100}, which a loss may not")
+        raise _refused(f"calls {target!r:.100}, which is not allowed in a loss")
     if target == "getattr" and not (
         len(args) == 2 and isinstance(args[1], str) and args[1] in ATTRIBUTES
     ):
-        raise _refused(f"reads {args[1:]!r:.100}, which a loss may not")
+        raise _refused(f"reads {args[1:]!r:.100}, which is not allowed in a loss")
     if kind == "call_method" and (target not in METHODS or not args):
-        raise _refused(f"calls the method {target!r:.100}, which a loss may not")
+        raise _refused(f"calls the method {target!r:.100}, which is not allowed in a loss")
     for name in _FORBIDDEN.intersection(node["kwargs"]):
-        raise _refused(f"passes {name!r} at {node['name']!r:.100}, which a loss may not")
+        raise _refused(f"passes {name!r} at {node['name']!r:.100}, which is not allowed in a loss")
     if kind in {"call_module", "get_attr"}:
-        raise _refused(f"reads {target!r:.100}: a loss may use its inputs and numbers only")
+        raise _refused(f"reads {target!r:.100}: a loss may use only its inputs and numbers")
 
 
 def _check_argument(item: Any, node: Mapping[str, Any], known: set[str]) -> None:
@@ -145,7 +145,7 @@ def _check_argument(item: Any, node: Mapping[str, Any], known: set[str]) -> None
         if value not in known:
             raise _refused(f"{node['name']!r:.100} uses {value!r:.100} before it is defined")
     elif not (len(item) == 1 and _is_marked(kind, value)):
-        raise _refused(f"has an argument of kind {kind!r:.40} {at}, which is not known")
+        raise _refused(f"has an argument of the unknown kind {kind!r:.40} {at}")
 
 
 def _is_marked(kind: str, value: Any) -> bool:

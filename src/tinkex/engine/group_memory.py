@@ -1,8 +1,8 @@
-"""Shared memory that a group of processes has mapped; processes that are killed leave its files behind.
+"""Removes the shared memory of a group of processes that was killed: killed processes leave its files behind.
 
-vLLM exchanges values through Python's `multiprocessing.shared_memory`. The files of a killed group are removed by whoever
-ends it: the engine that leads the group, or the service. A file counts only while a process of the group has it mapped,
-so files of other programs are never touched.
+vLLM exchanges values through Python's `multiprocessing.shared_memory`. The process that ends a group removes its files:
+the engine that leads the group, or the service. Only files that a process of the group has mapped are removed, so files
+of other programs are never touched.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The service knows nothing else of engines: not how many there are, nor in which process or on which machine they run.
 `docs/architecture.md` names the implementations.
 
-An engine keeps everything in memory and may die at any time. Whoever has loaded something into an engine holds a
-`EngineLease` of it. When the engine dies, the lease is lost and the holder loads it again. Every call inside `Engines.persist`
-is retried by itself after a death.
+An engine keeps everything in memory and may die at any time. A caller that has loaded something into an engine holds an
+`EngineLease` of it. When the engine dies, the lease is lost and the caller loads it again. Work inside `Engines.persist`
+is retried after a death.
 
 A `Path` is a directory of the service's own disk. An engine on another machine has to send the files' content: only
 `restore_model`, `restore_snapshot`, `save_state`, `snapshot` and `open_sampler` read or write files. A directory that
@@ -49,7 +49,7 @@ __all__ = [
 
 T = TypeVar("T")
 EngineState = Literal["idle", "working"]
-#: Requests in the line of one engine at a time: with two, it never waits for the next.
+#: Requests in the queue of one engine at a time: with two, the engine never waits for the next one.
 IN_LINE: Final = 2
 OnToken = Callable[[StreamedToken], None]
 
@@ -85,26 +85,26 @@ class EngineLease(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A free place in the line of an engine."""
+    """A free place in the queue of an engine."""
 
     engine: str
-    #: The model lives elsewhere and would move there.
+    #: Whether the model is on another engine and would move to this one.
     moves: bool = False
-    #: The engine has nothing else to do.
+    #: Whether the engine has nothing else to do.
     idle: bool = False
     #: Seconds that the model's key must be behind others to be moved to an engine that they use.
     price: float = 0.0
 
 
-#: A place in the line of a model's own engine.
+#: A place in the queue of the engine that holds the model.
 HOME: Final = Spot("")
 
 
 class Turn(Protocol):
-    """A place in the line of an engine, held while a request of a model runs."""
+    """A place in the queue of an engine, held while a request of a model runs."""
 
     def end(self) -> float:
-        """Leave the line; return the seconds that engines have worked on the request."""
+        """Leave the queue; return the seconds that engines have worked on the request."""
 
 
 class TrainingEngine(Protocol):
@@ -114,13 +114,13 @@ class TrainingEngine(Protocol):
     """
 
     def spots(self, model_ids: Sequence[str]) -> Sequence[Spot | None]:
-        """Where the next request of each of these models would run soon; None where all lines are long.
+        """Where the next request of each of these models would run soon; None where all queues are long.
 
         No call of these models may be in flight.
         """
 
     def take_turn(self, model_id: str, spot: Spot) -> Turn:
-        """Join the line of an engine. A new model gets it as its home; another moves there with its next call."""
+        """Join the queue of an engine. A new model is created there; another moves there with its next call."""
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         """Create a new adapter; one of this name is replaced."""
@@ -200,11 +200,11 @@ class EngineStatus:
     kind: str = "torch"
     device: str = ""
     base_models: tuple[str, ...] = ()
-    #: Models that live there, training requests in its line, samples that it draws.
+    #: Models that it holds, training requests in its queue, samples in flight.
     models: int = 0
     in_line: int = 0
     samples: int = 0
-    #: Differences between its logprobs and the trainer's: tokens that were compared, their sum and the largest.
+    #: Differences between its logprobs and the trainer's: the number of compared tokens, the sum and the largest.
     drift_tokens: int = 0
     drift_sum: float = 0.0
     drift_max: float = 0.0
@@ -213,7 +213,7 @@ class EngineStatus:
 class Engines(Protocol):
     """All engines of a service: the only way to reach them."""
 
-    #: The service is stopping: no call is retried any more.
+    #: Whether the service is stopping: then no call is retried.
     stopping: bool
 
     @property

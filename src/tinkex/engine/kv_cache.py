@@ -1,7 +1,7 @@
 """Keys and values of all layers, in pages.
 
-Sequences of different users share a batch, and the values of one may be NaN. So a page is cleared when it is given
-out: a masked position still takes part in the arithmetic, and 0 · NaN is NaN. Page 0 is always zero.
+Sequences of different users share a batch, and the values of one may be NaN. So a page is cleared before it is reused:
+a masked position still takes part in the arithmetic, and 0 · NaN is NaN. Page 0 is always zero.
 
 Shapes: N rows, B sequences, P pages of S positions, G key-value heads, E head size, C pages per sequence.
 """

@@ -1,4 +1,4 @@
-"""Run models of the Llama family for sampling: all rows of a step in one pass, whatever they belong to.
+"""Runs models of the Llama family for sampling: all rows of a step in one pass, whatever request they belong to.
 
 The products read packed rows without padding; attention reads the paged cache. Between the products everything is
 float32, in as few operations as possible: on a CPU they cost as much as the products of a single row.

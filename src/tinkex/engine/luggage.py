@@ -1,4 +1,4 @@
-"""Directories that travel with a call as bytes: an engine on another machine does not see the service's disk.
+"""Sends the directories of calls as bytes: an engine on another machine does not see the service's disk.
 
 The service's side reads the directory of a call before it sends it, and writes the directory that comes with a reply. The
 engine's side gives the call a temporary directory instead.
@@ -46,7 +46,7 @@ Files: TypeAlias = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class PackedFrame:
-    """A call, and the files of the directory that it reads; None if it reads none or sees it itself."""
+    """A call, and the files of the directory that it reads; None if it reads none, or reads it from a shared disk."""
 
     frame: CallFrame
     files: Files | None = None

@@ -82,7 +82,7 @@ class Ready:
     models: Sequence[PreparedModel] = ()
     device: str = "cpu"
     dtype: str = "float32"
-    #: Padded tokens of one micro-batch; 0 if the engine always computes a whole pass.
+    #: Token budget of one micro-batch; 0 if the engine always computes a whole pass.
     token_budget: int = 0
     #: What computes between the matrix products: `native` or `torch`.
     kernels: str = "torch"
@@ -142,7 +142,7 @@ class Loop:
     def _receive(self) -> bool:
         """Accept all calls that have arrived; block for one if the engine is idle. False at the end.
 
-        When an engine has been idle for a while after some work, it rests: it returns the memory that the work needed.
+        An engine that has been idle for a while after some work returns the memory that the work needed to the system.
         """
         block = self._idle
         while True:
@@ -176,7 +176,7 @@ class Loop:
                 self._line.append(message)
 
     def _advance_line(self) -> float:
-        """Run one micro-batch of the current pass, or the next call in line; return the seconds it took."""
+        """Run one micro-batch of the current pass, or the next call of the queue; return the seconds it took."""
         if self._pass is None and not self._line:
             return 0.0
         started = self._clock()
@@ -287,7 +287,7 @@ class Loop:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that can be pickled: those that callers tell apart as they are, others by name and message."""
+    """An error that can be pickled: errors that callers distinguish stay as they are, others keep name and message."""
     plain = isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"
     if plain or isinstance(error, TinkerError | ParcelLostError):
         return error

@@ -2,7 +2,7 @@
 
 On x86, oneDNN's product beats the one behind `torch.nn.functional.linear` in float32: by 1.6 times for one row, by
 1.2 times for 64 rows. In bfloat16, `native.NativeProducts` beats both where the processor has the instructions for it.
-Products have no gradient, so training calls them inside of its own autograd functions.
+Products have no gradient; training computes the gradients itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _has_onednn() -> bool:
 
 
 _ONEDNN: Final = _has_onednn()
-#: Numbers of a weight from which on oneDNN is used. A call costs it 13 µs more, which a small product never wins back.
+#: oneDNN is used for weights with at least this many elements. Its call costs 13 µs more than a small product saves.
 _LARGE: Final = 1 << 18
 
 
@@ -31,8 +31,8 @@ _LARGE: Final = 1 << 18
 class Factors:
     """The factors of an adapter for one projection, in the type of its weight.
 
-    `a` is columns × inputs, with an even number of columns. `b` is outputs × columns and contains the adapter's scale. `spans` says which columns are
-    not zero: each is the end of a range of outputs, and the first and last column for it.
+    `a` is columns × inputs, with an even number of columns. `b` is outputs × columns and contains the adapter's scale.
+    `spans` says which columns are not zero: each is the end of a range of outputs, and the first and last column for it.
     """
 
     a: Tensor

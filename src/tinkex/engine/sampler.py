@@ -1,6 +1,6 @@
 """Continuous batching: continuations of many requests, adapters and users join and leave one batch at any step.
 
-A step is scheduled, run and postprocessed: the scheduler decides what is read and keeps the accounts of pages, the
+A step is scheduled, run and postprocessed: the scheduler decides what is read and keeps track of the pages, the
 runner computes logits, and the sampler draws tokens and reports them.
 """
 
@@ -127,7 +127,7 @@ class Sampler:
         request = self._scheduler.get(job_id)
         if request is not None:
             self._scheduler.drop(request)
-            if not self.busy:  # no further step will tidy up
+            if not self.busy:  # no further step will do this
                 self._tidy()
 
     def forget(self, adapter: Adapter) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch in training: from the rows of queries, keys and values to the mixed values, and back.
+"""Attention of a micro-batch in training, forward and backward: queries, keys and values in, mixed values out.
 
 Shapes: N rows, T positions, H query heads, G key-value heads, E head size; see `packed_attention` for the others.
 """

@@ -85,7 +85,7 @@ class LossLimits:
 class VllmOptions:
     """Settings of vLLM as a sampler; the service has them under names that begin with `vllm_`."""
 
-    #: Different adapters in one batch, those it keeps in memory besides, and their highest rank.
+    #: Most different adapters in one batch, most that it keeps in memory, and their highest rank.
     max_loras: int = 8
     kept_loras: int = 64
     max_rank: int = 64

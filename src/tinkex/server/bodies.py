@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from tinkex._wire.compression import announced_size, decode_body
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Body, Operation
 from tinkex.errors import ConfigError, PayloadTooLargeError, UnsupportedMediaTypeError
 
@@ -189,10 +190,10 @@ def _media_of(row: Operation[object], content_type: str, has_body: bool) -> str:
     media = content_type.partition(";")[0].strip().lower()
     if media == decoding.JSON or not has_body:
         return "json"
-    if media == decoding.PROTO and row.body is Body.JSON_OR_PROTO:
+    if media == PROTOBUF and row.body is Body.JSON_OR_PROTO:
         return "proto"
     taken = decoding.JSON
     if row.body is Body.JSON_OR_PROTO:
-        taken += f" or {decoding.PROTO}"
+        taken += f" or {PROTOBUF}"
     given = f"not {media:.80}" if media else "but the request has none"
     raise UnsupportedMediaTypeError(f"The content type of {row.name} must be {taken}, {given}.")

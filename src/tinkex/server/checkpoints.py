@@ -22,7 +22,7 @@ from .names import validate_name
 from .quotas import Quota
 from .store import AuditRow, CheckpointRow, Database
 
-__all__ = ["Checkpoints", "checkpoint_of", "tinker_path"]
+__all__ = ["Checkpoints", "check_samplable", "checkpoint_of", "tinker_path"]
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Checkpoints:
         self._db, self._files = database, files
         self._store = database.store
         self._now = now
-        #: By place: held while files and row of a checkpoint change together.
+        #: Locks by directory, held while the files and the row of a checkpoint change together.
         self._locks: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
         self._changes: set[asyncio.Future[Any]] = set()
         self._expiry = expiry or now  # checkpoints that expire up to this time are expired
@@ -73,7 +73,7 @@ class Checkpoints:
     # -- reading -----------------------------------------------------------------------------
 
     async def readable(self, owner: str, path: str) -> tuple[CheckpointRow, Path]:
-        """A checkpoint that the owner may read: an own or a public one. Any other looks as if it did not exist."""
+        """A checkpoint that the owner may read: its own or a public one. For any other the error is "not found"."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
         row = await self._db(
             self._store.checkpoint, parsed.training_run_id, parsed.checkpoint_type, parsed.name
@@ -320,6 +320,14 @@ class Checkpoints:
 
 def tinker_path(row: CheckpointRow) -> str:
     return ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name).tinker_path
+
+
+def check_samplable(row: CheckpointRow, field: str) -> None:
+    """Refuse a checkpoint that cannot be sampled from; `field` is the field of the request that names it."""
+    if row.kind == "external":
+        raise InvalidInputError(
+            "external weights cannot be sampled from; use sampler weights", field=field
+        )
 
 
 def checkpoint_of(row: CheckpointRow) -> Checkpoint:

@@ -16,13 +16,12 @@ from tinkex._wire.tinkex_pb2 import ForwardBackwardRequest
 from tinkex.errors import DecodeError, InvalidInputError, PayloadTooLargeError
 from tinkex.types import TelemetrySendRequest, telemetry_event
 
-__all__ = ["JSON", "PROTO", "checked_json", "decode", "peek"]
+__all__ = ["JSON", "checked_json", "decode", "peek"]
 
 JSON: Final = "application/json"
-PROTO: Final = "application/x-protobuf"
 
-#: Levels of objects and lists in one another. No request of the protocol has more than ten; what is stored as JSON
-#: must stay below the recursion limit of whoever reads it.
+#: Nesting depth of objects and lists in a body. No request of the protocol has more than ten levels. What is stored as
+#: JSON must stay below the recursion limit of the programs that read it.
 MAX_DEPTH: Final = 64
 #: The smallest field of a protobuf message has two bytes.
 _FIELD_BYTES: Final = 2
@@ -39,11 +38,12 @@ def decode(row: Operation[object], body: bytes, media: str) -> Any:
         return proto_codec.decode_forward_backward_request(body)
     content = checked_json(row, body)
     if isinstance(content, dict) and isinstance(content.get("seq_id"), float):
-        # Clients 0.13.0 number the samples of copies beyond 64 bits, which the fast reader takes for floats.
+        # Official clients 0.13.0 send sequence numbers over 64 bits for copied sampling clients. The fast JSON reader
+        # reads these as floats.
         with contextlib.suppress(ValueError):
             content = json.loads(body)
     if row.request is TelemetrySendRequest and isinstance(content, dict):
-        # Events that cannot be read are left out of their batch.
+        # Unreadable events are dropped from their batch.
         events = content.get("events")
         listed = events if isinstance(events, list) else ()
         known = [event for event in listed if telemetry_event(event) is not None]
@@ -58,7 +58,7 @@ def decode(row: Operation[object], body: bytes, media: str) -> Any:
 
 
 def checked_json(row: Operation[object], body: bytes) -> Any:
-    """The JSON of a body that has neither too many objects and lists nor too many levels of them."""
+    """Parse a JSON body; refuse one with too many objects and lists, or nested too deep."""
     containers = body.count(b"{") + body.count(b"[")
     if containers > row.limits.items:
         raise _too_many(row, "objects and lists")
@@ -89,7 +89,7 @@ def _is_deeper(content: Any, limit: int) -> bool:
 
 
 def peek(body: bytes, media: str) -> Any:
-    """The `model_id` and `seq_id` of a body that is no valid request, where they can be read."""
+    """The `model_id` and `seq_id` of an invalid request, as far as they can be read."""
     if media == "proto":
         message = ForwardBackwardRequest()
         with contextlib.suppress(ProtobufDecodeError):

@@ -16,7 +16,7 @@ from tinkex.engine.values import Array, SampledResult, SampleJob
 
 __all__ = ["SHARE", "Drift", "checking_job"]
 
-#: One in so many requests is checked.
+#: One in this many requests is checked.
 SHARE: Final = 50
 
 

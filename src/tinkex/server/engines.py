@@ -25,7 +25,7 @@ from .worker import Worker
 
 __all__ = ["engine_count", "make_engines", "ray_members", "share_out", "visible_gpus"]
 
-#: Longest pause between two attempts to start an engine on Ray: asking for room costs little.
+#: Longest pause in seconds between two attempts to start an engine on Ray: an attempt costs little.
 _RAY_PAUSE: Final = 5.0
 
 

@@ -16,7 +16,7 @@ __all__ = ["FileThreads"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A large copy takes one thread for long; the others go on.
+#: Several threads, because a large copy keeps one of them busy for long.
 _THREADS: Final = 4
 
 
@@ -31,7 +31,7 @@ class FileThreads:
         return await loop.run_in_executor(self._threads, partial(work, *args, **options))
 
     async def remove(self, directory: Path) -> None:
-        """Remove a directory, if it is there."""
+        """Remove a directory, if it exists."""
         await self(shutil.rmtree, directory, ignore_errors=True)
 
     @asynccontextmanager

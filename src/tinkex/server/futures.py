@@ -121,7 +121,7 @@ class Feed:
     def after(self, cursor: int) -> list[Promise]:
         if (
             cursor > self.cursor
-        ):  # cursors start at the clock, which was set back since this one was sent
+        ):  # cursors start at the wall clock, which was set back after the client got this one
             unsent = [promise for _, promise in self.finished]
             self.cursor = cursor + len(unsent)
             self.finished = deque(enumerate(unsent, cursor + 1))

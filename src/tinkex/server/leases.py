@@ -1,6 +1,6 @@
 """Leases: a private service runs as long as a client holds a lease.
 
-A lease is an open connection on which nothing is sent. It closes when its holder exits or crashes. So a service that
+A lease is an open connection that stays idle. It closes when its holder exits or crashes. So a service that
 was started for a script stops with it, and a service that several scripts share stops with the last one.
 """
 
@@ -25,7 +25,7 @@ class Leases:
         self._leaving: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start to wait for the first holder."""
+        """Start the time limit for the first holder."""
         self._wait(30.0)
 
     async def endpoint(self, request: Request) -> Response:

@@ -25,7 +25,7 @@ class Member:
     engine: Supervisor
     trains: bool = True
     samples: bool = True
-    #: Which jobs it draws as our own engine would; None for all.
+    #: Which jobs this engine samples exactly as the torch engine would; None for all.
     draws: Callable[[SampleJob], bool] | None = None
     drift: Drift = field(default_factory=Drift)
     load: Load = field(default_factory=Load)
@@ -47,7 +47,7 @@ class Member:
         return self.engine.up and not self.gone
 
     def status(self) -> list[EngineStatus]:
-        """What the engine says of itself, with the line that the pool keeps."""
+        """The engine's own status, with the length of the queue that the pool keeps for it."""
         drift = self.drift
         return [
             replace(

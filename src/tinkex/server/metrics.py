@@ -128,18 +128,18 @@ class _Now(Collector):
 
 
 def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
-    """One line per engine and measure; what an engine is stands in the labels of `tinkex_engine_up`."""
+    """One sample per engine and metric; the labels of `tinkex_engine_up` describe the engine."""
     up = GaugeMetricFamily(
         "tinkex_engine_up",
         "Whether an engine can work.",
         labels=["engine", "kind", "node", "device", "base_models"],
     )
     restarts = CounterMetricFamily(
-        "tinkex_engine_restarts", "Times an engine was started again.", labels=["engine"]
+        "tinkex_engine_restarts", "Number of restarts of an engine.", labels=["engine"]
     )
     load = GaugeMetricFamily(
         "tinkex_engine_load",
-        "What an engine has: models, training requests in its line, samples it draws.",
+        "Work of an engine: its models, training requests in its queue, samples in flight.",
         labels=["engine", "of"],
     )
     memory = GaugeMetricFamily(
@@ -165,7 +165,7 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 
 def _drift(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
-    """How far the logprobs of a sampler are from the trainer's; the mean is the sum by the tokens."""
+    """How far the logprobs of a sampler are from the trainer's; the mean is the sum divided by the tokens."""
     tokens = CounterMetricFamily(
         "tinkex_sampler_drift_tokens",
         "Tokens whose logprobs were compared with the trainer's.",

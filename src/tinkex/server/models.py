@@ -241,7 +241,7 @@ class Models:
         return iter(list(self._models.values()))
 
     def live(self, model_id: str) -> Model | None:
-        """A model that is loaded or being made."""
+        """A model that is loaded or being created; None if there is none."""
         return self._models.get(model_id)
 
     @property
@@ -545,7 +545,7 @@ def _session_of(model_id: str) -> str:
 
 def _unloaded(model_id: str, field: str) -> InvalidInputError:
     return InvalidInputError(
-        f"model {model_id!r:.200} has been unloaded; its checkpoints are there to go on from",
+        f"model {model_id!r:.200} has been unloaded; continue from one of its checkpoints",
         field=field,
     )
 

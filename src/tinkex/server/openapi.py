@@ -17,6 +17,7 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue, m
 from pydantic_core import core_schema
 
 from tinkex import types
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Body, Operation, Theme
 from tinkex.types._aliases import AliasInfo, AliasList
 from tinkex.types._tokenizer_files import TokenizerFilesResponse
@@ -37,7 +38,7 @@ _SERVING_TAG: Final = {
     "name": "Serving",
     "description": "Endpoints of OpenAI's and Anthropic's APIs, for programs that use a model.",
 }
-_JSON, _PROTOBUF, _EVENTS = "application/json", "application/x-protobuf", "text/event-stream"
+_JSON, _EVENTS = "application/json", "text/event-stream"
 
 
 def document(version: str) -> dict[str, Any]:
@@ -83,14 +84,14 @@ def document(version: str) -> dict[str, Any]:
 _CHECKPOINT_ID: Final = ("{checkpoint_id}", "{checkpoint_kind}/{checkpoint_name}")
 
 _PATH_PARAMETERS: Final[Mapping[str, tuple[str, Schema]]] = {
-    "session_id": ("As `create_session` answered it.", {"type": "string"}),
-    "training_run_id": ("The id of the model that was trained.", {"type": "string"}),
+    "session_id": ("The id that `create_session` returned.", {"type": "string"}),
+    "training_run_id": ("The id of the trained model.", {"type": "string"}),
     "sampler_id": ("The id of a sampling session.", {"type": "string"}),
     "checkpoint_kind": (
         "The middle part of the checkpoint's path.",
         {"type": "string", "enum": ["weights", "sampler_weights", "external_weights"]},
     ),
-    "checkpoint_name": ("The name it was saved under.", {"type": "string"}),
+    "checkpoint_name": ("The name under which the checkpoint was saved.", {"type": "string"}),
     "run_id": ("The id of a training run.", {"type": "string"}),
     "number": ("The number of a sample, from a list of samples.", {"type": "integer"}),
 }
@@ -195,7 +196,7 @@ def _put_alias() -> dict[str, Any]:
     return {
         "operationId": "put_alias",
         "tags": [_SERVING_TAG["name"]],
-        "summary": "Let an alias stand for a checkpoint",
+        "summary": "Create an alias of a checkpoint, or change it",
         "requestBody": {
             "required": True,
             "content": _content(_JSON, _schema_of(alias_routes.AliasRequest)),
@@ -225,7 +226,7 @@ def _list_tokenizer_files() -> dict[str, Any]:
         "operationId": "list_tokenizer_files",
         "tags": [Theme.SERVICE.title],
         "summary": "List the tokenizer files of a base model",
-        "description": "With their checksums. The answer has an ETag, and 304 to who has it already.",
+        "description": "With their checksums. The answer has an ETag; a request with a matching `If-None-Match` gets 304.",
         "parameters": [_string_parameter("base_model", "A base model; it may contain slashes.")],
         "responses": {
             "200": _answer(
@@ -266,7 +267,7 @@ def _list_telemetry() -> dict[str, Any]:
         "operationId": "list_telemetry",
         "tags": [Theme.REPORTS.title],
         "summary": "Read the events that clients sent",
-        "description": "Those of one session or of all that the key has had, in the order in which they came.",
+        "description": "The events of one session, or of all sessions of the key, in the order of arrival.",
         "parameters": _query_parameters(reports.ListTelemetryRequest),
         "responses": {
             "200": _answer(
@@ -286,7 +287,7 @@ def _operation(row: Operation[object], path: str) -> dict[str, Any]:
     }
     if row.flag:
         described["description"] = (
-            f"Clients call it only where the service switches `{row.flag}` on."
+            f"Clients call it only if the service has set the flag `{row.flag}`."
         )
     parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)\}", path)]
     if row.body is Body.QUERY:
@@ -327,7 +328,7 @@ def _not_null(schema: Schema) -> Schema:
 def _request_body(row: Operation[object]) -> dict[str, Any]:
     content = _content(_JSON, _schema_of(row.request))
     if row.body is Body.JSON_OR_PROTO:
-        content |= _content(_PROTOBUF, _message(f"The message `{row.request.__name__}`"))
+        content |= _content(PROTOBUF, _message(f"The message `{row.request.__name__}`"))
     return {"required": row.request is not types.EmptyRequest, "content": content}
 
 
@@ -363,12 +364,14 @@ class _Error:
 
 
 _ERRORS: Final = (
-    _Error(400, "BadRequest", "Understood and refused; where one field is to blame, it is named."),
-    _Error(401, "Unauthorized", "The key is missing or not known here."),
+    _Error(
+        400, "BadRequest", "The request is invalid; if one field is the cause, `field` names it."
+    ),
+    _Error(401, "Unauthorized", "The key is missing or unknown."),
     _Error(
         403,
         "Forbidden",
-        "The access token opens nothing here, or a key cannot be deleted by a call.",
+        "The access token does not give access, or the operation is not allowed on this service.",
         common=False,
     ),
     _Error(404, "NotFound", "Something that the request names does not exist."),
@@ -382,7 +385,7 @@ _ERRORS: Final = (
     _Error(
         429,
         "TooManyRequests",
-        "Too much at once; ask again a little later.",
+        "A limit is reached; try again later.",
         headers={"retry-after-ms": "Milliseconds to wait."},
     ),
 )
@@ -408,16 +411,16 @@ def _responses(row: Operation[object]) -> dict[str, Any]:
 def _success(row: Operation[object]) -> dict[str, Any]:
     if row.queued:
         return _answer(
-            f"A promise; `retrieve_future` answers it with `{row.result.__name__}`.",
+            f"A promise; `retrieve_future` returns its result, `{row.result.__name__}`.",
             _content(_JSON, _schema_of(types.UntypedAPIFuture)),
         )
     if row.result is object:  # the result of any queued operation
         return _answer(
-            "The result, or why there is none. Losses and samples come as protobuf where `Accept` asks for it. "
-            "A large one is announced first, if the request allows it.",
+            "The result, or why the request failed. Losses and samples are sent as protobuf if `Accept` asks for it. "
+            "For a large result the first answer has only its size, if the request allows that.",
             _content(_JSON, {"anyOf": [_schema_of(kind) for kind in _retrieved()]})
             | _content(
-                _PROTOBUF, _message("The message `ForwardBackwardOutput` or `SampleResponse`")
+                PROTOBUF, _message("The message `ForwardBackwardOutput` or `SampleResponse`")
             ),
         )
     if row.result is types.SampleStreamChunk:
@@ -436,17 +439,17 @@ def _retrieved() -> list[type[Any]]:
 
 #: Answers that are neither success nor error, by status.
 _OTHERS: Final[Mapping[int, dict[str, Any]]] = {
-    302: _answer("The archive is there, and can be fetched without a key.")
+    302: _answer("The archive is ready and can be downloaded without a key.")
     | {
         "headers": _headers(
             {
-                "Location": "Where the archive can be fetched.",
-                "Expires": "Until when, as an HTTP date.",
+                "Location": "The URL of the archive.",
+                "Expires": "When the URL expires, as an HTTP date.",
             }
         )
     },
     408: _answer(
-        "Not ready yet; ask again at once.",
+        "The result is not ready; poll again at once.",
         _content(_JSON, _schema_of(types.TryAgainResponse)),
     ),
 }
@@ -493,18 +496,18 @@ _TOPK_ROWS: Final = _list(
 )
 _TRAINING: Final = {
     "model_id": _TEXT,
-    "seq_id": _or_null(_INTEGER) | {"description": "The place in the model's order, from 1."},
+    "seq_id": _or_null(_INTEGER) | {"description": "The sequence number within the model, from 1."},
 }
 
 _STEP: Final = types.OptimStepRequest.model_fields["type"].default
 
 _BY_HAND: Final[Mapping[str, Schema]] = {
     "Error": _object(
-        "Why a request was not done.",
+        "Why a request failed.",
         ("detail", "category"),
-        detail=_TEXT | {"description": "What was wrong, in words."},
+        detail=_TEXT | {"description": "The message."},
         category=_schema_of(types.RequestErrorCategory),
-        field=_TEXT | {"description": "Where, if it was one field of the request."},
+        field=_TEXT | {"description": "The field of the request that is the cause, if one is."},
     ),
     "TensorData": _object(
         "A tensor, its values in row-major order. With `sparse_crow_indices` and `sparse_col_indices` it is "
@@ -517,7 +520,7 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
         sparse_col_indices=_or_null(_list(_INTEGER)),
     ),
     "EncodedTextChunk": _object(
-        "A run of token ids.",
+        "A sequence of token ids.",
         ("tokens",),
         tokens=_TOKENS,
         type={"type": "string", "const": "encoded_text", "default": "encoded_text"},
@@ -536,26 +539,26 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
         loss_fn_config=_or_null(_map({"type": ["number", "string"]})),
     ),
     "ForwardRequest": _object(
-        "A loss to compute, for its outputs alone.",
+        "A loss to compute without gradients.",
         ("forward_input", "model_id"),
         forward_input=_schema_of(types.ForwardBackwardInput),
         **_TRAINING,
     ),
     "ForwardBackwardRequest": _object(
-        "A loss to compute, and its gradients to add to those that are there.",
+        "A loss to compute; its gradients are added to the accumulated ones.",
         ("forward_backward_input", "model_id"),
         forward_backward_input=_schema_of(types.ForwardBackwardInput),
         **_TRAINING,
     ),
     "ForwardBackwardOutput": _object(
-        "Per datum the tensors the loss function returned, and metrics named `name:reduction`.",
+        "For each datum the tensors that the loss function returned, and metrics named `name:reduction`.",
         ("loss_fn_output_type", "loss_fn_outputs", "metrics"),
         loss_fn_output_type=_TEXT,
         loss_fn_outputs=_list(_TENSORS),
         metrics=_map(_NUMBER_OR_NULL),
     ),
     "OptimStepRequest": _object(
-        "One optimizer step: `adam_params` for a model that was created with Adam, else `optimizer_params`.",
+        "One optimizer step: `adam_params` for a model that was created with Adam, otherwise `optimizer_params`.",
         ("model_id",),
         **_TRAINING,
         adam_params=_schema_of(types.AdamParams),
@@ -564,7 +567,7 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
     )
     | {"oneOf": [{"required": ["adam_params"]}, {"required": ["optimizer_params"]}]},
     "SampledSequence": _object(
-        "One sampled sequence; the stop token, where there was one, is the last of `tokens`.",
+        "One sampled sequence; if a stop token ended it, that is the last of `tokens`.",
         ("stop_reason", "tokens"),
         stop_reason={"type": "string", "enum": [*get_args(types.StopReason)]},
         tokens=_TOKENS,
@@ -572,13 +575,13 @@ _BY_HAND: Final[Mapping[str, Schema]] = {
         topk_logprobs=_TOPK_ROWS,
     ),
     "PromptAltTokens": _object(
-        "Per prompt token the likeliest others.",
+        "For each prompt position the most likely tokens.",
         ("tokens", "logprobs"),
         tokens=_schema_of(types.TensorData),
         logprobs=_schema_of(types.TensorData),
     ),
     "SampleResponse": _object(
-        "The sequences of one request, and what was asked about the prompt.",
+        "The sequences of one request, and the logprobs of the prompt if they were requested.",
         ("sequences",),
         type={"type": "string", "const": "sample"},
         sequences=_list(_schema_of(types.SampledSequence)),

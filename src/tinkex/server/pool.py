@@ -1,7 +1,7 @@
 """A pool: several supervised engines behind the interface of one.
 
-Where an engine lives is the business of its worker. The pool decides which engine does what, and what is done again
-elsewhere when one dies.
+The worker of an engine knows where the engine runs. The pool decides which engine does what, and which work is retried
+on another engine when one dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling on a pool: adapters are immutable values with names made of their content, opened where they are needed.
+"""Sampling on a pool: adapters are immutable and named by a hash of their content; engines open those they need.
 
 A sampler of the service is only a reference to an adapter. Engines know adapters by their content name, so an adapter
 can never be served under another's name, and a name is never used again for other weights.
@@ -55,7 +55,7 @@ class _Opened:
 
 
 class _Reopened:
-    """The lease of a sampler: a pool opens it again by itself."""
+    """The lease of a sampler. It is never lost: the pool opens the adapter on another engine by itself."""
 
     lost = False
 
@@ -190,7 +190,7 @@ class PoolSampler:
         return min(members, key=cost)
 
     def _fitting(self, adapter: _Adapter, job: SampleJob) -> Callable[[Member], bool]:
-        """Samplers first; an engine that is there to train draws what no sampler can."""
+        """Prefer engines that sample; an engine that only trains gets the jobs that none of them supports."""
         able = [member for member in self._members if member.can_draw(job, adapter.base_model)]
         chosen = [member for member in able if member.samples] or able
         return chosen.__contains__
@@ -204,7 +204,7 @@ class PoolSampler:
         of_member.move_to_end(adapter.name)
         async with opened.opening:
             if not opened.ready:
-                if opened.lease is not None:  # the engine has died: it has read no prompts yet
+                if opened.lease is not None:  # the engine was restarted: its prompt cache is empty
                     member.load.prefixes.clear()
                 await member.engine.catalog.model(adapter.base_model, "base_model")
                 opened.lease = await member.engine.open_sampler(

@@ -1,8 +1,8 @@
 """Training on a pool: each model lives on one engine, and idle engines help with its large passes.
 
-A model's adapter and optimizer are on its home. A new model gets the engine with the shortest line and the fewest
-models. Between two steps a model whose home has a long line may move to another engine. When an engine dies, only its
-models are lost; each is restored on an engine that works.
+The engine that holds a model's adapter and optimizer is its home. A new model gets the engine with the shortest queue
+and the fewest models. Between two steps a model whose home has a long queue may move to another engine. When an engine
+dies, only its models are lost; each is restored on an engine that works.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ __all__ = ["PoolTrainer"]
 
 logger = logging.getLogger("tinkex.server")
 
-#: Seconds that moving a model is expected to take before one has moved.
+#: Seconds that moving a model is expected to take, until one has moved and its time is known.
 MOVING: Final = 0.2
 
 
 @dataclass(eq=False)
 class _Home:
-    """Where a model lives; also the lease of it."""
+    """The engine that holds a model; also the lease of the model."""
 
     model_id: str
     member: Member
     base_model: str = ""
     lease: EngineLease | None = None
     turn: _Turn | None = None
-    #: It has no gradients: a move between two steps carries less, and no part of an unfinished pass is lost.
+    #: Whether the model has no gradients. Only then does it move: there is less to copy, and no part of an unfinished
+    #: pass can be lost.
     between_steps: bool = True
     #: Snapshots that its engine has yet to write.
     snapshots: int = 0
@@ -61,7 +62,7 @@ class _Home:
 
 @dataclass(eq=False)
 class _Turn:
-    """A place in the line of an engine; it moves along if the model is restored elsewhere."""
+    """A place in the queue of an engine; it moves too if the model is restored on another engine."""
 
     home: _Home
     member: Member
@@ -259,7 +260,7 @@ class PoolTrainer:
         await member.engine.check_traced(graph)
 
     async def _at_home(self, model_id: str) -> _Home:
-        """The home of a model, where its turn is: it moves there first."""
+        """The home of a model; the model first moves to the engine on which its turn is."""
         home = await self._loaded(model_id)
         if home.turn is not None and home.turn.member is not home.member:
             if home.snapshots:

@@ -78,7 +78,7 @@ class KeyLimits:
     )
     telemetry_bytes: int = _limit(256 << 20, "of reported events", "the oldest are deleted")
     metric_bytes: int = _limit(
-        20 << 30, "of metrics and samples of runs", "newer ones are not kept; training goes on"
+        20 << 30, "of metrics and samples of runs", "newer ones are not kept; training continues"
     )
 
     @classmethod

@@ -77,7 +77,7 @@ class RayPool(EnginePool):
         self._growing = asyncio.create_task(self._grow())
 
     async def _start_some(self, count: int) -> list[BaseException]:
-        """Start so many engines; return the reasons of those that do not start."""
+        """Start `count` engines; return the errors of those that do not start."""
         members = [self._new() for _ in range(count)]
         started = await asyncio.gather(
             *(member.engine.start() for member in members), return_exceptions=True

@@ -1,7 +1,7 @@
 """Decides how a model comes back after a crash: what is restored, what runs again, what is given up; pure.
 
 A model is what its requests made of it. A request that changed the model has a change number, which is written with
-its result. Three sources say what a lost model was: its snapshot (the model after so many changes), the journal
+its result. Three sources say what a lost model was: its snapshot (the model after a number of changes), the journal
 (requests, and the results of those that ran) and the database (whether run and session exist). The snapshot is loaded,
 and the requests that changed the model since then run again in the same order. A pass depends only on its request, so
 the model is the same to the last bit.
@@ -176,7 +176,7 @@ GONE: Final = Verdict(lives=False)
 
 
 def judge(sources: Sources) -> Verdict:
-    """Whether a model comes back. A model that cannot be restored comes back as corrupted, so that clients hear of it."""
+    """Whether a model comes back. One that cannot be restored comes back as corrupted, so that clients get the error."""
     if not sources.session_active or any(map(_unloaded, sources.requests)):
         return GONE
     known = DAMAGED_BEFORE if sources.marked_corrupted else None
@@ -194,7 +194,7 @@ def judge(sources: Sources) -> Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model goes on after a restart."""
+    """How a model continues after a restart."""
 
     past: Past
     next_seq: int

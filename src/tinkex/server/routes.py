@@ -25,6 +25,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
+from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
@@ -140,7 +141,7 @@ async def healthz(call: Call) -> types.HealthResponse:
 
 
 def _listed(engines: Sequence[EngineStatus]) -> bool:
-    """Whether there is something to tell of single engines: there are several, or they are on other machines."""
+    """Whether the status lists each engine: there are several, or they are on other machines."""
     return len(engines) > 1 or any(engine.node for engine in engines)
 
 
@@ -221,7 +222,9 @@ async def get_api_key(call: Call) -> dict[str, Any]:
 
 @_handles
 async def delete_api_key(_: Call) -> None:
-    raise PermissionDeniedError("Keys of this service live in its key file; remove the line there.")
+    raise PermissionDeniedError(
+        "The keys of this service are in its key file; remove the line there."
+    )
 
 
 # -- sessions ----------------------------------------------------------------------------------------
@@ -545,7 +548,7 @@ async def retrieve_future(call: Call) -> Response:
                 await promise.finished.wait()
         except TimeoutError:
             return _try_again(promise)
-    binary = "application/x-protobuf" in call.headers.get("accept", "")
+    binary = PROTOBUF in call.headers.get("accept", "")
     return await promise_response(
         call.service, promise, binary=binary, metadata_only=request.allow_metadata_only
     )
@@ -559,7 +562,7 @@ def _try_again(promise: Promise) -> Response:
         "queue_state_reason": (
             "the engine is working on it"
             if promise.started_at is not None or promise.num_samples is not None
-            else "it waits for requests before it"
+            else "it waits for earlier requests"
         ),
     }
     return _json(json_codec.encode(body), 408)
@@ -578,7 +581,7 @@ async def promise_response(
     if not result.binary:
         return _json(payload)
     if binary:
-        return Response(payload, media_type="application/x-protobuf")
+        return Response(payload, media_type=PROTOBUF)
     sampled = promise.operation.result is types.SampleResponse
     convert = _sample_as_json if sampled else _pass_as_json
     return _json(await service.bodies.off_loop(promise.owner, len(payload), convert, payload))
@@ -857,7 +860,7 @@ async def get_audit_log(call: Call) -> types.AuditLogResponse:
     request: types.GetAuditLogRequest = call.request
     day = request.day or call.now().date()
     if day == date.max:
-        raise InvalidInputError("is the last day there can be", field="day")
+        raise InvalidInputError("is too late; choose an earlier day", field="day")
     start = datetime.combine(day, time(), UTC)
     database = call.service.database
     rows = await database(

@@ -31,7 +31,7 @@ __all__ = [
 
 #: Prompt tokens that are compared at a time.
 BLOCK: Final = 64
-#: Reading a prompt token costs so much of drawing one: prompts are read many tokens at a time.
+#: Cost of reading one prompt token, in sampled tokens: prompts are read many tokens at a time.
 READING: Final = 0.2
 #: Cost of opening an adapter on an engine that does not have it.
 OPENING: Final = 64.0
@@ -39,14 +39,14 @@ OPENING: Final = 64.0
 USUAL_TOKENS: Final = 256
 #: An engine that also trains samples for half of the time.
 BESIDE_TRAINING: Final = 2.0
-#: Fewest tokens of a pass for each engine that works on it, also the smallest shard. Two engines with so many each take
-#: 1 / 1.94 of the time of one (SmolLM2-135M, rank 8, one thread each; benchmarks/pool.py measures it).
+#: Fewest tokens of a pass for each engine that works on it, also the smallest shard. Two engines with 512 tokens each
+#: take 1 / 1.94 of the time of one (SmolLM2-135M, rank 8, one thread each; benchmarks/pool.py measures it).
 TOKENS_PER_ENGINE: Final = 512
-#: A model moves only if it would otherwise wait this many times as long as moving takes.
+#: A model moves only if it would otherwise wait this many times as long as the move takes.
 MOVES_PAY: Final = 2.0
 #: A key that is behind by the seconds of this many requests may take a place on an engine that other keys use.
 BEHIND: Final = 3.0
-#: Share of the newest request in the average of a line.
+#: Weight of the newest request in the average duration of a queue's requests.
 RECENT: Final = 0.2
 
 
@@ -98,7 +98,7 @@ class Line:
         self.length += 1
 
     def leave(self, joined_at: float, now: float) -> float:
-        """Return the seconds that the engine worked for a request that joined then; it waited for those before it."""
+        """Remove a request that joined at `joined_at`; return the seconds that the engine worked on it, without the wait."""
         self.length -= 1
         worked = now - max(joined_at, self._freed_at)
         self._freed_at = now
@@ -108,7 +108,7 @@ class Line:
 
 @dataclass
 class Load:
-    """What one engine has to do: models that live there, training requests in its line, tokens to sample."""
+    """The work of one engine: the models it holds, training requests in its queue, tokens to sample."""
 
     models: int = 0
     line: Line = field(default_factory=Line)
@@ -125,7 +125,7 @@ class Load:
 
 
 def sampling_cost(load: Load, job: SampleJob, keys: Sequence[bytes], *, has_adapter: bool) -> float:
-    """The cost of a job on one engine: what is before it, and what it has to do there."""
+    """The cost of a job on one engine: the work before it, and its own."""
     unread = len(job.prompt_T) - load.prefixes.longest(keys)
     own = READING * unread + (0.0 if has_adapter else OPENING)
     return load.wait() + own * (BESIDE_TRAINING if load.in_line else 1.0)
@@ -140,9 +140,9 @@ def new_tokens(job: SampleJob) -> float:
 def find_spot(
     home: tuple[str, Load], elsewhere: tuple[str, Load] | None, moving: float
 ) -> Spot | None:
-    """Where a model runs next: at home, on another engine with a shorter line, or nowhere yet.
+    """Where a model runs next: at home, on another engine with a shorter queue, or nowhere yet.
 
-    `elsewhere` is the engine with the shortest line that it could move to, `moving` the seconds that a move takes.
+    `elsewhere` is the engine with the shortest queue that it could move to, `moving` the seconds that a move takes.
     """
     line = home[1].line
     if line.length < IN_LINE:
@@ -156,7 +156,7 @@ def find_spot(
 
 
 def assign(shards: Sequence[Shard], engines: int) -> list[list[int]]:
-    """Divide the shards of a pass between at most so many engines, in order and by tokens; the first gets most.
+    """Divide the shards of a pass between at most `engines` engines, in order and by tokens; the first gets most.
 
     A small pass is not divided.
     """

@@ -42,7 +42,7 @@ from tinkex.types import (
     TopkLogprobs,
 )
 
-from .checkpoints import Checkpoints, tinker_path
+from .checkpoints import Checkpoints, check_samplable, tinker_path
 from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
 from .inputs import SampleLimits, sample_job
@@ -191,11 +191,7 @@ class Samplers:
         """Put the weights of a new sampler into place and return its row."""
         if model_path is not None:
             checkpoint, source = await self._checkpoints.readable(owner, model_path)
-            if checkpoint.kind == "external":
-                raise InvalidInputError(
-                    "external weights cannot be sampled from; use sampler weights",
-                    field="model_path",
-                )
+            check_samplable(checkpoint, "model_path")
             run = await self._db(self._store.run, checkpoint.run_id)
             assert run is not None
             if base_model is not None and base_model != run.base_model:
@@ -369,7 +365,7 @@ class Samplers:
         return None
 
     async def _thin_out(self, passing: _Passing) -> None:
-        """Delete the least recently used ones: a training loop samples from one new checkpoint after another."""
+        """Delete the least recently used samplers: a training loop samples from one new checkpoint after another."""
         for key, sampler_id in list(passing.made.items())[:-PASSING_LIMIT]:
             sampler = self._samplers.get(sampler_id)
             if sampler is None or not sampler.drawing:

@@ -161,7 +161,7 @@ class Shares:
     _highest: float = 0.0
 
     def arrive(self, key: Hashable, busy: Iterable[Hashable] = ()) -> None:
-        """Raise the count of a key that was idle to the lowest of the busy ones: an idle key does not save up work."""
+        """Raise the count of a key that was idle to the lowest of the busy ones: idle time gives no credit."""
         counts = [self._used.get(each, 0.0) for each in busy if each != key]
         self._used[key] = max(self._used.get(key, 0.0), min(counts, default=self._highest))
 

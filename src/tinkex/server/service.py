@@ -209,7 +209,7 @@ class Settings:
             raise ConfigError("must be at least 1, or auto", field="engines")
         if self.sampler_python is not None and not os.access(self.sampler_python, os.X_OK):
             raise ConfigError(
-                f"{self.sampler_python} is no program that can be run", field="sampler_python"
+                f"{self.sampler_python} is not an executable file", field="sampler_python"
             )
         self._check_ray()
         if not 1 <= self.vllm_max_rank <= MAX_RANK:
@@ -251,9 +251,7 @@ def read_setting(text: str) -> tuple[str, Any]:
     known = [name for name, kind in kinds.items() if kind in {int, float}]
     name, _, value = text.partition("=")
     if name not in known:
-        raise ConfigError(
-            f"is no setting that can be set; those are {', '.join(known)}", field=name
-        )
+        raise ConfigError(f"is not a setting of --set; choose from {', '.join(known)}", field=name)
     whole = kinds[name] is int
     try:
         number = int(value) if whole else float(value)
@@ -625,7 +623,7 @@ async def _attempt(step: Callable[[], Awaitable[object]]) -> None:
     try:
         await step()
     except Exception:
-        logger.exception("%s failed; the next try is in a minute.", step.__qualname__)
+        logger.exception("%s failed; the next attempt is in a minute.", step.__qualname__)
 
 
 @dataclass

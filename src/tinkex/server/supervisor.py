@@ -299,7 +299,7 @@ class Supervisor:
         return await self._worker.call(calls.TakeSnapshot(model_id, directory))
 
     async def move_out(self, model_id: str, directory: Path) -> None:
-        """Write a model that no call is in flight for, without waiting for the line."""
+        """Write a model that has no call in flight, without waiting for the engine's queue."""
         self._check_held(self._models.get(model_id))
         await self._worker.call(calls.MoveOut(model_id, directory))
 
@@ -346,7 +346,7 @@ class Supervisor:
         if lease is not None and lease.lost:
             worker = self._worker
             raise EngineDiedError(
-                "The engine was restarted and has lost this.",
+                "The engine was restarted and has lost what it had loaded.",
                 engine=worker.name,
                 life=worker.life,
                 cause_known=True,

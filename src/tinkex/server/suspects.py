@@ -34,7 +34,7 @@ class SuspectGroup:
         self._room = inf
         self._outside: deque[asyncio.Future[None]] = deque()
         self._suspects = 0
-        #: Of each engine, the life that ended last, and how much work was inside then.
+        #: By engine: the number of its last life, and how many pieces of work were inside when that ended.
         self._last_death: dict[str, tuple[int, int]] = {}
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:

@@ -181,7 +181,7 @@ class Worker:
                 os.killpg(process.pid, signal.SIGKILL)
             if self._memory is not None:
                 self._memory.remove()
-            self._process = None  # not before: a call that is cancelled here is repeated
+            self._process = None  # only now: if `stop` is cancelled above, the next one must still find the process
         self._fail_calls("The service is stopping.")
 
     def also_serve(self, base_model: str) -> None:

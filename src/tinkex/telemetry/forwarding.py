@@ -37,11 +37,11 @@ __all__ = ["Forwarder", "Sink", "to_mlflow", "to_sink", "to_tensorboard", "to_tr
 
 _logger = logging.getLogger("tinkex")
 
-#: Called with the step and the metrics of it that are new.
+#: Called with a step and the new metrics of that step.
 Sink: TypeAlias = Callable[[int, Mapping[str, float]], object]
 _Point: TypeAlias = tuple[int, dict[str, float]]
 
-#: Points that may wait for the tool; beyond it new ones are dropped.
+#: Most points that wait for the tool; further ones are dropped.
 _MOST_WAITING: Final = 100_000
 #: Seconds that the end of the block waits for the tool.
 _FLUSH_TIMEOUT: Final = 60.0
@@ -200,7 +200,7 @@ class Forwarder(Subscriber):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait until the tool has everything, then close it; it learns of the block's exception."""
+        """Wait until the tool has everything, then close it; it gets the exception of the block, if any."""
         super().detach()
         thread, tool, self._thread, self._tool = self._thread, self._tool, None, None
         if thread is None or tool is None:
@@ -223,7 +223,7 @@ class Forwarder(Subscriber):
             try:
                 sink(*point)
             except Exception as error:
-                self._warn("does not take metrics: %s", _told(error))
+                self._warn("does not accept metrics: %s", _told(error))
 
     def _warn(self, message: str, *args: object) -> None:
         if message not in self._warned:

@@ -1,4 +1,4 @@
-"""Names that stand for checkpoints, in requests for a model by name: an addition of the local service to the protocol."""
+"""Aliases of checkpoints, for requests that name a model: an extension of the protocol by the local service."""
 
 from __future__ import annotations
 

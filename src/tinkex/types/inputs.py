@@ -83,7 +83,7 @@ class _ArrayAsList:
 
 
 class EncodedTextChunk(RequestModel):
-    """A run of token ids."""
+    """A sequence of token ids."""
 
     tokens: Annotated[Sequence[int], PlainValidator(_token_array), PlainSerializer(_token_list)]
     type: Literal["encoded_text"] = "encoded_text"

@@ -12,7 +12,7 @@ Text = Annotated[str, Field(max_length=32 << 20)]
 
 
 class LoggedSample(RequestModel):
-    """A prompt and what a model made of it. Everything is optional but one of `text` and `tokens`.
+    """A prompt and an answer of the model. All fields are optional, but one of `text` and `tokens` must be given.
 
     `logprobs` has one entry for each of `tokens`, `alternatives` the most likely tokens there as pairs of token and
     logprob. Samples with the same `group` belong together, such as all answers to one question. The texts of tokens
@@ -32,7 +32,7 @@ class LoggedSample(RequestModel):
 
 
 class LogEntry(RequestModel):
-    """What is reported of one step; `time` is in seconds since 1970, by default when the service receives it."""
+    """The report of one step; `time` is in seconds since 1970, by default when the service receives it."""
 
     step: Annotated[int, Field(ge=0, lt=1 << 53)]
     time: float | None = None
@@ -45,7 +45,7 @@ class LogRequest(RequestModel):
 
 
 class LogResponse(ResponseModel):
-    """How many metrics and samples were taken."""
+    """How many metrics and samples the service accepted."""
 
     metrics: int = 0
     samples: int = 0

@@ -56,7 +56,7 @@ def test_a_node_that_joins_is_used_and_one_that_leaves_is_not_missed():
         eventually(lambda: len(httpx.get(f"{running.url}/api/v1/healthz").json()["engines"]) == 2)
 
 
-def test_a_lost_head_is_told_and_nothing_hangs(monkeypatch):
+def test_a_lost_head_is_reported_and_no_call_hangs(monkeypatch):
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     options: dict[str, Any] = {"engine_in_process": False, "engines": 2}
     with (

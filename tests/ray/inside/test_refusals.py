@@ -1,4 +1,4 @@
-"""What a cluster cannot do is said at once and clearly."""
+"""Requests that a cluster cannot fulfil are refused at once, with a clear reason."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_unknown_addresses():
     assert "no Ray cluster was found" in refusal(ray="auto")
 
 
-def test_more_than_the_cluster_has():
+def test_resources_that_no_node_has_are_named_in_the_refusal():
     with Machines.running(1, num_gpus=1) as machines:
         said = refusal(ray=machines.address, engine_gpus=4)
         assert "no node has 4 GPU; the most is 1" in said
         assert "no node has 9 CPU; the most is 1" in refusal(ray=machines.address, engine_cpus=9)
-        # With fewer than asked for it serves, and takes new room when there is some.
+        # It serves with fewer engines than asked for, and starts more when there is room.
         options: dict[str, Any] = {
             "ray": machines.address,
             "engine_gpus": 0,

@@ -19,7 +19,7 @@ def data(number: int) -> list[Datum]:
 
 
 def drawn(client, count: int) -> list[list[list[int]]]:
-    """`count` samples over the adapters, in rounds; between rounds each adapter learns and is saved anew."""
+    """`count` samples over the adapters, in rounds; between rounds each adapter is trained and saved again."""
     models = [
         client.create_lora_training_client("tinkex/tiny", rank=4, seed=number)
         for number in range(ADAPTERS)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 __all__ = ["HeadShape", "NativeAttention", "QueryRows", "packed_rows"]
 
-#: Numbers of a head at most: `LARGEST` in `attention.c`.
+#: Largest head size: `LARGEST` in `attention.c`.
 _LARGEST: Final = 512
 
 
 class HeadShape(Structure):
-    """Query heads, key-value heads, and numbers of a head."""
+    """The number of query heads and of key-value heads, and the size of a head."""
 
     _fields_ = (("heads", c_int64), ("groups", c_int64), ("size", c_int64))
     heads: int
@@ -26,7 +26,7 @@ class HeadShape(Structure):
 
     @property
     def width(self) -> int:
-        """Numbers of a row of queries, keys and values."""
+        """Elements of a row of queries, keys and values."""
         return (self.heads + 2 * self.groups) * self.size
 
     @property
@@ -54,7 +54,7 @@ class _Heads(Structure):
 class NativeAttention:
     """Rotation, and causal attention over packed rows or over the pages of a cache.
 
-    A query has the same bits in both, whatever stands beside it.
+    The result of a query has the same bits in both, whatever other rows are in the batch.
     """
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
@@ -86,10 +86,7 @@ class NativeAttention:
 
     def attend(self, rotated_ND: Tensor, shape: HeadShape, rows: ctypes.Array[QueryRows]) -> Tensor:
         """Mixed values of packed rows, N × H·E; each sequence's keys and values stand in its own rows."""
-        out = rotated_ND.new_empty(len(rotated_ND), shape.heads * shape.size)
-        heads = _packed(rotated_ND, shape)
-        self._attend(*_begin(out), heads, rows, len(rows), out.data_ptr())
-        return out
+        return self._mixed(rotated_ND, rows, _packed(rotated_ND, shape))
 
     def attend_pages(
         self,
@@ -100,13 +97,16 @@ class NativeAttention:
         table: Tensor,
     ) -> Tensor:
         """Mixed values of rows whose keys and values lie in pages; `table` lists the pages of all sequences."""
-        out = rotated_ND.new_empty(len(rotated_ND), shape.heads * shape.size)
         keys, values = cache_2GPSE[0], cache_2GPSE[1]
         heads = _Heads(
             *(rotated_ND.data_ptr(), keys.data_ptr(), values.data_ptr()),
             *(rotated_ND.shape[1], shape.size, keys[0].numel(), keys.shape[2]),
             *(table.data_ptr(), shape),
         )
+        return self._mixed(rotated_ND, rows, heads)
+
+    def _mixed(self, rotated_ND: Tensor, rows: ctypes.Array[QueryRows], heads: _Heads) -> Tensor:
+        out = rotated_ND.new_empty(len(rotated_ND), heads.shape.heads * heads.shape.size)
         self._attend(*_begin(out), heads, rows, len(rows), out.data_ptr())
         return out
 

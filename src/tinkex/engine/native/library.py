@@ -1,6 +1,6 @@
-"""Compile the C files of this directory with the machine's C compiler, once, and load the result.
+"""Compiles the C files of this directory with the machine's C compiler, once, and loads the result.
 
-The library lies in a directory of the user's cache that nobody else may write to, under a name made of the sources, the
+The library is in a directory of the user's cache that only the user may write to, under a name made of the sources, the
 command and the processor. It contains no OpenMP runtime: its symbols are found in the one that torch has loaded, so
 that both share one set of threads.
 """

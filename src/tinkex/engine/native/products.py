@@ -81,7 +81,7 @@ class NativeProducts(TorchProducts):
         x_ND = x_ND.contiguous()
         y = torch.empty(rows, outputs, dtype=dtype or torch.bfloat16)
         pairs = -(-rows // _LANES) * _LANES * (inputs + groups.widest) // 2
-        # One line of the cache more, because the pairs begin at a line.
+        # One cache line more, because the pairs are aligned to a cache line.
         space = torch.empty(pairs + 16, dtype=torch.int32)
         self._product(
             torch.get_num_threads(),

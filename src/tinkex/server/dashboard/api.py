@@ -1,8 +1,8 @@
 """The read API of the dashboard, under `/local/`: one function per call, and the table that routes and documents them.
 
-Keys and owners are those of every other call: a key sees its own runs only, and a run of another key does not exist
-for it. What changes something is not here: the page uses the operations of the protocol for that. The only exception is
-deleting a run, which the protocol lacks.
+Keys work as on all other routes: a key sees only its own runs, and gets "not found" for a run of another key. Calls that
+change something are not here, because the page uses the operations of the protocol for that. The only exception is
+deleting a run, for which the protocol has no operation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["CALLS", "Dashboard", "LocalCall"]
 
 #: The body of a playground request.
 _BODY: Final = BodyLimits(json=4 << 20, items=1_000)
-#: Steps at which the list of checkpoints for the playground ends.
+#: Largest number of checkpoints that the playground lists.
 _MAX_CHOICES: Final = 1_000
 
 
@@ -72,7 +72,7 @@ class SamplesOf(RequestModel):
 
 
 class DeletedRun(RequestModel):
-    """With `keep_checkpoints` only metrics and samples are deleted."""
+    """Whether a deleted run keeps its checkpoints; then only metrics and samples are deleted."""
 
     keep_checkpoints: bool = False
 
@@ -115,7 +115,7 @@ Handler = Callable[[DashboardRequest], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call of the dashboard; `answer` says what comes back."""
+    """A call of the dashboard; `answer` describes the response."""
 
     name: str
     method: str
@@ -204,7 +204,7 @@ def _plots(asked: DashboardRequest) -> dict[str, Any]:
 
 
 def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
-    """The lists of one curve; `odd` has the places of values that are not finite."""
+    """The lists of one curve; `odd` has the positions of values that are not finite."""
     drawn = series(buckets, axis)
     x = drawn["x"]
     exact = bool(np.all(buckets["finite"] <= 1))
@@ -274,7 +274,7 @@ async def _add_texts(service: Service, base_model: str, samples: list[dict[str, 
 
 
 async def get_sample(asked: DashboardRequest) -> Response:
-    """The whole of one sample, as a file: shown by the browser it could be ten megabytes of one line."""
+    """One whole sample, as a file: the browser must not show what may be ten megabytes on one line."""
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     number = asked.http.path_params["number"]
     log = asked.dashboard.samples(asked.owner, asked.run_id)
@@ -408,7 +408,7 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "DELETE",
         "/local/runs/{run_id}",
         "Delete a run whose session has ended, with its metrics, samples and checkpoints",
-        "What is gone: `metric_bytes`, and the number of `checkpoints`.",
+        "What was deleted: `metric_bytes`, and the number of `checkpoints`.",
         remove_run,
         DeletedRun,
     ),
@@ -418,7 +418,7 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "/local/runs/{run_id}/metrics",
         "Read metrics of a run, reduced to the width of a plot",
         "`metrics` by name: `x`, the mean `y`, and `low` and `high` where a point stands for several steps; `odd` has "
-        "the places of values that are not finite.",
+        "the positions of values that are not finite.",
         get_run_metrics,
         Plot,
     ),
@@ -460,7 +460,8 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "GET",
         "/local/events",
         "Listen to changes of the runs",
-        "Server-sent events: `hello` first, `runs` with the runs that changed, and `beat` now and then.",
+        "Server-sent events: first `hello`, then `runs` with the runs that changed, `gone` with the ids of deleted ones, "
+        "and a regular `beat`.",
         get_events,
         media=_EVENTS,
     ),

@@ -1,4 +1,4 @@
-"""Samples of runs that nobody logs: a few of each step are kept, so that there is something to look at.
+"""Keeps a few samples of each step of runs whose client logs none, so that the dashboard has samples to show.
 
 A loop that logs its own samples knows more about them, such as rewards; from then on none are captured for its run.
 """
@@ -31,12 +31,12 @@ class Capture:
         self._service = service
         self._kept: dict[
             tuple[str, str], tuple[int, int]
-        ] = {}  # by owner and run: step, and how many
+        ] = {}  # by owner and run: the step, and how many samples of it are kept
         self._logged: set[str] = set()
         self._writing: set[asyncio.Task[None]] = set()
 
     def leave_to_client(self, run_id: str) -> None:
-        """The client of this run logs its samples itself."""
+        """Capture no more samples of this run: its client logs them itself."""
         self._logged.add(run_id)
 
     def finished(self, promise: Promise, value: Any) -> None:

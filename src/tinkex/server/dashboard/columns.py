@@ -1,8 +1,9 @@
 """One metric of one run on disk: every point, and buckets of 64, 4,096, … points above them.
 
-Files are only appended to. A read looks at no more than 64 records for each bucket of its answer, whatever the length of
-the run: it starts at the coarsest buckets and goes down until the range that was asked for has as many as the plot. A crash can leave the last
-record incomplete, or buckets behind their points; both are mended when the column is opened.
+Files are only appended to. A read visits at most 64 records for each bucket of its answer, whatever the length of the
+run: it starts at the coarsest level and goes to finer ones until the requested range has enough buckets for the plot. A
+crash can leave the last record incomplete, or the buckets behind their points; both are repaired when the column is
+opened.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Column:
             rest = np.arange(counts[level] * FANOUT, counts[level - 1])
             places, level = np.concatenate([below, rest]), level - 1
         parts = [found[kept]]
-        for finer in range(level - 1, -1, -1):  # what is too new to be summarised
+        for finer in range(level - 1, -1, -1):  # records that are too new to be in a bucket
             rest = np.arange(counts[finer + 1] * FANOUT, counts[finer])
             newest = self._at(finer, rest, counts)
             parts.append(newest[_overlaps(newest, axis, start, end)])
@@ -80,7 +81,9 @@ class Column:
         while counts[-1] >= FANOUT:
             level = len(counts)
             there = _complete(self._file(level), BUCKET.itemsize)
-            if there > counts[-1] // FANOUT:  # a power cut took points and left their buckets
+            if (
+                there > counts[-1] // FANOUT
+            ):  # after a power cut, points are lost and their buckets are not
                 there = 0
                 self._file(level).unlink()
             counts.append(there)
@@ -101,7 +104,7 @@ class Column:
         """Write the buckets of a level whose records below are complete."""
         counts = self._counts
         have, want = counts[level], counts[level - 1] // FANOUT
-        for start in range(have, want, 4096):  # so that mending a long file needs little memory
+        for start in range(have, want, 4096):  # so that repairing a long file needs little memory
             end = min(want, start + 4096)
             below = self._records(level - 1, start * FANOUT, end * FANOUT)
             if level == 1:
@@ -117,7 +120,7 @@ class Column:
         return np.fromfile(self._file(level), kind, count=end - start, offset=offset)
 
     def _at(self, level: int, places: NDArray[np.intp], counts: tuple[int, ...]) -> Records:
-        """The records at these places, in order, as buckets."""
+        """The records at these positions, in order, as buckets."""
         if not len(places):
             return np.empty(0, BUCKET)
         start, end = int(places[0]), int(places[-1]) + 1

@@ -1,4 +1,4 @@
-"""Delete a run for good: its metrics and samples, its checkpoints, and its place in the list."""
+"""Deletes a run for good: its metrics and samples, its checkpoints, and its row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["delete_run"]
 
 
 async def delete_run(service: Service, run: RunRow, *, keep_checkpoints: bool) -> dict[str, Any]:
-    """Delete a run whose session has ended; tells what is gone.
+    """Delete a run whose session has ended; return what was deleted.
 
-    With `keep_checkpoints` only metrics and samples go: a checkpoint needs the row of its run.
+    With `keep_checkpoints` only metrics and samples are deleted: a checkpoint needs the row of its run.
     """
     await _check_ended(service, run)
     database = service.database
@@ -46,7 +46,7 @@ async def _check_ended(service: Service, run: RunRow) -> None:
         except TinkerError:
             return
     raise ConflictError(
-        "The session of this run is still open, so its client may go on training. Close the client first."
+        "The session of this run is still open, so its client may continue training. Close the client first."
     )
 
 

@@ -30,7 +30,7 @@ _MAX_FAILURES: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The state of a service at one moment; what ends in `_total` only grows."""
+    """The state of a service at one moment; fields that end in `_total` only grow."""
 
     time: float
     trained_total: int

@@ -1,7 +1,7 @@
 """Live updates: one stream of server-sent events per open page.
 
-An event says which runs have changed and how they look now. Changes within a short time are sent together, so a
-thousand steps a second cost as little as four. Nothing is stored: a page that reconnects reads everything anew.
+An event contains the runs that have changed, in their new state. Changes within a short time are sent together, so a
+thousand steps a second cost as little as four. Nothing is stored: a page that reconnects reads everything again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Live"]
 
 #: Seconds in which changes are collected.
 COLLECTED: Final = 0.25
-#: Seconds after which a page hears something even if nothing changed: it shows that the connection lives.
+#: Seconds after which a page gets a `beat` if nothing changed, so that it knows that the connection works.
 BEAT: Final = 5.0
 #: Pages of one key that may listen at a time.
 MAX_LISTENERS: Final = 32
-#: Runs in one event; a page that misses some hears of them next time.
+#: Runs in one event. If more have changed, the page gets the others when they change again.
 _MAX_RUNS: Final = 200
 
 
@@ -36,13 +36,13 @@ class _Listener:
 
 
 class Live:
-    """Tells open pages what has changed."""
+    """Sends changes to open pages."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, set[_Listener]] = {}
 
     def changed(self, owner: str, run_id: str, what: str) -> None:
-        """Note that something about a run is different now."""
+        """Note that a run has changed."""
         for listener in self._listeners.get(owner, ()):
             listener.changed.setdefault(run_id, set()).add(what)
             listener.woken.set()
@@ -62,7 +62,7 @@ class Live:
         stopping: asyncio.Event,
         unsettled: Iterable[str] = (),
     ) -> AsyncIterator[bytes]:
-        """The events of an owner's runs, until the service stops; refused if too many listen.
+        """The events of an owner's runs, until the service stops; refused if the key has too many open streams.
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """

@@ -114,7 +114,7 @@ async def _events(
                 "alternatives": _alternatives(vocabulary, result),
             },
         )
-    except Exception as error:  # the status is sent: the rest of the stream has to say it
+    except Exception as error:  # the status has been sent, so the error is an event of the stream
         yield _event("error", failure_body(error))
     finally:
         drawing.cancel()
@@ -123,7 +123,7 @@ async def _events(
 
 
 def _alternatives(vocabulary: Vocabulary, result: SampledResult) -> list[list[tuple[str, float]]]:
-    """For every token the most likely ones in its place, with their logprobs."""
+    """For every sampled token the most likely tokens at its position, with their logprobs."""
     if not result.topk_sampled:
         return []
     tokens, logprobs = result.topk_sampled[0]

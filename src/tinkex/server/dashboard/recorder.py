@@ -29,15 +29,15 @@ from .store import MetricPoint, MetricStore
 
 __all__ = ["Recorder", "RunProgress"]
 
-#: What the engine reports of each pass and what has a point of its own.
+#: Metrics of a pass that the recorder sums itself.
 _OWN: Final = frozenset({"loss:sum", "tokens:sum"})
-#: Metrics of one pass that are recorded besides.
+#: Most other metrics of a pass that are recorded.
 _MAX_OTHERS: Final = 32
 
 
 @dataclass
 class RunProgress:
-    """What was done with a run so far."""
+    """What a run has done so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -54,7 +54,7 @@ class RunProgress:
     @classmethod
     def of(cls, state: dict[str, Any]) -> RunProgress:
         known = {name: value for name, value in state.items() if name in cls.__dataclass_fields__}
-        # JSON has no NaN: what is null was not finite.
+        # JSON has no NaN: null stands for a value that was not finite.
         for name in ("loss", "weight"):
             if known.get(name, 0.0) is None:
                 known[name] = math.nan
@@ -72,7 +72,7 @@ class Recorder:
     def progress(self, owner: str, run_id: str) -> RunProgress:
         found = self._progress.get((owner, run_id))
         if found is None:
-            # Pages ask from threads; whoever is first decides.
+            # Threads of open pages call this too; the first one creates the entry.
             read = RunProgress.of(self._store.state(owner, run_id))
             found = self._progress.setdefault((owner, run_id), read)
         return found
@@ -81,7 +81,7 @@ class Recorder:
         self._progress.pop((owner, run_id), None)
 
     def finished(self, promise: Promise, value: Any) -> None:
-        """Take note of a result, before the promise lets go of its request."""
+        """Record a result; called while the promise still has its request."""
         if isinstance(value, ForwardBackwardOutput):
             if changes_model(promise):  # not of a forward pass, which is evaluation
                 self._passed(promise, value)
@@ -118,7 +118,7 @@ class Recorder:
         self._store.add(promise.owner, promise.scope, (), asdict(progress))
 
     def _other(self, progress: RunProgress, name: str, number: float, weight: float) -> None:
-        """Join a metric of several passes by the reduction that its name ends in."""
+        """Combine a metric of several passes by the reduction at the end of its name."""
         plain, _, reduction = name.rpartition(":")
         joined = progress.others.get(plain or name)
         match reduction if plain else "":

@@ -26,7 +26,7 @@ __all__ = ["RunViews"]
 #: A run that did something this many seconds ago is still shown as training: steps have pauses between them.
 RECENT: Final = 10.0
 _SPARK_WIDTH: Final = 60
-#: Requests of a queue that are listed; the rest is a number.
+#: Requests of a queue that are listed; the others are only counted.
 _SHOWN_REQUESTS: Final = 20
 
 
@@ -163,7 +163,7 @@ class RunViews:
         return self._service.models.live(run_id)
 
     def state(self, row: RunRow) -> dict[str, Any]:
-        """What a run is doing: training, waiting, idle, ended or failed, and a few words about it."""
+        """What a run is doing (training, waiting, idle, ended or failed), with a short explanation."""
         model = self._model(row.run_id)
         ending = None if model is None else model.ending
         if row.corrupted or ending is not None:
@@ -177,11 +177,11 @@ class RunViews:
         done = self._service.recorder.progress(row.owner, row.run_id).stepped_at
         if done is not None and self._service.promises.clock() - done < RECENT:
             return {"kind": "training", "about": ""}
-        return {"kind": "idle", "about": "Its client has sent nothing to do."}
+        return {"kind": "idle", "about": "It waits for requests of its client."}
 
     def _awaited(self, model: Model) -> str:
         if model.line.missing is not None:
-            return f"for request {model.line.missing} of its client, which has not arrived"
+            return f"for request {model.line.missing} of its client, which has not arrived yet"
         others = len(self._service.models.running - {model})
         return f"for the engine, which works on {others} other run{'s' if others != 1 else ''}"
 

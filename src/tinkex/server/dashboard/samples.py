@@ -31,7 +31,7 @@ _INDEX: Final = np.dtype(
         ("reward", "<f8"),  # NaN if there is none
         ("place", "<u8"),
         ("length", "<u8"),
-        ("group", "<u8"),  # a checksum of its name, 0 without one
+        ("group", "<u8"),  # a checksum of the group's name; 0 if there is no group
     ]
 )
 #: Characters of a text, and tokens, that a list of samples shows.
@@ -62,7 +62,7 @@ class SampleLog:
                 lines.write(line)
                 index[number] = (step, time, _reward(sample), place, len(line), _group(sample))
                 place += len(line)
-        # Written last: a line without its record is never read, and does no harm.
+        # Written last: a line without an index record is never read.
         with self._index_file.open("ab") as records:
             records.truncate(records.tell() - records.tell() % _INDEX.itemsize)
             records.write(index.tobytes())
@@ -89,7 +89,7 @@ class SampleLog:
     def at(
         self, step: float, order: Order, offset: int, limit: int
     ) -> tuple[list[dict[str, Any]], int]:
-        """Some samples of a step, shortened, and how many it has."""
+        """Some samples of a step, shortened, and the number of samples of the step."""
         index = self._index()
         places = np.flatnonzero(index["step"] == step)
         if order != "logged":

@@ -25,7 +25,8 @@ _TYPES: Final = {
     "txt": "text/plain; charset=utf-8",
     "md": "text/plain; charset=utf-8",
 }
-#: Scripts, styles and connections of this service only. `style-src-attr` is for plots, which place their parts.
+#: Only scripts, styles and connections of this service. Plots set styles from their script, which needs no
+#: permission of `style-src-attr`.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'none'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"

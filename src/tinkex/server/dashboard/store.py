@@ -1,7 +1,7 @@
-"""The metrics of all runs: kept in memory for a moment, written in batches by one thread, read by others.
+"""The metrics of all runs: buffered in memory, written in batches by one thread, read by others.
 
-Layout: `<data>/metrics/of-<owner>/<run>/` with `names.json`, `state.json`, and a column of files for every name. Nothing
-here waits for the disk: a step of training never does so because of the dashboard.
+Layout: `<data>/metrics/of-<owner>/<run>/` with `names.json`, `state.json`, and the files of one column for every name.
+Callers do not wait for the disk, so metrics never slow down a training step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 #: Metrics of one run.
 MAX_NAMES: Final = 200
-#: Points of a run that wait to be written; beyond it a disk that is full or slow loses the newest.
+#: Most points of a run that wait to be written. If the disk is full or slow, newer points are dropped.
 _MAX_WAITING: Final = 100_000
 _NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
 
@@ -170,7 +170,7 @@ class MetricStore:
         points: Iterable[MetricPoint],
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take points, and perhaps a new state, to be written soon; returns at once."""
+        """Queue points, and perhaps a new state, to be written soon; returns at once."""
         waiting = self._waiting.setdefault(run_id, _Waiting(owner))
         waiting.points.extend(points)
         del waiting.points[_MAX_WAITING:]
@@ -190,7 +190,7 @@ class MetricStore:
         return size
 
     def stored(self, owner: str, run_id: str, size: int) -> None:
-        """Count what was written beside the points of a run, and tell that it can be read."""
+        """Count bytes that were written for a run, and announce that they can be read."""
         self._quota.add(owner, size)
         for notify in self.on_written:
             notify(owner, run_id)
@@ -229,12 +229,12 @@ class MetricStore:
         return True
 
     def _warn(self, owner: str, why: str) -> None:
-        if owner not in self._warned:  # once: training goes on, and would repeat it with every step
+        if owner not in self._warned:  # once, not with every step of a training that continues
             self._warned.add(owner)
             logger.warning("Metrics of %s are not kept: %s", owner, why)
 
     def _write(self, run_id: str, waiting: _Waiting) -> int:
-        """Write what waits; return by how many bytes the columns have grown."""
+        """Write the waiting points; return by how many bytes the columns have grown."""
         run = self.run(waiting.owner, run_id)
         before = run.bytes
         make_directory(run.directory, 0o700)
@@ -266,7 +266,7 @@ def _removed(directory: Path) -> int:
 def _read_json(path: Path, default: Any) -> Any:
     try:
         return orjson.loads(path.read_bytes())
-    except (OSError, ValueError):  # not there, or half written when the power went
+    except (OSError, ValueError):  # missing, or incomplete after a power cut
         return default
 
 

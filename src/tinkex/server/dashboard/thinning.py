@@ -1,4 +1,4 @@
-"""Points and buckets of a metric, and how many are reduced to few; pure.
+"""Points and buckets of a metric, and how to reduce many of them to few; pure.
 
 A bucket summarises consecutive points: the range of each axis, the lowest, highest and mean finite value, and how many
 values were not finite. A plot of a million steps is drawn from buckets, so a single spike is still visible.
@@ -40,7 +40,7 @@ def points_as_buckets(points: Records) -> Records:
         found[f"{axis}_from"] = found[f"{axis}_to"] = points[axis]
     value = points["value"]
     finite = np.isfinite(value)
-    # Values that are not finite must not win a comparison.
+    # Values that are not finite must not become the lowest or highest.
     found["low"] = np.where(finite, value, np.inf)
     found["high"] = np.where(finite, value, -np.inf)
     found["total"] = np.where(finite, value, 0.0)

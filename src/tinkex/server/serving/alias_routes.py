@@ -1,4 +1,4 @@
-"""The calls behind `tinkex alias`: list, make and delete aliases. The protocol has none, so the paths are our own."""
+"""The calls behind `tinkex alias`: list, create and delete aliases. They are not part of the protocol."""
 
 from __future__ import annotations
 

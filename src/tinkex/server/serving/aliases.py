@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
-from tinkex.server.checkpoints import Checkpoints, tinker_path
+from tinkex.server.checkpoints import Checkpoints, check_samplable, tinker_path
 from tinkex.server.store import AliasRow, Database
 
 __all__ = ["PATH", "Aliases"]
@@ -33,7 +33,7 @@ class Aliases:
         self._now = now
 
     async def path(self, owner: str, name: str) -> str | None:
-        """The checkpoint that an alias stands for."""
+        """The checkpoint of an alias; None if there is no such alias."""
         row = await self._db(self._store.alias, owner, name)
         return None if row is None else row.path
 
@@ -41,7 +41,7 @@ class Aliases:
         return await self._db(self._store.aliases, owner)
 
     async def put(self, owner: str, name: Any, path: Any) -> AliasRow:
-        """Make an alias, or let an existing one stand for another checkpoint."""
+        """Create an alias, or change an existing one to another checkpoint."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidInputError(
                 "must be 1 to 128 letters, digits and any of . _ : @ / -", field="name"
@@ -51,8 +51,7 @@ class Aliases:
         if not isinstance(path, str):
             raise InvalidInputError("must be the path of a checkpoint", field="path")
         row, _ = await self._checkpoints.readable(owner, path)
-        if row.kind == "external":
-            raise InvalidInputError("external weights cannot be sampled from", field="path")
+        check_samplable(row, "path")
         alias = AliasRow(owner, name, tinker_path(row), self._now())
         await self._db(self._store.put_alias, alias)
         return alias

@@ -1,4 +1,4 @@
-"""The text of an answer, taken apart as it arrives: reasoning, content and tool calls."""
+"""Splits the text of an answer, as it arrives, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["AnswerParser", "Piece", "Thinking", "ToolCall", "thinking_of"]
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
 
-#: Whether a model reasons before it answers: not at all, if it likes, or always, because its prompt opens the tag.
+#: Whether a model reasons before it answers: never, sometimes, or always, because the prompt ends with the opening tag.
 Thinking = Literal["none", "maybe", "open"]
 
 
 def thinking_of(template: str, prompt: str) -> Thinking:
-    """Recognized by the chat template, and by the end of the prompt that it made."""
+    """Whether a model reasons, recognized by its chat template and by the end of the rendered prompt."""
     if prompt.rstrip().endswith(_OPEN):
         return "open"
     return "maybe" if _CLOSE in template and not prompt.rstrip().endswith(_CLOSE) else "none"
@@ -42,7 +42,7 @@ class Piece:
 
 
 class AnswerParser:
-    """Takes the text of one answer apart. The parts of the same text are the same, in whatever pieces it arrives."""
+    """Splits the text of one answer into parts. The parts do not depend on how the text is divided when it arrives."""
 
     def __init__(self, thinking: Thinking, tools: ToolUse | None) -> None:
         self._tools = tools if tools is not None and tools.callable else None
@@ -50,14 +50,14 @@ class AnswerParser:
         self._state: Literal["start", "reasoning", "content", "call"] = (
             "reasoning" if thinking == "open" else "start" if thinking == "maybe" else "content"
         )
-        self._trim = thinking == "open"  # white space at the beginning of a part is not part of it
+        self._trim = thinking == "open"  # white space at the beginning of a part is dropped
 
     def add(self, text: str) -> list[Piece]:
         self._held += text
         return list(self._advance())
 
     def end(self) -> list[Piece]:
-        """The rest. A call that is cut off is content: it is no call."""
+        """The remaining parts. A call that is cut off counts as content."""
         pieces = list(self._advance())
         calls = self._whole_answer
         rest, self._held = self._held, ""
@@ -76,7 +76,7 @@ class AnswerParser:
 
     @property
     def _whole_answer(self) -> bool:
-        """Whether the rest may be calls without a mark: it is held back until the end."""
+        """Whether the rest may be calls without a mark; then it is held back until the end."""
         return (
             self._state == "content"
             and self._tools is not None
@@ -123,7 +123,7 @@ class AnswerParser:
             self._state, self._held, self._trim = then, rest, then == "content"
             text = text.rstrip() if kind == "reasoning" or then == "call" else text
         else:
-            # White space may be the end of the part, which is not part of it.
+            # White space at the end of a part is dropped, and this may be the end.
             kept = max(overlap(text, mark), len(text) - len(text.rstrip()))
             kept = max(kept, len(text) - len(text[: len(text) - overlap(text, mark)].rstrip()))
             text, self._held = text[: len(text) - kept], text[len(text) - kept :]

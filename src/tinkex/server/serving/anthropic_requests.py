@@ -70,7 +70,7 @@ class CountTokensRequest(ServingRequest):
             return {"enable_thinking": False, **self.chat_template_kwargs}
         if kind != "adaptive":
             raise InvalidInputError(
-                "a budget of reasoning tokens cannot be enforced; leave it out, and a model that reasons does so",
+                "a budget of reasoning tokens cannot be enforced; leave it out (a model that reasons does so without it)",
                 field="thinking",
             )
         return self.chat_template_kwargs
@@ -103,8 +103,6 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        if "" in self.stop_sequences:
-            raise InvalidInputError("a stop string must not be empty", field="stop_sequences")
         return tuple(self.stop_sequences)
 
     def params(self, **constraint: Any) -> SamplingParams:
@@ -188,7 +186,8 @@ def _anthropic_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
         field = f"tools.{place}"
         if tool.get("type", "custom") != "custom":
             raise InvalidInputError(
-                f"this service runs no tools such as {tool['type']!r:.60}", field=f"{field}.type"
+                f"this service does not run tools itself, such as {tool['type']!r:.60}",
+                field=f"{field}.type",
             )
         if not isinstance(tool.get("name"), str):
             raise InvalidInputError("is required", field=f"{field}.name")

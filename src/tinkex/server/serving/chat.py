@@ -30,7 +30,7 @@ class Conversation(Protocol):
     def offered_tools(self) -> list[Tool]: ...
     @property
     def choice(self) -> tuple[Literal["auto", "none", "required"], str | None]:
-        """How tools may be called, and the only one that must be, if it is named."""
+        """How tools may be called, and the name of the tool that must be called, if one is given."""
 
     @property
     def parallel(self) -> bool:

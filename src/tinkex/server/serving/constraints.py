@@ -49,7 +49,7 @@ def constraint(
 ) -> Format:
     """The constraint of an answer. Reasoning comes before it and is free.
 
-    With tools, an answer that calls none has the form. `field` is the one that asked for it.
+    With tools, an answer without calls must match `form`. `field` is the request's field that asked for `form`.
     """
     if tools is not None and tools.callable:
         if "grammar" in form:
@@ -57,7 +57,7 @@ def constraint(
         return {"grammar": _after_reasoning(tools.rules(_rule(form) if form else None), thinking)}
     if (
         not form or thinking == "none" or "grammar" in form
-    ):  # a grammar says itself what comes first
+    ):  # a grammar of the user defines the whole answer, including reasoning
         return form
     return {"grammar": _after_reasoning(f"answer: {_rule(form)}", thinking)}
 

@@ -56,7 +56,7 @@ class Asked:
     models: ServedModels
     owner: str
     request: Any
-    #: The rest of the path, for endpoints that have one.
+    #: The last segment of the path, such as the name of a model, for endpoints that have one.
     name: str = ""
     #: Whether the client speaks Anthropic's API where both have the same path.
     anthropic: bool = False
@@ -79,7 +79,7 @@ def _serves(endpoint: Endpoint) -> Endpoint:
 
 
 async def _compiled(asked: Asked, check: Callable[[Given], Made], given: Given) -> Made:
-    """What `check` makes of schemas. It compiles them, which may take a second, so that it runs in a thread."""
+    """Run `check`, which compiles schemas, in a thread, because compiling may take a second."""
     if not given:
         return check(given)
     return await asked.service.bodies.in_thread(asked.owner, check, given)

@@ -65,7 +65,7 @@ def failure(error: BaseException, dialect: Dialect) -> tuple[int, dict[str, str]
 
 
 def parameter(error: TinkerError) -> str | None:
-    """The parameter of the request that is to blame. What is not found is always the model."""
+    """The parameter of the request that caused the error. For "not found" it is always the model."""
     if isinstance(error, NotFoundError):
         return "model"
     field = getattr(error, "field", None)

@@ -1,6 +1,6 @@
 """Runs a request for both APIs: prompts as tokens in, answers as parts and tokens out.
 
-The same code takes the tokens of a streamed and of a whole answer apart, so both have the same text.
+The same code splits the tokens of streamed and of whole answers, so both have the same text.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TokenCounts:
 
 @dataclass
 class Answer:
-    """One sequence: its tokens, and its text taken apart."""
+    """One sequence: its tokens, and its text split into parts."""
 
     index: int
     generation: Generation
@@ -115,7 +115,7 @@ class Answer:
         )
         self._filter = StopFilter(self.generation.stops)
         self._parser = AnswerParser(self.generation.thinking, tools)
-        #: The text of all pieces before they were taken apart.
+        #: The whole text, before it is split into parts.
         self.text = ""
 
     @property
@@ -134,7 +134,7 @@ class Answer:
         return self._passed(self._filter.add(self._decoder.add(token)))
 
     def end(self, reason: Literal["stop", "length"]) -> list[Piece]:
-        """The rest of the parts."""
+        """The remaining parts."""
         rest = self._filter.add(self._decoder.end()) + self._filter.end()
         pieces = self._passed(rest)
         last = self._parser.end()
@@ -152,7 +152,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Update:
-    """News of a stream: parts of an answer with the token that completed them, or its end."""
+    """An update of a stream: parts of an answer with the token that completed them, or its end."""
 
     answer: Answer
     pieces: list[Piece]
@@ -206,7 +206,7 @@ def _answers(generation: Generation, place: int, result: SampledResult) -> list[
 async def streamed(
     samplers: Samplers, owner: str, generation: Generation, usage: TokenCounts
 ) -> AsyncIterator[Update]:
-    """The answers to one prompt as they are drawn. What is invalid is refused before the first update."""
+    """The answers to one prompt as they are sampled. An invalid request is refused before the first update."""
     generation.check_room()
     queues: asyncio.Queue[tuple[int, StreamedToken] | None] = asyncio.Queue()
     answers: dict[int, Answer] = {}

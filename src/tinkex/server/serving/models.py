@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.server.checkpoints import check_samplable
 from tinkex.types.paths import SCHEME
 
 from .templates import ChatTemplate
@@ -23,7 +24,7 @@ _SEPARATOR: Final = ";"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a request's `model` stands for."""
+    """The model that a request names."""
 
     name: str
     base_model: str
@@ -40,7 +41,7 @@ class ServedModels:
         self._templates: dict[Vocabulary, ChatTemplate] = {}
 
     async def find(self, owner: str, name: str) -> ServedModel:
-        """The model of this name; NotFoundError says that there is none, never another model."""
+        """The model of this name. If there is none, raises NotFoundError; never falls back to another model."""
         base_model, path = await self._resolved(owner, name)
         try:
             prepared = await self._service.engine.catalog.model(base_model, "model")
@@ -92,8 +93,7 @@ class ServedModels:
             row, _ = await self._service.checkpoints.readable(owner, path)
         except InvalidInputError as error:
             raise NotFoundError(f"There is no model {path!r:.200}: {error}") from error
-        if row.kind == "external":
-            raise InvalidInputError("external weights cannot be sampled from", field="model")
+        check_samplable(row, "model")
         database = self._service.database
         run = await database(database.store.run, row.run_id)
         assert run is not None

@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary
 
 __all__ = ["OpenAIAnswer"]
 
-#: What the engine writes where a prompt has no alternatives.
+#: The logprob that the engine writes where a prompt position has fewer alternatives.
 _EMPTY: Final = -99999.0
 
 
@@ -31,7 +31,7 @@ class _Sent:
     calls: int = 0
 
     def placed(self, logprobs: dict[str, Any]) -> dict[str, Any]:
-        """Logprobs of the next tokens, with the place of each token in the text."""
+        """Logprobs of the next tokens, with the offset of each token in the text."""
         offsets = []
         for text in logprobs["tokens"]:
             offsets.append(self.characters)

@@ -62,10 +62,7 @@ class _Sampled(ServingRequest):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if "" in given:
-            raise InvalidInputError("a stop string must not be empty", field="stop")
-        return given
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def includes_usage(self) -> bool:
@@ -166,7 +163,8 @@ class CompletionRequest(_Sampled):
     def check(self) -> None:
         if self.best_of not in {None, self.n}:
             raise InvalidInputError(
-                "must be n: the service returns what it samples", field="best_of"
+                "must be equal to n: the service returns every answer that it samples",
+                field="best_of",
             )
 
 

@@ -58,7 +58,7 @@ def check_schema(schema: Any, field: str) -> dict[str, Any]:
         complaint = str(error)
     if complaint:
         raise InvalidInputError(
-            f"is not a JSON schema that can be followed: {complaint}"[:400], field=field
+            f"is not a JSON schema that this service supports: {complaint}"[:400], field=field
         )
     return schema
 

@@ -25,7 +25,7 @@ class StopFilter:
         self._held += text
         places = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if places:
-            # The first one; at the same place, the shortest, which was complete first.
+            # The first stop string in the text; of several at the same place the shortest, which was complete first.
             place, self.found = min(places, key=lambda found: (found[0], len(found[1])))
             passed, self._held = self._held[:place], ""
             return passed
@@ -37,7 +37,7 @@ class StopFilter:
         return passed
 
     def end(self) -> str:
-        """The text that was held back, now that no more follows."""
+        """The text that was held back; call it when no more follows."""
         passed, self._held = self._held, ""
         return passed
 

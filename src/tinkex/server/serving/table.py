@@ -1,4 +1,4 @@
-"""The table of serving endpoints: one row each, like the table of operations, which is for the protocol alone."""
+"""The table of serving endpoints, one row each. The table of operations has only those of the Tinker protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMITS: Final = BodyLimits(json=16 << 20, items=100_000)
 
 @dataclass(frozen=True)
 class ServingRow:
-    """One endpoint: its operation, with body and limits as everywhere, its paths, and the form of its errors."""
+    """One endpoint: its operation, with body and limits as in the operations table, its paths, and the form of its errors."""
 
     operation: Operation[object]
     dialect: Dialect

@@ -30,7 +30,7 @@ _OFF_LOOP: Final = 16_384
 
 
 class _Generation(Extension):
-    """The tag by which templates mark answers for training; here it has no effect."""
+    """The tag `generation`, with which templates mark answers for training; it has no effect when sampling."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 def _refused(error: Exception) -> InvalidInputError:
     return InvalidInputError(
-        f"the model's chat template does not accept them: {error}"[:500], field="messages"
+        f"the model's chat template does not accept these messages: {error}"[:500], field="messages"
     )
 
 

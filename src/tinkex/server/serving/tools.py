@@ -1,8 +1,8 @@
-"""Tools: how a model writes its calls, grammars that force a call to fit its schema, and prompts for models without.
+"""Tools: how a model writes its calls, grammars that force calls to match their schema, prompts for models without tools.
 
 Models write calls in one of two formats. Hermes, Qwen and many others put JSON between `<tool_call>` tags; Llama 3
-answers with one JSON object. A model whose chat template knows no tools gets the first format explained in its system
-message.
+answers with one JSON object. For a model whose chat template does not support tools, the system message explains the
+first format.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ToolUse:
     def rules(self, formed: str | None = None) -> str:
         """Rules of a grammar in which every call fits the schema of its tool; the first is `answer`.
 
-        Text is free until the mark of a call. With `formed`, an answer consists of calls or is of that form.
+        Text before the mark of a call is free. With `formed`, an answer either consists of calls or matches that rule.
         """
         rules = [f"tool_{place}: {self._rule(tool)}" for place, tool in enumerate(self.tools)]
         any_tool = " | ".join(f"tool_{place}" for place in range(len(self.tools)))
@@ -147,7 +147,7 @@ def tool_use(
 
 
 def explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Messages for a template that knows no tools: explained in the system message, calls and results as text."""
+    """Messages for a template without tools: the system message explains the tools; calls and results become text."""
     plain: list[Message] = []
     for message in messages:
         if message["role"] == "tool":

@@ -76,7 +76,7 @@ class Vocabulary:
     # -- tokens to text ----------------------------------------------------------------------
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; those of a special token are its name."""
+        """The bytes of a token; for a special token, its name."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._decoded(token)
@@ -123,7 +123,7 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> Mapping[int, bool]:
-        """Tokens added to the vocabulary as they are written; True for those that are not text."""
+        """Tokens added to the vocabulary as whole strings; True for special tokens, which are not text."""
         return {
             int(token["id"]): bool(token.get("special"))
             for token in self._settings.get("added_tokens", ())
@@ -170,7 +170,7 @@ class Vocabulary:
 
 
 class TextDecoder:
-    """Text of tokens that arrive one by one. Special tokens have none, except those in `shown`."""
+    """Text of tokens that arrive one by one. Special tokens have no text, except those in `shown`."""
 
     def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary
@@ -189,7 +189,7 @@ class TextDecoder:
         return text
 
     def end(self) -> str:
-        """The rest; an incomplete character is replaced."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -247,7 +247,7 @@ class _Encoded:
 
 
 def _byte_table() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes: printable ones as they are, others from 256 on."""
+    """How byte-level tokenizers write bytes as characters: printable ones unchanged, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
