@@ -48,7 +48,7 @@ def reference(qkv, shape, lengths, cos, sin):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 16), (4, 1, 80), (1, 1, 128)])
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [130, 64, 65, 37]])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [130, 64, 65, 37], [70, 1101]])
 def test_attention_and_its_gradient_equal_those_of_torch(native, dtype, heads, lengths):
     shape = HeadShape(*heads)
     random = torch.Generator().manual_seed(0)
@@ -58,12 +58,12 @@ def test_attention_and_its_gradient_equal_those_of_torch(native, dtype, heads, l
     rows = packed_rows(lengths)
     rotated = native.rotate(qkv, shape, cos.float(), sin.float())
     mixed = native.attend(rotated, shape, rows)
-    qkv_g = native.attend_back(rotated, shape, rows, g, cos.float(), sin.float())
+    qkv_g = native.attend_back(rotated, shape, rows, mixed, g, cos.float(), sin.float())
     wide = qkv.double().requires_grad_()
     expected = reference(wide, shape, lengths, cos, sin)
     expected.backward(g.double())
     assert wide.grad is not None
-    for found, wanted in ((mixed, expected.detach()), (qkv_g, wide.grad)):
+    for found, wanted in ((mixed[0], expected.detach()), (qkv_g, wide.grad)):
         difference = (found.double() - wanted).abs().max()
         assert difference <= CLOSE[dtype] * wanted.abs().max().clamp_min(1)
 
@@ -74,7 +74,7 @@ def test_queries_in_pages_have_the_bits_of_packed_rows(native, dtype):
     shape, length = HeadShape(6, 2, 32), 75
     random = torch.Generator().manual_seed(0)
     rotated = torch.randn(length, shape.width, generator=random).to(dtype)
-    whole = native.attend(rotated, shape, packed_rows([length]))
+    whole, _ = native.attend(rotated, shape, packed_rows([length]))
     pages = torch.randperm(20, generator=random)
     cache = torch.full((2, shape.groups, 20, PAGE, shape.size), torch.nan, dtype=dtype)
     heads = rotated.view(length, -1, shape.size)
@@ -91,15 +91,36 @@ def test_queries_in_pages_have_the_bits_of_packed_rows(native, dtype):
     assert torch.equal(torch.cat(found), whole)
 
 
-def test_gradients_have_the_same_bits_with_any_number_of_threads(native):
-    shape, lengths = HeadShape(9, 3, 64), [130, 20]
-    rotated = torch.randn(150, shape.width).bfloat16()
-    g = torch.randn(150, shape.heads * shape.size).bfloat16()
+@pytest.mark.parametrize("lengths", [[130, 20], [1100, 20]])
+def test_gradients_have_the_same_bits_with_any_number_of_threads(native, lengths):
+    shape, count = HeadShape(9, 3, 64), sum(lengths)
+    rotated = torch.randn(count, shape.width).bfloat16()
+    g = torch.randn(count, shape.heads * shape.size).bfloat16()
     cos, sin = (table.float() for table in rotation(lengths, shape.size))
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
         rows = packed_rows(lengths)
-        found.append(native.attend_back(rotated, shape, rows, g, cos, sin))
+        mixed = native.attend(rotated, shape, rows)
+        found.append(native.attend_back(rotated, shape, rows, mixed, g, cos, sin))
     torch.set_num_threads(1)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gradients_of_a_sequence_do_not_depend_on_its_neighbours(native, dtype):
+    shape, lengths = HeadShape(6, 2, 32), [75, 1100, 33]
+    rotated = torch.randn(sum(lengths), shape.width).to(dtype)
+    g = torch.randn(sum(lengths), shape.heads * shape.size).to(dtype)
+    cos, sin = (table.float() for table in rotation(lengths, shape.size))
+
+    def gradients(part: slice, own: list[int]) -> torch.Tensor:
+        rows = packed_rows(own)
+        mixed = native.attend(rotated[part], shape, rows)
+        return native.attend_back(rotated[part], shape, rows, mixed, g[part], cos[part], sin[part])
+
+    together, start = gradients(slice(None), lengths), 0
+    for length in lengths:
+        part = slice(start, start + length)
+        assert torch.equal(gradients(part, [length]), together[part])
+        start += length

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tinkex.engine.devices import has_bfloat16
-from tinkex.engine.llama_train import MicroBatchPass
+from tinkex.engine.llama_train import MicroBatchPass, kept_layers
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import LanguageModel, run_pass
 from tinkex.engine.values import Example, PassJob, SampleJob
@@ -83,3 +83,16 @@ def test_layers_that_run_again_in_the_backward_pass_change_no_bit(tiny, dtype):
     for kept, recomputed in zip(*found, strict=True):
         if kept is not None:  # the unembedding has no part in this
             assert torch.equal(kept, recomputed)
+
+
+def test_the_budget_of_activations_counts_the_layer_that_runs_backward(tiny):
+    language = LanguageModel(load(tiny), context_length=tiny.context_length)
+    assert language.llama is not None
+    layer, rows = language.llama.layers[0], 100
+    hidden = layer.out.sizes[0]
+    projected = sum(layer.qkv.sizes) + hidden + sum(layer.gate_up.sizes)
+    everything = 4 * rows * (2 * hidden + projected)
+    inputs = 4 * rows * hidden * len(language.llama.layers)
+    assert kept_layers(language.llama, rows, inputs + 3 * everything) == 0
+    assert kept_layers(language.llama, rows, inputs + 4 * everything) == 1
+    assert kept_layers(language.llama, rows, 10**12) == len(language.llama.layers)

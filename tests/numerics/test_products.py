@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tinkex.engine.native import NativeProducts, library, products_of
+from tinkex.engine.native import NativeProducts, library
 from tinkex.engine.products import AdaptedRows, Factors, TorchProducts
 
 INPUTS, PARTS = 96, (64, 32, 50)  # the outputs are not a multiple of any block
@@ -15,13 +15,18 @@ REFERENCE = TorchProducts()
 
 
 @pytest.fixture(scope="module")
-def products() -> NativeProducts:
+def adapters() -> NativeProducts:
+    """In float32, which every processor has."""
     compiled = library.library()
     assert compiled is not None, "these tests need a C compiler"
-    found = products_of(compiled)
-    if not isinstance(found, NativeProducts):
+    return NativeProducts(compiled)
+
+
+@pytest.fixture(scope="module")
+def products(adapters) -> NativeProducts:
+    if not hasattr(library.library(), "tinkex_product"):
         pytest.skip("this processor has no AVX-512 BF16")
-    return found
+    return adapters
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -110,3 +115,70 @@ def test_non_finite_factors_and_rows_reach_no_other_row(products, bad):
     assert torch.equal(y[others], expected[others])
     assert not y[9:12].isfinite().all()
     assert not y[30].isfinite().any()
+
+
+# -- float32 ---------------------------------------------------------------------------------------
+
+
+def in_float32(each: Factors) -> Factors:
+    return Factors(each.a.float() / 8, each.b.float() / 8, each.spans)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 20, 32])
+def test_adapters_of_float32_rows_are_those_of_pytorch_up_to_rounding(adapters, rank):
+    x, weight = drawn(90, INPUTS).float(), drawn(sum(PARTS), INPUTS).float()
+    groups = [
+        (slice(3, 4), in_float32(factors(rank, 1))),
+        (slice(4, 21), in_float32(factors(rank + 1, 5))),
+        (slice(30, 90), in_float32(factors(8, 9))),
+    ]
+    y = adapters.adapted(x, weight, None, AdaptedRows(groups))
+    expected = REFERENCE.adapted(x, weight, None, AdaptedRows(groups))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(y[:3], REFERENCE.linear(x, weight)[:3])
+    assert torch.equal(y[21:30], REFERENCE.linear(x, weight)[21:30])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_adapter_of_a_float32_row_depends_on_nothing_else(adapters, threads):
+    x, weight, each = drawn(70, INPUTS).float(), torch.zeros(146, INPUTS), in_float32(factors(8))
+
+    def update(rows: torch.Tensor) -> torch.Tensor:
+        return adapters.adapted(rows, weight, None, AdaptedRows([(slice(None), each)]))
+
+    expected = torch.cat([update(row[None]) for row in x])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (2, 7, 8, 9, 30, 70):
+            assert torch.equal(update(x[:rows]), expected[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_layer_between_two_adapted_ones_stays_as_it_is(adapters):
+    """The spans of an adapter of the first and the last part: the second span covers both others, with zeros."""
+    x, weight, whole = drawn(5, INPUTS).float(), drawn(146, INPUTS).float(), in_float32(factors(8))
+    b = whole.b.clone()
+    b[64:96] = 0
+    spans = (whole.spans[0], whole.spans[2])
+    y = adapters.adapted(x, weight, None, AdaptedRows([(slice(None), Factors(whole.a, b, spans))]))
+    plain = REFERENCE.linear(x, weight)
+    assert torch.equal(y[:, 64:96], plain[:, 64:96])
+    expected = REFERENCE.adapted(
+        x, weight, None, AdaptedRows([(slice(None), Factors(whole.a, b, spans))])
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_float32_factors_reach_no_other_row(adapters, bad):
+    x, weight = drawn(40, INPUTS).float(), drawn(sum(PARTS), INPUTS).float()
+    good, spoiled = in_float32(factors(8, 1)), in_float32(factors(8, 5))
+    expected = adapters.adapted(x, weight, None, AdaptedRows([(slice(0, 9), good)]))
+    spoiled.a[0], spoiled.b[:, 0] = bad, bad
+    groups = [(slice(0, 9), good), (slice(9, 12), spoiled)]
+    y = adapters.adapted(x, weight, None, AdaptedRows(groups))
+    assert torch.equal(y[:9], expected[:9])
+    assert torch.equal(y[12:], expected[12:])
+    assert not y[9:12].isfinite().all()

@@ -13,7 +13,7 @@ Shapes: N rows, D hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from .products import linear
 from .training_attention import TrainingAttention, attention_of
 
 __all__ = ["MicroBatchPass", "kept_layers"]
+
+#: Activations, gradients and scratch memory of the layer that runs backward, in sizes of what a layer keeps.
+_PASSING: Final = 3
 
 
 def _collect(parameter: Tensor, gradient: Tensor) -> None:
@@ -64,7 +67,7 @@ class _Product:
         """Add the gradients of the factors to those of the adapter."""
         if inner is None or inner_g is None:
             return
-        a_g, b_g = inner_g.t() @ x, (g.t() @ inner).mul_(self._scale)
+        a_g, b_g = inner_g.t() @ x, (inner.t() @ g).t().mul_(self._scale)
         pairs = [None if pair is None else (pair.a, pair) for pair in self._pairs]
         for rows, columns, (_, pair) in blocks_of(pairs, self._projection.sizes):
             _collect(pair.a, a_g[columns])
@@ -76,7 +79,7 @@ class _Kept(NamedTuple):
 
     x: Tensor
     qkv: Tensor
-    mixed: Tensor
+    mixed: tuple[Tensor, Tensor]
     middle: Tensor
     gate_up: Tensor
     inner: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -99,7 +102,7 @@ class _Layer:
         layer, kernels = self._layer, self._kernels
         qkv, qkv_inner = self._qkv.forward(kernels.norm(x, *layer.before, layer.dtype))
         mixed = self._attention.forward(layer, qkv)
-        out, out_inner = self._out.forward(mixed)
+        out, out_inner = self._out.forward(mixed[0])
         middle, normed = kernels.add_norm(x, out, *layer.after)
         gate_up, up_inner = self._gate_up.forward(normed)
         down, down_inner = self._down.forward(kernels.gated(gate_up))
@@ -119,8 +122,8 @@ class _Layer:
         del hidden_g, hidden, gate_up_g
         rounded = kernels.add_norm_back(g, kept.middle, normed_g, *layer.after)
         mixed_g, inner_g = self._out.backward(rounded)
-        self._out.collect(rounded, kept.mixed, out_inner, inner_g)
-        qkv_g = self._attention.backward(layer, kept.qkv, mixed_g)
+        self._out.collect(rounded, kept.mixed[0], out_inner, inner_g)
+        qkv_g = self._attention.backward(layer, kept.qkv, kept.mixed, mixed_g)
         normed_g, inner_g = self._qkv.backward(qkv_g, needs_input=needs_input)
         normed = kernels.norm(kept.x, *layer.before, layer.dtype)
         self._qkv.collect(qkv_g, normed, qkv_inner, inner_g)
@@ -187,4 +190,5 @@ def kept_layers(body: LlamaBody, rows: int, activation_bytes: int) -> int:
     projected = sum(layer.qkv.sizes) + hidden + sum(layer.gate_up.sizes)
     everything = rows * (2 * hidden * 4 + projected * size)
     inputs = rows * hidden * 4 * len(body.layers)
-    return max(0, min(len(body.layers), (activation_bytes - inputs) // everything))
+    passing = _PASSING * everything  # of the layer that runs backward
+    return max(0, min(len(body.layers), (activation_bytes - inputs - passing) // everything))

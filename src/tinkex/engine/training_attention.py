@@ -6,7 +6,7 @@ Shapes: N rows, T positions, H query heads, G key-value heads, E head size; see 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ __all__ = ["TrainingAttention", "attention_of"]
 class TrainingAttention(Protocol):
     """Attention over the packed sequences of one micro-batch, the same for all layers."""
 
-    def forward(self, layer: LlamaLayer, qkv: Tensor) -> Tensor:
-        """Mixed values, N × H·E, given rows of queries, keys and values."""
+    def forward(self, layer: LlamaLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixed values, N × H·E, given rows of queries, keys and values; and what else `backward` needs."""
 
-    def backward(self, layer: LlamaLayer, qkv: Tensor, mixed_g: Tensor) -> Tensor:
-        """The gradient of `qkv`."""
+    def backward(
+        self, layer: LlamaLayer, qkv: Tensor, mixed: tuple[Tensor, Tensor], mixed_g: Tensor
+    ) -> Tensor:
+        """The gradient of `qkv`, given what `forward` returned."""
 
 
 def attention_of(body: LlamaBody, lengths: Sequence[int]) -> TrainingAttention:
@@ -44,15 +46,20 @@ class _Native:
         self._cos_NE = torch.cat([cos_TE[:length] for length in lengths])
         self._sin_NE = torch.cat([sin_TE[:length] for length in lengths])
 
-    def forward(self, layer: LlamaLayer, qkv: Tensor) -> Tensor:
+    def forward(self, layer: LlamaLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
         rotated = self._attention.rotate(qkv, layer.shape, self._cos_NE, self._sin_NE)
         return self._attention.attend(rotated, layer.shape, self._rows)
 
-    def backward(self, layer: LlamaLayer, qkv: Tensor, mixed_g: Tensor) -> Tensor:
+    def backward(
+        self, layer: LlamaLayer, qkv: Tensor, mixed: tuple[Tensor, Tensor], mixed_g: Tensor
+    ) -> Tensor:
         rotated = self._attention.rotate(qkv, layer.shape, self._cos_NE, self._sin_NE)
         return self._attention.attend_back(
-            rotated, layer.shape, self._rows, mixed_g, self._cos_NE, self._sin_NE
+            rotated, layer.shape, self._rows, mixed, mixed_g, self._cos_NE, self._sin_NE
         )
+
+
+_NOTHING: Final = torch.empty(0)
 
 
 class _Torch:
@@ -61,15 +68,17 @@ class _Torch:
         self._keys = cos_TE, sin_TE
         self._queries = cos_TE * scale, sin_TE * scale
 
-    def forward(self, layer: LlamaLayer, qkv: Tensor) -> Tensor:
+    def forward(self, layer: LlamaLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
         mixed = qkv.new_empty(len(qkv), layer.heads * layer.size)
         for run in self._runs:
             q, k, v = self._heads(layer, qkv, run)
             part = mixed[run.rows].view(run.count, run.length, layer.groups, -1, layer.size)
             part.permute(0, 2, 3, 1, 4).copy_(attend(q, k, v))
-        return mixed
+        return mixed, _NOTHING
 
-    def backward(self, layer: LlamaLayer, qkv: Tensor, mixed_g: Tensor) -> Tensor:
+    def backward(
+        self, layer: LlamaLayer, qkv: Tensor, mixed: tuple[Tensor, Tensor], mixed_g: Tensor
+    ) -> Tensor:
         qkv_g = torch.empty_like(qkv)
         for run in self._runs:
             q, k, v = self._heads(layer, qkv, run)

@@ -184,8 +184,37 @@ INLINE void *take(char **from, long numbers) {
 
 /* -- softmax -------------------------------------------------------------------------------- */
 
+INLINE void round_row(const float *from, uint16_t *to, long count) {
+    long j = 0;
+#if defined(__AVX512BF16__)
+    for (; j + LANES <= count; j += LANES)
+        _mm256_storeu_si256((__m256i *)(to + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + j)));
+#endif
+#pragma omp simd
+    for (long i = j; i < count; i++)
+        to[i] = rounded(from[i]);
+}
+
+/* Round two rows to bfloat16, side by side: cells of one number each. `count` is a multiple of 16. */
+INLINE void pair_rows(const float *low, const float *high, cell *to, long count) {
+#if defined(__AVX512BF16__)
+    for (long j = 0; j < count; j += LANES) {
+        __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(low + j)));
+        __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(high + j)));
+        _mm512_store_si512(to + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    }
+#else
+#pragma omp simd
+    for (long j = 0; j < count; j++)
+        to[j] = (cell)rounded(low[j]) | (cell)rounded(high[j]) << 16;
+#endif
+}
+
+/* What turns the scores of a query into weights: exp(score - largest) * scale. */
+typedef struct { float largest, scale; } Softmax;
+
 /* Turn `count` scores into weights; the others up to `all` are zero. */
-static void softmax(float *scores, long count, long all) {
+static Softmax softmax(float *scores, long count, long all) {
     float largest = -INFINITY, sum = 0;
 #pragma omp simd reduction(max : largest)
     for (long j = 0; j < count; j++)
@@ -200,12 +229,7 @@ static void softmax(float *scores, long count, long all) {
     for (long j = 0; j < count; j++)
         scores[j] *= scale;
     memset(scores + count, 0, 4 * (size_t)(all - count));
-}
-
-INLINE void round_row(const float *from, uint16_t *to, long count) {
-#pragma omp simd
-    for (long j = 0; j < count; j++)
-        to[j] = rounded(from[j]);
+    return (Softmax){largest, scale};
 }
 
 /* -- rotation ------------------------------------------------------------------------------- */
@@ -277,7 +301,8 @@ static long block_of(long keys, long rows_per_query) {
     return MAX(2, MIN(32, fitting));
 }
 
-static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit *unit, void *out, int half) {
+static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit *unit, void *out, Softmax *kept,
+                        int half) {
     long R = heads->heads / heads->groups, E = heads->size, number = half ? 2 : 4, width = half ? E / 2 : E;
     long first = sequence->first + unit->begin, keys = first + unit->count, rows = unit->count * R;
     long padded = (keys + TILE - 1) / TILE * TILE, per = half ? 2 : 1;
@@ -300,7 +325,9 @@ static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit
                  rows - skipped, (some + LANES - 1) / LANES, half);
     }
     for (long r = 0; r < rows; r++) {
-        softmax(scores + r * padded, first + r / R + 1, padded);
+        Softmax found = softmax(scores + r * padded, first + r / R + 1, padded);
+        if (kept)
+            kept[(sequence->row + unit->begin + r / R) * heads->heads + unit->head * R + r % R] = found;
         if (half)
             round_row(scores + r * padded, (uint16_t *)(weights + r * padded / 2), padded);
     }
@@ -321,8 +348,10 @@ static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit
     }
 }
 
-/* Mixed values of every query, rows of H E numbers. Queries are rotated and scaled, keys rotated. */
-EXPORT void tinkex_attend(int threads, int half, const Heads *heads, const Sequence *sequences, long count, void *out) {
+/* Mixed values of every query, rows of H E numbers. Queries are rotated and scaled, keys rotated. `kept`, if given,
+   receives H numbers of each query for the backward pass. */
+EXPORT void tinkex_attend(int threads, int half, const Heads *heads, const Sequence *sequences, long count, void *out,
+                          Softmax *kept) {
     long R = heads->heads / heads->groups, units = 0, work = 0;
     for (long s = 0; s < count; s++) {
         long keys = sequences[s].first + sequences[s].count, size = block_of(keys, R);
@@ -341,100 +370,117 @@ EXPORT void tinkex_attend(int threads, int half, const Heads *heads, const Seque
     }
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (work * heads->heads * heads->size > SMALL)
     for (long u = 0; u < units; u++)
-        attend_unit(heads, sequences + list[u].sequence, list + u, out, half);
+        attend_unit(heads, sequences + list[u].sequence, list + u, out, kept, half);
     free(list);
 }
 
 /* -- backward ------------------------------------------------------------------------------- */
 
-/* One query head of a sequence in adjacent rows. Adds to the gradients of its keys and values, k_g and v_g: T x E. */
-static void attend_back_unit(const Heads *heads, const Sequence *sequence, long head, const void *g, const float *cos,
-                             const float *sin, float scale, void *qkv_g, float *k_g, float *v_g, int half) {
-    long E = heads->size, R = heads->heads / heads->groups, number = half ? 2 : 4, width = half ? E / 2 : E;
-    long T = sequence->count, per = half ? 2 : 1, whole = (T + TILE - 1) / TILE * TILE;
-    long size = MAX(8, MIN(64, 49152 / whole)) & ~1L, lines = heads->heads * E;
-    char *space = reserve((size_t)(4 * (size * (5 * whole + 6 * E) + 2 * TILE * E) + 4096));
-    float *weights = take(&space, size * whole), *weights_g = take(&space, size * whole);
-    cell *across = half ? take(&space, size * whole / 2) : (cell *)weights; /* weights by pairs of queries */
-    cell *across_g = half ? take(&space, size * whole / 2) : (cell *)weights_g;
-    cell *rounded_g = half ? take(&space, size * whole / 2) : (cell *)weights_g;
-    cell *queries = take(&space, size * E), *outputs_g = take(&space, size * E);
-    cell *queries_along = take(&space, size * E), *outputs_along = take(&space, size * E);
-    float *q_g = take(&space, size * E);
-    cell *tile = take(&space, TILE * E);
-    Source k = source_of(heads, sequence, heads->k, head / R, half);
-    Source v = source_of(heads, sequence, heads->v, head / R, half);
+#define LONG 1024 /* positions from which on the queries of a head are divided in two, for two threads */
+
+static long chunks_of(long T) { return T >= LONG ? 2 : 1; }
+
+/* The first query of a chunk. Both halves have as many pairs of a query and a key. */
+static long chunk_begin(long T, long chunk) {
+    return chunk == 0 ? 0 : chunk == chunks_of(T) ? T : (long)((double)T * 0.7071) / TILE * TILE;
+}
+
+/* What all heads of all sequences have in common. `g` and `mixed` are rows of H E numbers. */
+typedef struct {
+    const Heads *heads;
+    const void *g, *mixed;
+    const Softmax *kept;
+    const float *cos, *sin;
+    float scale;
+    void *qkv_g;
+} Back;
+
+/* Turn scores and gradients of weights of one query into weights and gradients of scores, `count` keys of a tile. */
+INLINE void weights_back(float *scores, float *weights_g, Softmax kept, float along, long count) {
+#pragma omp simd
+    for (long j = 0; j < TILE; j++) {
+        float weight = exponential(scores[j] - kept.largest) * kept.scale;
+        float gradient = weight * (weights_g[j] - along);
+        scores[j] = j < count ? weight : 0.0f;
+        weights_g[j] = j < count ? gradient : 0.0f;
+    }
+}
+
+/* Queries `first` to `last` of one head and sequence in adjacent rows. `packed` holds, for each tile, keys across,
+   values across and keys along. Sets the gradients of the queries and, as far as these queries contribute, of keys and
+   values: T x E. */
+static void attend_back_unit(const Back *back, const Sequence *sequence, long head, long first, long last,
+                             const cell *packed, float *k_g, float *v_g, int half) {
+    const Heads *heads = back->heads;
+    long E = heads->size, number = half ? 2 : 4, width = half ? E / 2 : E;
+    long T = sequence->count, per = half ? 2 : 1, lines = heads->heads * E;
+    char *space = reserve((size_t)(4 * (TILE * (5 * TILE + 6 * E)) + 4096));
+    float *weights = take(&space, TILE * TILE), *weights_g = take(&space, TILE * TILE);
+    cell *across = half ? take(&space, TILE * TILE / 2) : (cell *)weights; /* weights by pairs of queries */
+    cell *across_g = half ? take(&space, TILE * TILE / 2) : (cell *)weights_g;
+    cell *rounded_g = half ? take(&space, TILE * TILE / 2) : (cell *)weights_g;
+    cell *queries = take(&space, TILE * width), *outputs_g = take(&space, TILE * width);
+    cell *queries_along = take(&space, TILE * E), *outputs_along = take(&space, TILE * E);
+    float *q_g = take(&space, TILE * E);
     Source q = {(const char *)heads->q + head * E * number, heads->q_stride * number, sequence->row, 0, 0};
-    Source o = {(const char *)g + head * E * number, lines * number, sequence->row, 0, 0};
+    Source o = {(const char *)back->g + head * E * number, lines * number, sequence->row, 0, 0};
     memset(k_g, 0, (size_t)(4 * T * E));
     memset(v_g, 0, (size_t)(4 * T * E));
-    for (long begin = 0; begin < T; begin += size) {
-        long rows = MIN(size, T - begin), keys = begin + rows, padded = (keys + TILE - 1) / TILE * TILE;
+    for (long begin = first; begin < last; begin += TILE) {
+        long rows = MIN(TILE, last - begin), pairs = (rows + per - 1) / per;
+        float along[TILE];
         for (long i = 0; i < rows; i++) {
+            long row = sequence->row + begin + i;
+            const void *mixed = at(back->mixed, row * lines + head * E, half), *own = row_of(&o, begin + i);
             memcpy(queries + i * width, row_of(&q, begin + i), (size_t)(E * number));
-            memcpy(outputs_g + i * width, row_of(&o, begin + i), (size_t)(E * number));
+            memcpy(outputs_g + i * width, own, (size_t)(E * number));
+            float sum = 0; /* of weights times their gradients */
+#pragma omp simd reduction(+ : sum)
+            for (long e = 0; e < E; e++)
+                sum += get(mixed, e, half) * get(own, e, half);
+            along[i] = sum;
         }
         pack_along(&q, begin, rows, E, queries_along, half);
         pack_along(&o, begin, rows, E, outputs_along, half);
-        for (long t = 0; t < keys; t += TILE) {
-            long some = MIN(TILE, keys - t), skipped = MAX(0, t - begin), at_tile = skipped * padded + t;
-            long wide = (some + LANES - 1) / LANES;
-            pack_across(&k, t, some, width, tile);
-            multiply((Product){queries + skipped * width, width, 1, (cells *)tile, TILE / LANES, weights + at_tile,
-                               padded, width, 0}, rows - skipped, wide, half);
-            pack_across(&v, t, some, width, tile);
-            multiply((Product){outputs_g + skipped * width, width, 1, (cells *)tile, TILE / LANES, weights_g + at_tile,
-                               padded, width, 0}, rows - skipped, wide, half);
-        }
-        for (long i = 0; i < rows; i++) {
-            float *w = weights + i * padded, *w_g = weights_g + i * padded, along = 0;
-            long count = begin + i + 1;
-            softmax(w, count, padded);
-#pragma omp simd reduction(+ : along)
-            for (long j = 0; j < count; j++)
-                along += w[j] * w_g[j];
-#pragma omp simd
-            for (long j = 0; j < count; j++)
-                w_g[j] = w[j] * (w_g[j] - along);
-            memset(w_g + count, 0, 4 * (size_t)(padded - count));
-        }
-        if (half) {
-            if (rows % 2) { /* the last pair of queries has only one */
-                memset(weights + rows * padded, 0, 4 * (size_t)padded);
-                memset(weights_g + rows * padded, 0, 4 * (size_t)padded);
-            }
-            for (long i = 0; i < rows; i += 2) {
-                const float *low = weights + i * padded, *high = low + padded;
-                const float *low_g = weights_g + i * padded, *high_g = low_g + padded;
-#pragma omp simd
-                for (long j = 0; j < padded; j++) {
-                    across[i / 2 * padded + j] = (cell)rounded(low[j]) | (cell)rounded(high[j]) << 16;
-                    across_g[i / 2 * padded + j] = (cell)rounded(low_g[j]) | (cell)rounded(high_g[j]) << 16;
-                }
-            }
-            for (long i = 0; i < rows; i++)
-                round_row(weights_g + i * padded, (uint16_t *)(rounded_g + i * padded / 2), padded);
-        }
         memset(q_g, 0, (size_t)(4 * rows * E));
-        for (long t = 0; t < keys; t += TILE) {
-            long some = MIN(TILE, keys - t), skipped = MAX(0, t - begin), from = skipped / per;
-            long steps = (rows + per - 1) / per - from;
-            pack_along(&k, t, some, E, tile, half);
-            multiply((Product){rounded_g + (skipped * padded + t) / per, padded / per, 1, (cells *)tile, E / LANES,
-                               q_g + skipped * E, E, (some + per - 1) / per, 1}, rows - skipped, E / LANES, half);
-            multiply((Product){across + from * padded + t, 1, padded, (cells *)(outputs_along + from * E), E / LANES,
-                               v_g + t * E, E, steps, 1}, some, E / LANES, half);
-            multiply((Product){across_g + from * padded + t, 1, padded, (cells *)(queries_along + from * E), E / LANES,
-                               k_g + t * E, E, steps, 1}, some, E / LANES, half);
+        for (long t = 0; t < begin + rows; t += TILE) {
+            long some = MIN(TILE, T - t), wide = (some + LANES - 1) / LANES;
+            const cell *keys_across = packed + t * 3 * width, *values_across = keys_across + TILE * width;
+            const cell *keys_along = values_across + TILE * width;
+            multiply((Product){queries, width, 1, (cells *)keys_across, TILE / LANES, weights, TILE, width, 0}, rows,
+                     wide, half);
+            multiply((Product){outputs_g, width, 1, (cells *)values_across, TILE / LANES, weights_g, TILE, width, 0},
+                     rows, wide, half);
+            for (long i = 0; i < rows; i++)
+                weights_back(weights + i * TILE, weights_g + i * TILE,
+                             back->kept[(sequence->row + begin + i) * heads->heads + head], along[i],
+                             MIN(TILE, begin + i + 1 - t));
+            if (half) {
+                if (rows % 2) { /* the last pair of queries has only one */
+                    memset(weights + rows * TILE, 0, 4 * TILE);
+                    memset(weights_g + rows * TILE, 0, 4 * TILE);
+                }
+                for (long i = 0; i < rows; i += 2) {
+                    pair_rows(weights + i * TILE, weights + (i + 1) * TILE, across + i / 2 * TILE, TILE);
+                    pair_rows(weights_g + i * TILE, weights_g + (i + 1) * TILE, across_g + i / 2 * TILE, TILE);
+                }
+                round_row(weights_g, (uint16_t *)rounded_g, rows * TILE);
+            }
+            multiply((Product){rounded_g, TILE / per, 1, (cells *)keys_along, E / LANES, q_g, E,
+                               (some + per - 1) / per, 1}, rows, E / LANES, half);
+            multiply((Product){across, 1, TILE, (cells *)outputs_along, E / LANES, v_g + t * E, E, pairs, 1}, some,
+                     E / LANES, half);
+            multiply((Product){across_g, 1, TILE, (cells *)queries_along, E / LANES, k_g + t * E, E, pairs, 1}, some,
+                     E / LANES, half);
         }
         for (long i = 0; i < rows; i++) {
             long row = sequence->row + begin + i;
             float turned[LARGEST], *found = q_g + i * E;
-            if (cos) {
-                rotate_head(found, cos + row * E, sin + row * E, scale, -1.0f, turned, E);
+            if (back->cos) {
+                rotate_head(found, back->cos + row * E, back->sin + row * E, back->scale, -1.0f, turned, E);
                 found = turned;
             }
-            void *to = at(qkv_g, row * heads->q_stride + head * E, half);
+            void *to = at(back->qkv_g, row * heads->q_stride + head * E, half);
             if (half)
                 round_row(found, to, E);
             else
@@ -443,45 +489,85 @@ static void attend_back_unit(const Heads *heads, const Sequence *sequence, long 
     }
 }
 
+/* Add up the gradients of a key and value over the query heads of a group and their chunks, in order; `step` is from
+   head to head, `chunk` from chunk to chunk. */
+static void add_heads(const float *from, long R, long step, long chunks, long chunk, long E, float *sum) {
+    memset(sum, 0, 4 * (size_t)E);
+    for (long r = 0; r < R; r++)
+        for (long c = 0; c < chunks; c++)
+            for (long e = 0; e < E; e++)
+                sum[e] += from[r * step + c * chunk + e];
+}
+
 /* Gradients of queries, keys and values before their rotation (if `cos` is given), given those of the mixed values.
-   Sequences lie in adjacent rows of queries, keys and values. `space` holds 2 x H x rows x E numbers. */
+   Sequences lie in adjacent rows of queries, keys and values. `space` holds 2 x H x rows x E numbers, twice as many if
+   a sequence is long, and 3 x TILE x E for each tile of keys and group. */
 EXPORT void tinkex_attend_back(int threads, int half, const Heads *heads, const Sequence *sequences, long count,
-                               const void *g, const float *cos, const float *sin, float scale, void *qkv_g,
-                               float *space, long rows) {
-    long H = heads->heads, G = heads->groups, E = heads->size, R = H / G;
-    float *k_g = space, *v_g = space + H * rows * E;
+                               const void *mixed, const Softmax *kept, const void *g, const float *cos,
+                               const float *sin, float scale, void *qkv_g, float *space, long rows) {
+    long H = heads->heads, G = heads->groups, E = heads->size, R = H / G, width = half ? E / 2 : E;
+    long step = rows * E, chunk = H * step, most = 1, units = 0, tiles = 0;
+    for (long s = 0; s < count; s++) {
+        most = MAX(most, chunks_of(sequences[s].count));
+        units += chunks_of(sequences[s].count) * H;
+        tiles += (sequences[s].count + TILE - 1) / TILE;
+    }
+    float *k_g = space, *v_g = space + most * chunk;
+    cell *packed = (cell *)(v_g + most * chunk);
+    long group_size = tiles * TILE * 3 * width;
+    Back back = {heads, g, mixed, kept, cos, sin, scale, qkv_g};
 #pragma omp parallel num_threads(threads)
     {
-#pragma omp for schedule(dynamic)
-        for (long u = 0; u < count * H; u++) {
-            const Sequence *sequence = sequences + u / H;
-            long head = u % H, own = (head * rows + sequence->row) * E;
-            attend_back_unit(heads, sequence, head, g, cos, sin, scale, qkv_g, k_g + own, v_g + own, half);
-        }
-#pragma omp for
-        for (long n = 0; n < rows; n++)
-            for (long group = 0; group < G; group++) {
-                float key[LARGEST], value[LARGEST], turned[LARGEST], *found = key;
-                memcpy(key, k_g + (group * R * rows + n) * E, 4 * (size_t)E);
-                memcpy(value, v_g + (group * R * rows + n) * E, 4 * (size_t)E);
-                for (long r = 1; r < R; r++)
-                    for (long e = 0; e < E; e++) {
-                        key[e] += k_g[((group * R + r) * rows + n) * E + e];
-                        value[e] += v_g[((group * R + r) * rows + n) * E + e];
-                    }
-                if (cos) {
-                    rotate_head(key, cos + n * E, sin + n * E, 1.0f, -1.0f, turned, E);
-                    found = turned;
-                }
-                void *to_key = at(qkv_g, n * heads->q_stride + (H + group) * E, half);
-                void *to_value = at(qkv_g, n * heads->q_stride + (H + G + group) * E, half);
-                if (half) {
-                    round_row(found, to_key, E);
-                    round_row(value, to_value, E);
-                } else {
-                    memcpy(to_key, found, 4 * (size_t)E);
-                    memcpy(to_value, value, 4 * (size_t)E);
-                }
+        for (long s = 0, tile = 0; s < count; tile += (sequences[s++].count + TILE - 1) / TILE) {
+            long T = sequences[s].count, own = (T + TILE - 1) / TILE;
+#pragma omp for nowait
+            for (long u = 0; u < own * G; u++) {
+                long group = u / own, t = u % own * TILE, some = MIN(TILE, T - t);
+                Source k = source_of(heads, sequences + s, heads->k, group, half);
+                Source v = source_of(heads, sequences + s, heads->v, group, half);
+                cell *to = packed + group * group_size + (tile * TILE + t) * 3 * width;
+                pack_across(&k, t, some, width, to);
+                pack_across(&v, t, some, width, to + TILE * width);
+                pack_along(&k, t, some, E, to + 2 * TILE * width, half);
             }
+        }
+#pragma omp barrier
+#pragma omp for schedule(dynamic)
+        for (long u = 0; u < units; u++) {
+            long s = 0, tile = 0, left = u;
+            while (left >= chunks_of(sequences[s].count) * H) {
+                left -= chunks_of(sequences[s].count) * H;
+                tile += (sequences[s++].count + TILE - 1) / TILE;
+            }
+            const Sequence *sequence = sequences + s;
+            long head = left % H, part = left / H, own = part * chunk + head * step + sequence->row * E;
+            attend_back_unit(&back, sequence, head, chunk_begin(sequence->count, part),
+                             chunk_begin(sequence->count, part + 1),
+                             packed + head / R * group_size + tile * TILE * 3 * width, k_g + own, v_g + own, half);
+        }
+        for (long s = 0; s < count; s++) {
+            long chunks = chunks_of(sequences[s].count), start = sequences[s].row;
+#pragma omp for nowait
+            for (long n = start; n < start + sequences[s].count; n++)
+                for (long group = 0; group < G; group++) {
+                    float key[LARGEST], value[LARGEST], turned[LARGEST], *found = key;
+                    long from = group * R * step + n * E;
+                    add_heads(k_g + from, R, step, chunks, chunk, E, key);
+                    add_heads(v_g + from, R, step, chunks, chunk, E, value);
+                    if (cos) {
+                        rotate_head(key, cos + n * E, sin + n * E, 1.0f, -1.0f, turned, E);
+                        found = turned;
+                    }
+                    void *to_key = at(qkv_g, n * heads->q_stride + (H + group) * E, half);
+                    void *to_value = at(qkv_g, n * heads->q_stride + (H + G + group) * E, half);
+                    if (half) {
+                        round_row(found, to_key, E);
+                        round_row(value, to_value, E);
+                    } else {
+                        memcpy(to_key, found, 4 * (size_t)E);
+                        memcpy(to_value, value, 4 * (size_t)E);
+                    }
+                }
+        }
     }
 }

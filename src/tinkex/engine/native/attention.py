@@ -14,6 +14,9 @@ __all__ = ["HeadShape", "NativeAttention", "QueryRows", "packed_rows"]
 
 #: Largest head size: `LARGEST` in `attention.c`.
 _LARGEST: Final = 512
+#: Keys that are packed together, and positions of a long sequence: `TILE` and `LONG` in `attention.c`.
+_TILE: Final = 64
+_LONG: Final = 1024
 
 
 class HeadShape(Structure):
@@ -65,11 +68,11 @@ class NativeAttention:
             *(c_long, c_long, c_long, c_long),
         ]
         self._attend = compiled["tinkex_attend"]
-        self._attend.argtypes = [c_int, c_int, heads, rows, c_long, c_void_p]
+        self._attend.argtypes = [c_int, c_int, heads, rows, c_long, c_void_p, c_void_p]
         self._attend_back = compiled["tinkex_attend_back"]
         self._attend_back.argtypes = [
-            *(c_int, c_int, heads, rows, c_long, c_void_p, c_void_p, c_void_p, c_float),
-            *(c_void_p, c_void_p, c_long),
+            *(c_int, c_int, heads, rows, c_long, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_long),
         ]
         for function in (self._rotate, self._attend, self._attend_back):
             function.restype = None
@@ -84,9 +87,15 @@ class NativeAttention:
         )
         return out
 
-    def attend(self, rotated_ND: Tensor, shape: HeadShape, rows: ctypes.Array[QueryRows]) -> Tensor:
-        """Mixed values of packed rows, N × H·E; each sequence's keys and values stand in its own rows."""
-        return self._mixed(rotated_ND, rows, _packed(rotated_ND, shape))
+    def attend(
+        self, rotated_ND: Tensor, shape: HeadShape, rows: ctypes.Array[QueryRows]
+    ) -> tuple[Tensor, Tensor]:
+        """Mixed values of packed rows, N × H·E, and N × H × 2 numbers of the softmax, for `attend_back`.
+
+        Each sequence's keys and values stand in its own rows.
+        """
+        softmax = torch.empty(len(rotated_ND), shape.heads, 2)
+        return self._mixed(rotated_ND, rows, _packed(rotated_ND, shape), softmax), softmax
 
     def attend_pages(
         self,
@@ -105,9 +114,16 @@ class NativeAttention:
         )
         return self._mixed(rotated_ND, rows, heads)
 
-    def _mixed(self, rotated_ND: Tensor, rows: ctypes.Array[QueryRows], heads: _Heads) -> Tensor:
+    def _mixed(
+        self,
+        rotated_ND: Tensor,
+        rows: ctypes.Array[QueryRows],
+        heads: _Heads,
+        softmax: Tensor | None = None,
+    ) -> Tensor:
         out = rotated_ND.new_empty(len(rotated_ND), heads.shape.heads * heads.shape.size)
-        self._attend(*_begin(out), heads, rows, len(rows), out.data_ptr())
+        kept = None if softmax is None else softmax.data_ptr()
+        self._attend(*_begin(out), heads, rows, len(rows), out.data_ptr(), kept)
         return out
 
     def attend_back(
@@ -115,17 +131,22 @@ class NativeAttention:
         rotated_ND: Tensor,
         shape: HeadShape,
         rows: ctypes.Array[QueryRows],
+        mixed: tuple[Tensor, Tensor],
         mixed_g: Tensor,
         cos_NE: Tensor,
         sin_NE: Tensor,
     ) -> Tensor:
-        """Gradients of queries, keys and values as they were before `rotate`."""
+        """Gradients of queries, keys and values as they were before `rotate`; `mixed` is what `attend` returned."""
         out = torch.empty_like(rotated_ND)
         count = len(rotated_ND)
-        space = torch.empty(2 * shape.heads * count * shape.size)
+        chunks = 2 if any(row.count >= _LONG for row in rows) else 1
+        tiles = sum(-(-row.count // _TILE) for row in rows)
+        cells = 3 * _TILE * shape.size * tiles * shape.groups
+        space = torch.empty(2 * chunks * shape.heads * count * shape.size + cells)
         self._attend_back(
             *_begin(out),
-            *(_packed(rotated_ND, shape), rows, len(rows), mixed_g.data_ptr()),
+            *(_packed(rotated_ND, shape), rows, len(rows)),
+            *(mixed[0].data_ptr(), mixed[1].data_ptr(), mixed_g.data_ptr()),
             *(cos_NE.data_ptr(), sin_NE.data_ptr(), shape.size**-0.5),
             *(out.data_ptr(), space.data_ptr(), count),
         )

@@ -14,7 +14,7 @@ from tinkex.engine.kernels import TorchKernels
 
 from .attention import NativeAttention
 from .library import library
-from .products import products_of
+from .products import NativeProducts
 
 __all__ = ["NativeKernels", "kernels_for"]
 
@@ -49,7 +49,7 @@ class NativeKernels(TorchKernels):
             found.argtypes, found.restype = [*_BEGIN, *arguments, *_SIZES], None
             return found
 
-        self.products = products_of(compiled)
+        self.products = NativeProducts(compiled)
         self.attention = NativeAttention(compiled)
         pointers = [_POINTER] * 8
         self._norm = function("norm", *pointers[:4], _FLOAT, _POINTER, _INT)

@@ -28,13 +28,19 @@
 typedef uint16_t half;
 typedef uint32_t pair;
 
-/* Outputs up to `end` use the columns `first` to `last` of the factors: B is block-diagonal. */
-typedef struct { long end, first, last; } Span;
-
-/* Adjacent rows with one adapter. A is R x K, B is N x R. `inner`, if given, receives the rows between the factors. */
+/* Outputs up to `end` use the columns `first` to `last` of the factors, both even: B is block-diagonal. Their rows of B
+   begin at `b`, `stride` numbers apart. */
 typedef struct {
-    long begin, end, rank, spans;
-    const half *a, *b;
+    long end, first, last, stride;
+    const half *b;
+} Span;
+
+/* Adjacent rows with one adapter. A is R x K; a sampler's is packed in panels, the pairs of 16 columns side by side.
+   `inner`, if given, receives the rows between the factors. */
+typedef struct {
+    long begin, end, rank, packed;
+    const half *a;
+    long spans;
     const Span *span;
     half *inner;
 } Group;
@@ -159,10 +165,11 @@ static void add_update(const Group *group, const pair *inner, long tile, long fi
     for (long s = 0; s < group->spans && begin < n + count; s++) {
         const Span *span = group->span + s;
         long end = span->end < n + count ? span->end : n + count, from = span->first / 2;
+        long top = s ? span[-1].end : 0;
         if (begin >= end)
             continue;
-        Block b = {inner + from * LANES, tile, group->rank / 2, (span->last + 1) / 2 - from,
-                   group->b + begin * group->rank + 2 * from, out + (begin - n) * WIDE};
+        Block b = {inner + from * LANES, tile, span->stride / 2, span->last / 2 - from,
+                   span->b + (begin - top) * span->stride, out + (begin - n) * WIDE};
         if (whole) {
             blocks(b, end - begin, tiles, narrow);
         } else {
@@ -229,14 +236,61 @@ static void compute_inner(
     }
 }
 
+/* `rows` rows between the factors, 16 columns of a panel: the pairs of inputs in order, as in `block`. `kept`, if given,
+   receives them too, in rows of `rank` numbers. */
+INLINE void panel_rows(const pair *x, const half *panel, long pairs, long columns, const int rows, pair *inner,
+                       half *kept, long rank) {
+    __m512 sums[16];
+    UNROLL for (int i = 0; i < rows; i++)
+        sums[i] = _mm512_setzero_ps();
+    for (long k = 0; k < pairs; k++) {
+        __m512bh a = (__m512bh)_mm512_load_si512(panel + 2 * k * LANES);
+        UNROLL for (int i = 0; i < rows; i++)
+            sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32((int)x[k * LANES + i]), a);
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+        pair found[LANES / 2];
+        _mm256_storeu_si256((__m256i *)found, (__m256i)_mm512_cvtneps_pbh(sums[i]));
+        for (long j = 0; j < columns / 2; j++)
+            inner[j * LANES + i] = found[j];
+        if (kept)
+            memcpy(kept + i * rank, found, 2 * (size_t)columns);
+    }
+}
+
+/* The rows of one tile and group between the packed factors, the columns of a panel from r on. */
+static void packed_inner(const Group *group, const pair *x, long K, long first, long r, pair *inner) {
+    long begin = group->begin > first ? group->begin - first : 0;
+    long end = group->end - first < LANES ? group->end - first : LANES;
+    long columns = group->rank - r < LANES ? group->rank - r : LANES;
+    const half *panel = group->a + r * K;
+    pair *to = inner + r / 2 * LANES;
+    while (begin < end) {
+        long left = end - begin, done = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        half *kept = group->inner ? group->inner + (first + begin - group->begin) * group->rank + r : 0;
+        switch (done) {
+        case 16: panel_rows(x + begin, panel, K / 2, columns, 16, to + begin, kept, group->rank); break;
+        case 8: panel_rows(x + begin, panel, K / 2, columns, 8, to + begin, kept, group->rank); break;
+        case 4: panel_rows(x + begin, panel, K / 2, columns, 4, to + begin, kept, group->rank); break;
+        case 2: panel_rows(x + begin, panel, K / 2, columns, 2, to + begin, kept, group->rank); break;
+        default: panel_rows(x + begin, panel, K / 2, columns, 1, to + begin, kept, group->rank);
+        }
+        begin += done;
+    }
+}
+
 /* All of the inner rows: tiles, groups and columns shared out among the threads. */
 static void inner_rows(const Group *groups, long count, const pair *x, long K, long widest, int narrow, pair *inner,
                        int id, int all) {
     long work = 0;
     for (long g = 0; g < count; g++)
         for (long t = groups[g].begin / LANES; t * LANES < groups[g].end; t++)
-            for (long r = 0; r < groups[g].rank; r += COLUMNS)
-                if (work++ % all == id) {
+            for (long r = 0; r < groups[g].rank; r += groups[g].packed ? LANES : COLUMNS)
+                if (work++ % all != id) {
+                    continue;
+                } else if (groups[g].packed) {
+                    packed_inner(groups + g, x + t * K / 2 * LANES, K, t * LANES, r, inner + t * widest / 2 * LANES);
+                } else {
                     long some = groups[g].rank - r < COLUMNS ? groups[g].rank - r : COLUMNS;
                     compute_inner(groups + g, x + t * K / 2 * LANES, K, t * LANES, r, some, narrow,
                                   inner + t * widest / 2 * LANES);

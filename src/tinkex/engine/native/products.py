@@ -1,4 +1,4 @@
-"""The products of `products.c`, called with tensors."""
+"""The products of `products.c` and the adapters of `adapters.c`, called with tensors."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.products import AdaptedRows, Factors, TorchProducts
+from tinkex.engine.products import AdaptedRows, Factors, TorchProducts, linear
 
-__all__ = ["NativeProducts", "products_of"]
+__all__ = ["NativeProducts"]
 
 #: Rows that are packed side by side: `LANES` in `products.c`.
 _LANES: Final = 16
-
-
-def products_of(compiled: ctypes.CDLL) -> TorchProducts:
-    """The products of the compiled library; those of PyTorch if the processor lacks the instructions."""
-    return NativeProducts(compiled) if hasattr(compiled, "tinkex_product") else TorchProducts()
+#: Columns of A, and outputs of B, that are packed side by side: `LANES` and `WIDE * LANES` in `adapters.c`.
+_COLUMNS: Final = 16
+_OUTPUTS: Final = 32
 
 
 class NativeProducts(TorchProducts):
-    """Products in C for bfloat16 weights; the others are those of PyTorch.
+    """Products in C for bfloat16 weights, if the processor has the instructions; in float32 only the adapters'.
 
     The bits of a row do not depend on the other rows, nor on their number.
     """
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
-        self._product = compiled["tinkex_product"]
-        self._product.argtypes = [
-            *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
-            *(c_long, c_long, c_long, c_void_p, c_long, c_void_p),
+        self._adapt = compiled["tinkex_adapt"]
+        self._adapt.argtypes = [
+            *(c_int, c_void_p, c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_long),
         ]
-        self._product.restype = None
+        self._adapt.restype = None
+        self._has_products = hasattr(compiled, "tinkex_product")
+        if self._has_products:
+            self._product = compiled["tinkex_product"]
+            self._product.argtypes = [
+                *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+                *(c_long, c_long, c_long, c_void_p, c_long, c_void_p),
+            ]
+            self._product.restype = None
 
     def linear(
         self,
@@ -46,14 +51,16 @@ class NativeProducts(TorchProducts):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        if not _serves(weight):
+        if not self._serves(weight):
             return super().linear(x_ND, weight, bias, dtype=dtype)
         return self._run(x_ND, weight, bias, dtype, _NONE)
 
     def adapted(
         self, x_ND: Tensor, weight: Tensor, bias: Tensor | None, rows: AdaptedRows
     ) -> Tensor:
-        if not _serves(weight):
+        if weight.dtype == torch.float32:
+            return self._add_adapters(x_ND, linear(x_ND, weight, bias), rows)
+        if not self._serves(weight):
             return super().adapted(x_ND, weight, bias, rows)
         if not isinstance(rows.prepared, _Groups):
             rows.prepared = _Groups(rows.groups, x_ND.shape[0])
@@ -62,7 +69,7 @@ class NativeProducts(TorchProducts):
     def adapted_and_inner(
         self, x_ND: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors
     ) -> tuple[Tensor, Tensor]:
-        if not _serves(weight):
+        if not self._serves(weight):
             return super().adapted_and_inner(x_ND, weight, bias, factors)
         inner = x_ND.new_empty(x_ND.shape[0], factors.a.shape[0])
         groups = _Groups([(slice(None), factors)], x_ND.shape[0], inner)
@@ -91,9 +98,21 @@ class NativeProducts(TorchProducts):
         )
         return y
 
+    def _add_adapters(self, x_ND: Tensor, y: Tensor, rows: AdaptedRows) -> Tensor:
+        x_ND = x_ND.contiguous()
+        if not isinstance(rows.prepared, _PackedGroups):
+            rows.prepared = _PackedGroups(rows.groups, len(x_ND))
+        groups = rows.prepared
+        self._adapt(
+            torch.get_num_threads(),
+            *(x_ND.data_ptr(), y.data_ptr(), y.shape[1], x_ND.shape[1]),
+            *(groups.start, groups.count, groups.inner, groups.widest),
+        )
+        return y
 
-def _serves(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and weight.is_contiguous()
+    def _serves(self, weight: Tensor) -> bool:
+        pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        return self._has_products and pairs and weight.is_contiguous()
 
 
 class _Groups:
@@ -106,21 +125,91 @@ class _Groups:
         numbers = []
         for where, factors in groups:
             begin, end, _ = where.indices(count)
+            columns = factors.a.shape[0]
             if factors.prepared is None:
-                factors.prepared = _addresses(factors)
-            numbers.append(
-                (begin, end, *factors.prepared[:5], 0 if inner is None else inner.data_ptr())
-            )
-            self.widest = max(self.widest, factors.prepared[0])
+                # Packing pays for factors that are used again: a sampler's, not those of a micro-batch.
+                factors.prepared = (
+                    _addresses(factors) if inner is not None else _packed_pairs(factors)
+                )
+            address = 0 if inner is None else inner.data_ptr()
+            numbers.append((begin, end, columns, *factors.prepared[:4], address))
+            self.widest = max(self.widest, columns)
         self._numbers = np.array(numbers, np.int64)
         self.start = self._numbers.ctypes.data
 
 
 def _addresses(factors: Factors) -> tuple[Any, ...]:
-    """Columns, spans, where A, B and the spans are, and what must stay in memory."""
-    spans = np.array(factors.spans, np.int64)
-    a, b = factors.a.data_ptr(), factors.b.data_ptr()
-    return factors.a.shape[0], len(spans), a, b, spans.ctypes.data, spans
+    """Not packed, where A is, spans and where they are, and what must stay in memory."""
+    return (
+        0,
+        *_with_spans(factors, factors.a, [factors.b[rows, part] for rows, part in _spans(factors)]),
+    )
+
+
+def _packed_pairs(factors: Factors) -> tuple[Any, ...]:
+    """The same for packed factors: they are read from end to end."""
+    a = _panels(factors.a.view(torch.float32), _COLUMNS)  # pairs of bfloat16 as one number
+    parts = [factors.b[rows, part].contiguous() for rows, part in _spans(factors)]
+    return (1, *_with_spans(factors, a, parts))
+
+
+def _with_spans(factors: Factors, a: Tensor, parts: list[Tensor]) -> tuple[Any, ...]:
+    spans = np.array(
+        [
+            (rows.stop, part.start, part.stop, own.stride(0), own.data_ptr())
+            for (rows, part), own in zip(_spans(factors), parts, strict=True)
+        ],
+        np.int64,
+    )
+    return a.data_ptr(), len(spans), spans.ctypes.data, spans, a, parts
+
+
+def _spans(factors: Factors) -> list[tuple[slice, slice]]:
+    """Rows of B, and their columns in whole pairs."""
+    found, begin = [], 0
+    for end, first, last in factors.spans:
+        found.append((slice(begin, end), slice(first - first % 2, last + last % 2)))
+        begin = end
+    return found
+
+
+class _PackedGroups:
+    """Rows with their float32 factors, as the array of `Group` in `adapters.c`: six numbers each."""
+
+    def __init__(self, groups: Sequence[tuple[slice, Factors]], count: int) -> None:
+        self.count, self.widest = len(groups), 0
+        numbers = []
+        for where, factors in groups:
+            begin, end, _ = where.indices(count)
+            if factors.prepared is None:
+                factors.prepared = _packed(factors)
+            panels = factors.prepared[0]
+            numbers.append((begin, end, *factors.prepared[:4]))
+            self.widest = max(self.widest, panels * _COLUMNS)
+        self._numbers = np.array(numbers, np.int64)
+        self._inner = torch.empty(count, self.widest)
+        self.start, self.inner = self._numbers.ctypes.data, self._inner.data_ptr()
+
+
+def _packed(factors: Factors) -> tuple[Any, ...]:
+    """Panels and spans, where the packed A and the spans are, and what must stay in memory."""
+    a = _panels(factors.a, _COLUMNS)
+    parts, spans, begin = [], [], 0
+    for end, first, last in factors.spans:
+        part = _panels(factors.b[begin:end, first:last], _OUTPUTS)
+        parts.append(part)
+        spans.append((end, first, last - first, part.data_ptr()))
+        begin = end
+    numbers = np.array(spans, np.int64)
+    return len(a), len(spans), a.data_ptr(), numbers.ctypes.data, numbers, a, parts
+
+
+def _panels(factor: Tensor, wide: int) -> Tensor:
+    """The rows of a factor, `wide` side by side; missing rows are zero."""
+    count, length = factor.shape
+    full = factor.new_zeros(-(-count // wide) * wide, length)
+    full[:count] = factor
+    return full.view(-1, wide, length).transpose(1, 2).contiguous()
 
 
 _NONE: Final = _Groups((), 0)
