@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -384,6 +385,24 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
     for each in (live, new):
         each.close()
         assert not each.directory.exists()
+
+
+def test_shared_memory_that_is_being_opened_does_not_look_abandoned(tmp_path, monkeypatch):
+    first, second = SharedMemory(tmp_path), SharedMemory(tmp_path)
+    lock, opening = fcntl.flock, [second]
+
+    def locking(descriptor, operation):
+        if opening:
+            opening.pop().open()  # another process, just before the first one has its lock
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    first.open()
+    assert first.directory.exists()
+    assert second.directory.exists()
+    for each in (first, second):
+        each.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two"])

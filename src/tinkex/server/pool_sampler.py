@@ -190,10 +190,20 @@ class PoolSampler:
         return min(members, key=cost)
 
     def _fitting(self, adapter: _Adapter, job: SampleJob) -> Callable[[Member], bool]:
-        """Samplers first; an engine that is there to train draws what no sampler can."""
-        able = [member for member in self._members if member.can_draw(job, adapter.base_model)]
-        chosen = [member for member in able if member.samples] or able
-        return chosen.__contains__
+        """Samplers first; an engine that is there to train draws what no sampler can.
+
+        Decided anew at each look: engines join and leave while a request waits.
+        """
+
+        def able(member: Member) -> bool:
+            return member.can_draw(job, adapter.base_model)
+
+        def fits(member: Member) -> bool:
+            if member.samples:
+                return able(member)
+            return able(member) and not any(each.samples and able(each) for each in self._members)
+
+        return fits
 
     async def _open(
         self, member: Member, adapter: _Adapter, trained_as: str | None = None
