@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 __all__ = ["Machines", "eventually"]
@@ -22,6 +23,24 @@ def eventually(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
         assert time.monotonic() < until, f"did not come true within {seconds:.0f} s"
         time.sleep(0.1)
     return found
+
+
+_get_node = services.get_node
+
+
+def _patient_get_node(*args: Any) -> Any:
+    """Look for a node that starts. Ray itself gives up after 30 s, which a busy machine may need."""
+    until = time.monotonic() + 300.0
+    while True:
+        try:
+            return _get_node(*args)
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
+
+
+services.get_node = _patient_get_node
 
 
 class Machines:
