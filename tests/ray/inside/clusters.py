@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ray._private import services
 from ray.cluster_utils import Cluster
 
 __all__ = ["Machines", "eventually"]
+
+T = TypeVar("T")
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
@@ -25,22 +26,15 @@ def eventually(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
     return found
 
 
-_get_node = services.get_node
-
-
-def _patient_get_node(*args: Any) -> Any:
-    """Look for a node that starts. Ray itself gives up after 30 s, which a busy machine may need."""
-    until = time.monotonic() + 300.0
-    while True:
+def started(start: Callable[[], T]) -> T:
+    """Start a node, again if it is not there after 30 s: on a busy machine Ray's processes give up on each other."""
+    for _ in range(4):
         try:
-            return _get_node(*args)
-        except RuntimeError:
-            if time.monotonic() > until:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
                 raise
-        time.sleep(0.1)
-
-
-services.get_node = _patient_get_node
+    return start()
 
 
 class Machines:
@@ -53,10 +47,8 @@ class Machines:
     @classmethod
     @contextmanager
     def running(cls, nodes: int, **resources: float) -> Iterator[Machines]:
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, **_SMALL},
-        )
+        head = {"num_cpus": 0, "include_dashboard": False, **_SMALL}
+        cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
         made = cls(cluster)
         try:
             for _ in range(nodes):
@@ -70,7 +62,8 @@ class Machines:
         return str(self._cluster.address)
 
     def join(self, num_cpus: float = 1, **resources: float) -> None:
-        self.nodes.append(self._cluster.add_node(num_cpus=num_cpus, **_SMALL, **resources))
+        node = started(lambda: self._cluster.add_node(num_cpus=num_cpus, **_SMALL, **resources))
+        self.nodes.append(node)
 
     def kill_node(self, number: int) -> None:
         """Kill the raylet of a node: its actors die with it."""
