@@ -18,6 +18,8 @@ from tests.environments import ROOT, environment
 _PATIENCE = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
+    # Otherwise engines get almost nothing of a busy machine: by default Ray lowers their priority to 15.
+    "RAY_worker_niceness": "0",
     # Otherwise Ray kills engines when other programs of the machine use much memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }

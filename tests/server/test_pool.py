@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,10 @@ from tinkex.engine.shared_memory import SharedMemory
 from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import APIStatusError, ConfigError, NotFoundError, RequestFailedError
 from tinkex.server.engines import engine_count, make_engines, share_out
+from tinkex.server.members import Member
 from tinkex.server.pool import EnginePool
 from tinkex.server.service import Settings
+from tinkex.server.supervisor import Supervisor
 from tinkex.server.suspects import DEATHS_ALLOWED
 from tinkex.testing import service
 
@@ -309,6 +313,69 @@ def test_samples_spread_over_engines_and_each_is_of_its_own_adapter(cache_dir, t
     run(main())
 
 
+def test_adapters_that_are_being_opened_are_not_closed(cache_dir, tmp_path, monkeypatch):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            places = [await trained(pool, f"m{n}", tmp_path / str(n), n) for n in range(3)]
+            await pool.sampler.open_sampler("s0", TINY, places[0])
+            arrived, go_on, closed = asyncio.Semaphore(0), asyncio.Event(), []
+
+            async def slow(engine, *args, **options):
+                arrived.release()
+                await go_on.wait()
+                return await Supervisor.open_sampler(engine, *args, **options)
+
+            async def closing(engine, name):
+                closed.append(name)
+
+            for member in pool.members:
+                monkeypatch.setattr(member.engine, "open_sampler", partial(slow, member.engine))
+                monkeypatch.setattr(member.engine, "close_sampler", partial(closing, member.engine))
+            opening = [
+                asyncio.create_task(pool.sampler.open_sampler(f"s{n}", TINY, places[n]))
+                for n in (1, 2)
+            ]
+            for _ in opening:
+                await arrived.acquire()
+            # Each engine ends a sample, and looks for adapters to close.
+            for member in pool.members:
+                await pool.sampler._close_unused(member)
+            go_on.set()
+            await asyncio.gather(*opening)
+            assert closed == []
+
+    run(main())
+
+
+def test_an_adapter_used_again_while_another_is_closed_stays_open(cache_dir, tmp_path, monkeypatch):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            places = [await trained(pool, f"m{n}", tmp_path / str(n), n) for n in range(2)]
+            first = next(iter(pool.members))
+            monkeypatch.setattr(Member, "up", property(lambda self: self is first))
+            for n, place in enumerate(places):
+                await pool.sampler.open_sampler(f"s{n}", TINY, place)
+            names = list(pool.sampler._opened[first])
+            known = dict(pool.sampler._samplers)
+            pool.sampler._samplers.clear()  # nobody needs them
+            started, go_on, closed = asyncio.Event(), asyncio.Event(), []
+
+            async def closing(name):
+                closed.append(name)
+                started.set()
+                await go_on.wait()
+
+            monkeypatch.setattr(first.engine, "close_sampler", closing)
+            tidying = asyncio.create_task(pool.sampler._close_unused(first))
+            await started.wait()
+            pool.sampler._samplers.update(known)  # the second one is needed again
+            go_on.set()
+            await tidying
+            assert closed == names[:1]
+
+    run(main())
+
+
 def test_samples_are_retried_on_another_engine_when_one_dies(cache_dir, tmp_path):
     async def main():
         async with pooled(cache_dir) as pool:
@@ -384,6 +451,24 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
     for each in (live, new):
         each.close()
         assert not each.directory.exists()
+
+
+def test_shared_memory_that_is_being_opened_does_not_look_abandoned(tmp_path, monkeypatch):
+    first, second = SharedMemory(tmp_path), SharedMemory(tmp_path)
+    lock, opening = fcntl.flock, [second]
+
+    def locking(descriptor, operation):
+        if opening:
+            opening.pop().open()  # another process, just before the first one has its lock
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    first.open()
+    assert first.directory.exists()
+    assert second.directory.exists()
+    for each in (first, second):
+        each.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two"])

@@ -28,11 +28,18 @@ def test_every_sample_is_of_its_own_adapter(amount, tmp_path):
         client = running.client()
         samplers = {
             path: client.create_sampling_client(model_path=path)
-            for path in {asked.kept for asked, _ in found}
+            for path in sorted({asked.kept for asked, _ in found})
         }
+        another = dict(zip(samplers, [*list(samplers)[1:], *list(samplers)[:1]], strict=True))
         expected = [asked.ask(samplers[asked.kept]) for asked, _ in found]
-        for (asked, sequence), future in zip(found, expected, strict=True):
-            alone = future.result().sequences[0]
+        others = [asked.ask(samplers[another[asked.kept]]) for asked, _ in found]
+        apart = 0
+        for (asked, sequence), own, other in zip(found, expected, others, strict=True):
+            alone = own.result().sequences[0]
             assert sequence.tokens == alone.tokens, asked
-            assert sequence.logprobs == pytest.approx(alone.logprobs, abs=2e-3), asked
+            assert sequence.logprobs == pytest.approx(alone.logprobs, abs=1e-4), asked
+            apart += sequence.logprobs != pytest.approx(
+                other.result().sequences[0].logprobs, abs=1e-3
+            )
+        assert apart > 0.9 * len(found)
     assert len({tuple(sequence.tokens) for _, sequence in found}) > len(found) / 2

@@ -6,6 +6,8 @@ The real cluster is in tests/ray.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,13 +34,15 @@ from tinkex.engine.process import Setup
 from tinkex.engine.values import SampleJob, StreamedToken
 from tinkex.errors import APIStatusError, ConfigError, RequestFailedError
 from tinkex.server import ray_pool
-from tinkex.server.engines import ray_members
+from tinkex.server.engines import ray_members, vllm_member
 from tinkex.server.ray_cluster import BridgeProcess, RayCluster, RayOptions
 from tinkex.server.ray_pool import RayPool
 from tinkex.server.service import Settings
 from tinkex.server.suspects import DEATHS_ALLOWED
 
 from .test_pool import SPEC, STEP, died, home, request
+from .test_vllm import drawn_by_stand_in, vllm_pids
+from .test_vllm import python as python  # a fixture
 from .test_worker import TINY, run
 
 
@@ -163,11 +167,14 @@ async def on_cluster(
     count: Any = "auto",
     base_models: Sequence[str] = (TINY,),
     deadline: float = 60.0,
+    vllm: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[RayPool]:
     cluster = cluster_of(actors, RayOptions("stand-in", **options))
-    make = ray_members(Setup(base_models, cache_dir, "fake"), cluster, deadline=deadline)
-    pool = RayPool(cluster, make, count)
+    setup = Setup(base_models, cache_dir, "fake", "cpu", "float32")
+    make = ray_members(setup, cluster, samples=vllm is None, deadline=deadline)
+    beside = [] if vllm is None else [vllm_member(setup, vllm, deadline=deadline)]
+    pool = RayPool(cluster, make, count, beside=beside)
     try:
         await pool.start()
         yield pool
@@ -319,6 +326,120 @@ def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
             await pool.persist(work)
             assert stuck.dead
             assert pool.status()[0].starts == 2
+
+    run(main())
+
+
+async def trained(pool: RayPool, directory: Path) -> None:
+    """Open a sampler `s` of weights that an engine has trained and saved."""
+    await pool.trainer.create_model("m", TINY, SPEC)
+    await pool.trainer.run_pass("m", request())
+    await pool.trainer.optim_step("m", STEP)
+    await pool.trainer.save_state("m", directory, optimizer=False)
+    await pool.sampler.open_sampler("s", TINY, directory, trained_as="m")
+
+
+def test_vllm_beside_the_cluster_draws_from_adapters_that_its_engines_trained(
+    cache_dir, tmp_path, python
+):
+    async def main():
+        async with on_cluster(nodes("a", "b"), cache_dir, vllm=python) as pool:
+            assert [(each.name, each.kind) for each in pool.status()] == [
+                ("engine-0", "fake"),
+                ("engine-1", "fake"),
+                ("vllm", "vllm"),
+            ]
+            await trained(pool, tmp_path / "saved")
+            job = SampleJob("s", np.arange(3), max_tokens=4, seed=1)
+            expected = drawn_by_stand_in(tmp_path / "saved", range(3), 1, 4)
+            assert (await pool.sampler.sample(job)).tokens[0].tolist() == expected
+            # What vLLM would give another meaning is drawn by an engine of the cluster.
+            own = await pool.sampler.sample(replace(job, topk_prompt_logprobs=2))
+            assert own.tokens[0].tolist() != expected
+            (pid,) = vllm_pids()
+            os.kill(pid, signal.SIGKILL)
+            again = await pool.persist(lambda: pool.sampler.sample(job))
+            assert again.tokens[0].tolist() == expected
+            assert [each.starts for each in pool.status()] == [1, 1, 2]
+
+    run(main())
+
+
+def test_vllm_stays_when_the_nodes_of_the_cluster_leave(cache_dir, tmp_path, python, monkeypatch):
+    monkeypatch.setattr(ray_pool, "LOOKING", 0.01)
+    monkeypatch.setattr(ray_pool, "_LEAVING", 0.05)
+
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir, vllm=python) as pool:
+            await trained(pool, tmp_path / "saved")
+            actors.lose_node("a")
+            actors.lose_node("b")
+            await until(lambda: len(pool.status()) == 2)
+            assert [(each.kind, each.up) for each in pool.status()] == [
+                ("fake", False),
+                ("vllm", True),
+            ]
+            with pytest.raises(APIStatusError, match="No engine can serve"):
+                pool.check_health()
+            job = SampleJob("s", np.arange(3), max_tokens=4, seed=1)
+            expected = drawn_by_stand_in(tmp_path / "saved", range(3), 1, 4)
+            assert (await pool.sampler.sample(job)).tokens[0].tolist() == expected
+            actors.totals["c"] = {"CPU": 1.0}
+            await until(lambda: all(each.up for each in pool.status()))
+            await pool.trainer.create_model("n", TINY, SPEC)
+
+    run(main())
+
+
+def test_fewer_engines_than_asked_for_with_vllm_counts_engines_alone(cache_dir, python, caplog):
+    async def main():
+        async with on_cluster(nodes("a"), cache_dir, 2, vllm=python) as pool:
+            await until(lambda: "1 of 2 engines run" in caplog.text)
+            assert len(pool.status()) == 2
+
+    run(main())
+
+
+def test_vllm_that_does_not_start_is_said_at_once(cache_dir, tmp_path):
+    async def main():
+        missing = tmp_path / "python"
+        missing.write_text("#!/bin/sh\nexit 1\n")
+        missing.chmod(0o755)
+        with pytest.raises(Exception, match="ended while it was starting"):
+            async with on_cluster(nodes("a"), cache_dir, vllm=missing):
+                pass
+
+    run(main())
+
+
+def test_a_sample_that_waits_goes_to_an_engine_that_has_joined_meanwhile(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            await pool.sampler.open_sampler("s", TINY, None)
+            (old,) = pool.members
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            actors.lose_node("a")
+            await died(lease)
+            job = SampleJob("s", np.arange(3), max_tokens=4, seed=1)
+            waiting = asyncio.create_task(pool.persist(lambda: pool.sampler.sample(job)))
+            await asyncio.sleep(0)
+            actors.totals["b"] = {"CPU": 1.0}
+            pool.members.remove(old)
+            await old.engine.stop()
+            await pool._join(pool._new())
+            assert len((await waiting).tokens[0]) == 4
+
+    run(main())
+
+
+def test_a_model_moves_through_a_directory_that_a_killed_service_would_not_leave(cache_dir):
+    async def main():
+        async with on_cluster(nodes("a"), cache_dir) as pool:
+            # The next service removes directories whose lock nobody holds.
+            assert (pool._scratch.directory / ".lock").exists()
+        assert not pool._scratch.directory.exists()
 
     run(main())
 

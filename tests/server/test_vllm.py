@@ -58,8 +58,12 @@ def running(python, tmp_path):
 def expected(data_dir: Path, checkpoint: str, prompt, seed, count):
     """What the stand-in draws from the weights of a checkpoint."""
     name = checkpoint.rpartition("/")[2]
-    (file,) = data_dir.glob(f"checkpoints/*/*/{name}/adapter_model.safetensors")
-    weights = hashlib.sha256(file.read_bytes()).hexdigest()
+    (directory,) = data_dir.glob(f"checkpoints/*/*/{name}")
+    return drawn_by_stand_in(directory, prompt, seed, count)
+
+
+def drawn_by_stand_in(directory: Path, prompt, seed, count) -> list[int]:
+    weights = hashlib.sha256((directory / "adapter_model.safetensors").read_bytes()).hexdigest()
     drawn = []
     for position in range(count):
         text = f"{weights} {list(prompt)} {seed} {position}"
@@ -98,7 +102,7 @@ def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
     with Api(running.url) as api:
         sampler = api.sampler()
         before = sampler.tokens([5, 6], seed=3)
-        (pid,) = _vllm_pids()
+        (pid,) = vllm_pids()
         os.kill(pid, signal.SIGKILL)
         assert sampler.tokens([5, 6], seed=3) == before
         restarts = {each["name"]: each["restarts"] for each in api.got("healthz")["engines"]}
@@ -106,7 +110,7 @@ def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
 
 
 def test_processes_that_vllm_starts_end_with_it(running):
-    (first,) = _vllm_pids()
+    (first,) = vllm_pids()
     children = _group(first)
     assert len(children) > 1
     os.kill(first, signal.SIGKILL)
@@ -116,13 +120,13 @@ def test_processes_that_vllm_starts_end_with_it(running):
 
 
 def test_shared_memory_of_a_killed_vllm_is_removed(running):
-    (first,) = _vllm_pids()
+    (first,) = vllm_pids()
     (file,) = shared_files(first)
     os.kill(first, signal.SIGKILL)
     with Api(running.url) as api:
         assert api.sampler().tokens([5, 6])  # vLLM has been started again
     assert not file.exists()
-    (second,) = _vllm_pids()
+    (second,) = vllm_pids()
     (other,) = shared_files(second)
     assert other.exists()
 
@@ -142,7 +146,7 @@ def test_shared_memory_of_vllm_is_removed_when_its_service_is_killed(python, tmp
     with killed:
         assert killed.stdout is not None
         killed.stdout.readline()
-        (leader,) = _vllm_pids(killed.pid)
+        (leader,) = vllm_pids(killed.pid)
         (file,) = shared_files(leader)
         with open_pidfd(leader) as ended:
             killed.kill()
@@ -183,7 +187,7 @@ def _group(leader: int) -> list[int]:
     return found
 
 
-def _vllm_pids(parent: int | None = None) -> list[int]:
+def vllm_pids(parent: int | None = None) -> list[int]:
     children = Path(f"/proc/{parent or os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}

@@ -100,6 +100,8 @@ class RayActors:
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             # On a busy machine Ray's own processes take longer to start than the 30 s that it waits.
             os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+            # Ray lowers the priority of actors to 15; beside other programs an engine would hardly run.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         else:
             _check_address(self._address)
         import ray

@@ -37,9 +37,12 @@ class SharedMemory(FileDepot):
 
     def open(self) -> None:
         self._remove_abandoned()
-        self.directory.mkdir(mode=0o700)
-        self._lock = os.open(self.directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        # Locked before it has its name: another process that starts now would take it for abandoned.
+        hidden = self.directory.with_name(f".{self.directory.name}")
+        hidden.mkdir(mode=0o700)
+        self._lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        hidden.rename(self.directory)
 
     def close(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -23,7 +23,14 @@ from .ray_pool import RayPool
 from .supervisor import Supervisor
 from .worker import Worker
 
-__all__ = ["engine_count", "make_engines", "ray_members", "share_out", "visible_gpus"]
+__all__ = [
+    "engine_count",
+    "make_engines",
+    "ray_members",
+    "share_out",
+    "visible_gpus",
+    "vllm_member",
+]
 
 #: Longest pause in seconds between two attempts to start an engine on Ray: an attempt costs little.
 _RAY_PAUSE: Final = 5.0
@@ -43,9 +50,9 @@ def make_engines(
     """One engine in a process of its own or, for tests, in a thread; or a pool of several, perhaps with vLLM or on Ray."""
     if ray is not None:
         cluster = RayCluster(ray)
-        return RayPool(
-            cluster, ray_members(setup, cluster, deadline=deadline), count, on_demand=on_demand
-        )
+        make = ray_members(setup, cluster, samples=not vllm, deadline=deadline)
+        beside = [vllm_member(setup, vllm_python, deadline=deadline)] if vllm else []
+        return RayPool(cluster, make, count, beside=beside, on_demand=on_demand)
     count = engine_count(count, setup.device)
     if count == 1 and not vllm:
         worker = Worker(setup, in_process=in_process, deadline=deadline)
@@ -57,16 +64,19 @@ def make_engines(
         worker = Worker(own, name=f"engine-{number}", in_process=in_process, deadline=deadline)
         members.append(Member(Supervisor(worker, on_demand=True), samples=not vllm))
     if vllm:
-        own = replace(setup, engine="vllm")
-        worker = Worker(
-            own, name="vllm", python=vllm_python or Path(sys.executable), deadline=deadline
-        )
-        members.append(Member(Supervisor(worker), trains=False, draws=can_draw))
+        members.append(vllm_member(setup, vllm_python, deadline=deadline))
     return EnginePool(members, exchange, on_demand=on_demand)
 
 
+def vllm_member(setup: Setup, python: Path | None, *, deadline: float) -> Member:
+    """A sampler that is a process of this machine, run by an interpreter that has vLLM."""
+    own = replace(setup, engine="vllm")
+    worker = Worker(own, name="vllm", python=python or Path(sys.executable), deadline=deadline)
+    return Member(Supervisor(worker), trains=False, draws=can_draw)
+
+
 def ray_members(
-    setup: Setup, cluster: RayCluster, *, deadline: float
+    setup: Setup, cluster: RayCluster, *, samples: bool = True, deadline: float
 ) -> Callable[[str, Mapping[str, float]], Member]:
     """Makes engines of a cluster, each with a name and resources; each has a pipe to the bridge."""
 
@@ -78,7 +88,8 @@ def ray_members(
         own = replace(setup, device=device, threads=threads)
         launcher = partial(cluster.launch, resources, name)
         worker = Worker(own, name=name, launcher=launcher, deadline=deadline)
-        return Member(Supervisor(worker, on_demand=True, longest_pause=_RAY_PAUSE))
+        engine = Supervisor(worker, on_demand=True, longest_pause=_RAY_PAUSE)
+        return Member(engine, samples=samples)
 
     return member
 

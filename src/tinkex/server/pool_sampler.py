@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -43,7 +43,7 @@ class _Adapter:
 
 @dataclass(eq=False)
 class _Opened:
-    """An adapter on one engine."""
+    """An adapter on one engine. It is closed only while it has no users; who opens it is one of them."""
 
     lease: EngineLease | None = None
     users: int = 0
@@ -89,7 +89,8 @@ class PoolSampler:
             await self._check_opens(adapter)
         else:
             await self._members.enter(home)
-            await self._open(home, adapter, trained_as)
+            async with self._using(home, adapter, trained_as):
+                pass
         self._samplers[sampler_id] = adapter
         return _Reopened()
 
@@ -99,7 +100,8 @@ class PoolSampler:
             members = await self._members.some_up(self._serving(adapter))
             member = min(members, key=lambda each: (each.load.wait(), each.name))
             await self._members.enter(member)
-            await self._open(member, adapter)
+            async with self._using(member, adapter):
+                pass
 
     def _serving(self, adapter: _Adapter) -> Callable[[Member], bool]:
         plain = SampleJob("", np.zeros(1, np.int64))
@@ -130,20 +132,16 @@ class PoolSampler:
         member.load.tokens += cost
         try:
             await self._members.enter(member)
-            opened = await self._open(member, adapter)
-            opened.users += 1
-            try:
+            async with self._using(member, adapter):
                 member.load.prefixes.add(keys)
                 named = replace(job, sampler_id=adapter.name)
                 result = await member.engine.sample(named, on_token)
-                if member.draws is not None and member.drift.wants(job, result):
-                    self._start(self._check(member, adapter, job, result))
-                return result
-            finally:
-                opened.users -= 1
-                await self._close_unused(member)
+            if member.draws is not None and member.drift.wants(job, result):
+                self._start(self._check(member, adapter, job, result))
+            return result
         finally:
             member.load.tokens -= cost
+            await self._close_unused(member)
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -159,13 +157,9 @@ class PoolSampler:
             return
         trainer = min(trainers, key=lambda each: (each.load.in_line, each.load.wait(), each.name))
         with suppress(EngineDiedError, TinkerError):  # it is only a check
-            opened = await self._open(trainer, adapter)
-            opened.users += 1
-            try:
+            async with self._using(trainer, adapter):
                 asked = replace(checking_job(job, result), sampler_id=adapter.name)
                 checked = await trainer.engine.sample(asked)
-            finally:
-                opened.users -= 1
             assert checked.prompt_logprobs_T is not None
             sampler.drift.add(result.logprobs[0], checked.prompt_logprobs_T[len(job.prompt_T) :])
         await self._close_unused(trainer)
@@ -190,36 +184,55 @@ class PoolSampler:
         return min(members, key=cost)
 
     def _fitting(self, adapter: _Adapter, job: SampleJob) -> Callable[[Member], bool]:
-        """Prefer engines that sample; an engine that only trains gets the jobs that none of them supports."""
-        able = [member for member in self._members if member.can_draw(job, adapter.base_model)]
-        chosen = [member for member in able if member.samples] or able
-        return chosen.__contains__
+        """Prefer engines that sample; an engine that only trains gets the jobs that none of them supports.
 
-    async def _open(
+        Decided anew at each look: engines join and leave while a request waits.
+        """
+
+        def able(member: Member) -> bool:
+            return member.can_draw(job, adapter.base_model)
+
+        def fits(member: Member) -> bool:
+            if member.samples:
+                return able(member)
+            return able(member) and not any(each.samples and able(each) for each in self._members)
+
+        return fits
+
+    @asynccontextmanager
+    async def _using(
         self, member: Member, adapter: _Adapter, trained_as: str | None = None
-    ) -> _Opened:
-        """Open an adapter on an engine, unless it is open there."""
+    ) -> AsyncIterator[None]:
+        """Open an adapter on an engine, unless it is open there, and keep it open inside."""
         of_member = self._held(member)
         opened = of_member.setdefault(adapter.name, _Opened())
         of_member.move_to_end(adapter.name)
-        async with opened.opening:
-            if not opened.ready:
-                if opened.lease is not None:  # the engine was restarted: its prompt cache is empty
-                    member.load.prefixes.clear()
-                await member.engine.catalog.model(adapter.base_model, "base_model")
-                opened.lease = await member.engine.open_sampler(
-                    adapter.name, adapter.base_model, adapter.directory, trained_as=trained_as
-                )
-        return opened
+        opened.users += 1
+        try:
+            async with opened.opening:
+                if not opened.ready:
+                    if opened.lease is not None:  # the engine was restarted: its prompt cache is empty
+                        member.load.prefixes.clear()
+                    await member.engine.catalog.model(adapter.base_model, "base_model")
+                    opened.lease = await member.engine.open_sampler(
+                        adapter.name, adapter.base_model, adapter.directory, trained_as=trained_as
+                    )
+            yield
+        finally:
+            opened.users -= 1
 
     def _held(self, member: Member) -> OrderedDict[str, _Opened]:
         return self._opened.setdefault(member, OrderedDict())
 
     async def _close_unused(self, member: Member) -> None:
+        while (name := self._to_close(member)) is not None:
+            del self._held(member)[name]
+            await member.engine.close_sampler(name)
+
+    def _to_close(self, member: Member) -> str | None:
+        """An adapter that an engine need not keep open; chosen anew for each, because closing takes time."""
         opened = self._held(member)
         needed = {adapter.name for adapter in self._samplers.values()}
         unused = [name for name, held in opened.items() if not held.users]
         surplus = unused[: max(0, len(opened) - KEPT_OPEN)]
-        for name in [*surplus, *(name for name in unused if name not in needed)]:
-            if opened.pop(name, None) is not None:
-                await member.engine.close_sampler(name)
+        return next(iter([*surplus, *(name for name in unused if name not in needed)]), None)

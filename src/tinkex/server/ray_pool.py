@@ -1,10 +1,13 @@
-"""A pool whose engines are actors of a Ray cluster: it grows and shrinks with the cluster."""
+"""A pool whose engines are actors of a Ray cluster: it grows and shrinks with the cluster.
+
+A sampler that is no actor, such as vLLM, runs beside them as a process of the service's machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 from tinkex.engine.actors import fits, impossible, lacking
@@ -30,7 +33,10 @@ _LEAVING: Final = 10.0
 
 
 class RayPool(EnginePool):
-    """`count` engines, or with `auto` as many as the cluster has room for; at least one."""
+    """`count` engines, or with `auto` as many as the cluster has room for; at least one.
+
+    `beside` are members that do not live in the cluster: they start after its engines and never leave.
+    """
 
     def __init__(
         self,
@@ -38,9 +44,11 @@ class RayPool(EnginePool):
         make: Callable[[str, Mapping[str, float]], Member],
         count: int | Literal["auto"],
         *,
+        beside: Sequence[Member] = (),
         on_demand: bool = False,
     ) -> None:
         super().__init__([], cluster, on_demand=on_demand)
+        self._beside = beside
         self._cluster = cluster
         self._make = make
         self._count = count
@@ -61,6 +69,7 @@ class RayPool(EnginePool):
         """Start as many engines as the cluster has room for now; raises if not even one can start."""
         await self._cluster.connect()
         self._exchange.open()
+        self._scratch.open()
         self._need = self._resources()
         nodes = self._cluster.nodes
         if impossible(nodes, self._need):
@@ -68,11 +77,12 @@ class RayPool(EnginePool):
         room = max(1, fits(nodes, self._need))
         wanted = room if self._count == "auto" else min(room, self._count)
         refusals = await self._start_some(wanted)
-        if not len(self._members):  # the nodes that refused are left out now
+        if not self._placed:  # the nodes that refused are left out now
             refusals += await self._start_some(1)
-        if not len(self._members):
+        if not self._placed:
             raise refusals[0]
-        first = next(iter(self._members))
+        first = self._placed[0]
+        await self._start_beside(first)
         self.catalog.add(first.engine.catalog.models)
         self._growing = asyncio.create_task(self._grow())
 
@@ -90,6 +100,19 @@ class RayPool(EnginePool):
                 await self._give_up(member)
         self._settle()
         return [failure for failure in started if failure is not None]
+
+    @property
+    def _placed(self) -> list[Member]:
+        """The members that live in the cluster."""
+        return [member for member in self._members if member not in self._beside]
+
+    async def _start_beside(self, first: Member) -> None:
+        """Start the members of this machine, which has the base models as the bridge found them."""
+        for member in self._beside:
+            member.engine.know(first.engine.ready.models)
+            self._starting.add(member)
+            await member.engine.start()
+            self._add(member)
 
     def _settle(self) -> None:
         """Note that engines were placed: an older view of the cluster does not know it."""
@@ -138,13 +161,14 @@ class RayPool(EnginePool):
             if view is None or view.age > _OLD or now - view.age < self._settled:
                 continue
             room = fits(view.nodes, self._need)
-            down = [member for member in self._members if not member.up]
+            placed = self._placed
+            down = [member for member in placed if not member.up]
             starting = len(self._joining)
             # Engines that start again, and those that are joining, need their room first.
             more = room - len(down) - starting
             if self._count != "auto":
-                more = min(more, self._count - len(self._members) - starting)
-                if len(self._members) + starting < self._count and more <= 0:
+                more = min(more, self._count - len(placed) - starting)
+                if len(placed) + starting < self._count and more <= 0:
                     self._explain(lacking(view.nodes, self._need))
             elif not room:
                 await self._let_go(down)
@@ -158,7 +182,7 @@ class RayPool(EnginePool):
         """Log once why there are fewer engines than asked for."""
         if reason is not None and reason != self._told:
             self._told = reason
-            logger.warning("%d of %d engines run: %s", len(self._members), self._count, reason)
+            logger.warning("%d of %d engines run: %s", len(self._placed), self._count, reason)
 
     async def _join(self, member: Member) -> None:
         try:
@@ -177,7 +201,7 @@ class RayPool(EnginePool):
         now = asyncio.get_running_loop().time()
         self._down_since = {member: self._down_since.get(member, now) for member in down}
         for member, since in list(self._down_since.items()):
-            if now - since > _LEAVING and len(self._members) > 1:
+            if now - since > _LEAVING and len(self._placed) > 1:
                 logger.warning("%s has left: %s", member.name, member.engine.trouble)
                 self._members.remove(member)
                 del self._down_since[member]

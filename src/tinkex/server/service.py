@@ -233,8 +233,6 @@ class Settings:
             return
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("needs Ray: pip install 'tinkex[local,ray]'", field="ray")
-        if self.sampler == "vllm":
-            raise ConfigError("does not run on Ray yet; leave out --ray", field="sampler")
         for name in ("engine_cpus", "engine_gpus"):
             amount = getattr(self, name)
             if amount is not None and not (0 <= amount <= 1 or amount == int(amount) > 0):

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.cluster_utils import Cluster
 
 __all__ = ["Machines", "eventually"]
+
+T = TypeVar("T")
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
@@ -22,6 +24,17 @@ def eventually(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
         assert time.monotonic() < until, f"did not come true within {seconds:.0f} s"
         time.sleep(0.1)
     return found
+
+
+def started(start: Callable[[], T]) -> T:
+    """Start a node, again if it is not there after 30 s: on a busy machine Ray's processes give up on each other."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
 
 
 class Machines:
@@ -34,10 +47,8 @@ class Machines:
     @classmethod
     @contextmanager
     def running(cls, nodes: int, **resources: float) -> Iterator[Machines]:
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, **_SMALL},
-        )
+        head = {"num_cpus": 0, "include_dashboard": False, **_SMALL}
+        cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
         made = cls(cluster)
         try:
             for _ in range(nodes):
@@ -51,7 +62,8 @@ class Machines:
         return str(self._cluster.address)
 
     def join(self, num_cpus: float = 1, **resources: float) -> None:
-        self.nodes.append(self._cluster.add_node(num_cpus=num_cpus, **_SMALL, **resources))
+        node = started(lambda: self._cluster.add_node(num_cpus=num_cpus, **_SMALL, **resources))
+        self.nodes.append(node)
 
     def kill_node(self, number: int) -> None:
         """Kill the raylet of a node: its actors die with it."""

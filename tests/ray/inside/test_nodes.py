@@ -100,20 +100,22 @@ def test_a_local_cluster_that_loses_its_head_is_replaced(monkeypatch):
         step(training)
 
 
-def _process(name: str) -> int:
-    """The process of this name in this network namespace."""
+def _process(name: str, count: int = 1) -> int:
+    """The process of this name in this network namespace, or the first of several."""
     here = Path("/proc/self/ns/net").readlink()
-    (found,) = [
+    found = [
         int(pid)
         for pid in subprocess.run(
             ["pgrep", "-f", name], capture_output=True, text=True, check=True
         ).stdout.split()
         if Path(f"/proc/{pid}/ns/net").readlink() == here
     ]
-    return found
+    assert len(found) == count
+    return found[0]
 
 
-def test_a_local_cluster_listens_on_loopback_alone_and_asks_for_a_token():
+def test_a_local_cluster_listens_on_loopback_alone_and_asks_for_a_token(monkeypatch):
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
     # A second address, which Ray would take.
     subprocess.run(["ip", "address", "add", "10.9.9.9/32", "dev", "lo"], check=True)
     subprocess.run(["ip", "route", "add", "default", "dev", "lo", "src", "10.9.9.9"], check=True)
@@ -121,6 +123,8 @@ def test_a_local_cluster_listens_on_loopback_alone_and_asks_for_a_token():
         client = running.client()
         training = client.create_lora_training_client("tinkex/tiny", seed=1)
         step(training)
+        # Engines have the priority that they have without Ray.
+        assert os.getpriority(os.PRIO_PROCESS, _process("ray::EngineActor", 2)) == os.nice(0)
         sampler = training.save_weights_and_get_sampling_client()
         drawn = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=4)).result()
         assert len(drawn.sequences[0].tokens) == 4

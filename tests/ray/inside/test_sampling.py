@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from tests.ray.inside.clusters import Machines
+from tests.server.test_vllm import expected as drawn_by_stand_in
+from tests.server.test_vllm import python as python  # a fixture
 from tinkex.testing import service
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -65,3 +67,35 @@ def test_every_sample_is_that_of_its_own_adapter(count):
         found = drawn(running.client(), count)
     assert found == expected
     assert len({tuple(sample) for turn in found for sample in turn}) > ADAPTERS
+
+
+def test_vllm_beside_the_cluster_draws_from_adapters_that_its_engines_trained(python, tmp_path):
+    """With the stand-in for vLLM; engines of the cluster draw what vLLM would give another meaning."""
+    sampling = {"sampler": "vllm", "sampler_python": python}
+    with (
+        Machines.running(2) as machines,
+        service(
+            "torch",
+            data_dir=tmp_path,
+            dtype="float32",
+            ray=machines.address,
+            engines=2,
+            **sampling,
+        ) as running,
+    ):
+        client = running.client()
+        for number in range(3):
+            model = client.create_lora_training_client("tinkex/tiny", rank=4, seed=number)
+            model.forward_backward(data(number), "cross_entropy").result()
+            model.optim_step(AdamParams(learning_rate=3e-2)).result()
+            path = model.save_weights_for_sampler(f"saved-{number}").result().path
+            sampler = client.create_sampling_client(model_path=path)
+            params = SamplingParams(max_tokens=4, seed=number)
+            found = sampler.sample(ModelInput.from_ints([5, 6]), 1, params).result()
+            own = drawn_by_stand_in(running.data_dir, path, [5, 6], number, 4)
+            assert list(found.sequences[0].tokens) == own
+            penalized = SamplingParams(max_tokens=4, seed=number, presence_penalty=0.5)
+            other = sampler.sample(ModelInput.from_ints([5, 6]), 1, penalized).result()
+            assert list(other.sequences[0].tokens) != own
+        kinds = [each.kind for each in client.health().engines or []]
+        assert sorted(kinds) == ["torch", "torch", "vllm"]

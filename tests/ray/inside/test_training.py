@@ -16,11 +16,11 @@ from tinkex.types import AdamParams, Datum, ModelInput
 
 STEPS = 40
 _SCRIPT = Path(__file__).parents[2] / "server" / "pool_run.py"
-NODES = 3
+NODES = 4
 
 
 def data(step: int) -> list[Datum]:
-    """A pass of about 3,500 tokens: enough for three engines."""
+    """A pass of about 3,500 tokens: enough for four engines and more."""
     drawn = np.random.default_rng(step)
     made = []
     for length in drawn.integers(60, 200, 28):
@@ -64,7 +64,7 @@ def machines():
         yield made
 
 
-@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("engines", [1, 2, 3, 4])
 def test_same_bits_as_one_local_engine(engines, expected, machines, tmp_path):
     options = {"data_dir": tmp_path, "ray": machines.address, "engines": engines}
     with service("torch", **options) as running:
