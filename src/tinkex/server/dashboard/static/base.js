@@ -1,10 +1,23 @@
 // What every part of the page uses: elements, numbers and times as people say them, and small controls.
-import { h, render, Fragment } from "./vendor/preact.js";
-import { useState, useEffect, useRef, useMemo, useCallback } from "./vendor/preact-hooks.js";
+import { h, render, Component, Fragment } from "./vendor/preact.js";
+import { useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback } from "./vendor/preact-hooks.js";
 import htm from "./vendor/htm.js";
 
 export const html = htm.bind(h);
-export { render, Fragment, useState, useEffect, useRef, useMemo, useCallback };
+export { render, Fragment, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback };
+
+// A part that is drawn again only if one of its properties is another.
+export function still(draw) {
+  return class extends Component {
+    shouldComponentUpdate(next) {
+      return Object.keys(next).some((name) => next[name] !== this.props[name]);
+    }
+
+    render(props) {
+      return h(draw, props);
+    }
+  };
+}
 
 // -- numbers and times ---------------------------------------------------------------------------
 
@@ -72,16 +85,16 @@ export function duration(seconds) {
 // -- controls ------------------------------------------------------------------------------------
 
 let ticking = new Set();
-setInterval(() => { for (const tick of ticking) tick(); }, 20000);
+setInterval(() => { if (!document.hidden) for (const tick of ticking) tick(); }, 20000);
 
 // A time as people say it; it is kept up to date, and the exact one shows on hover.
 export function Time({ at }) {
-  const [, again] = useState(0);
+  const [, say] = useState("");
   useEffect(() => {
-    const tick = () => again((n) => n + 1);
+    const tick = () => say(ago(at));  // the same words are not drawn again
     ticking.add(tick);
     return () => ticking.delete(tick);
-  }, []);
+  }, [at]);
   if (!at) return html`<span>–</span>`;
   return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${exact(at)}>${ago(at)}</time>`;
 }
