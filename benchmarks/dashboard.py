@@ -345,14 +345,23 @@ def _idle(page: Any, address: str, what: str) -> None:
 
 
 def _cpu() -> tuple[float, float]:
-    """CPU seconds of this process, which has the service and the client in it, and of the browser."""
-    browser = 0.0
+    """CPU seconds of this process, which has the service and the client in it, and of the browser that it started."""
+    parents, browsers = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            fields, process = rest.split(), int(stat.parent.name)
+            parents[process] = int(fields[1])
             if name.startswith(("chromium", "chrome")):
-                browser += sum(map(int, rest.split()[11:13])) / os.sysconf("SC_CLK_TCK")
-    return time.process_time(), browser
+                browsers[process] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    mine = (spent for process, spent in browsers.items() if _descends(process, parents))
+    return time.process_time(), sum(mine)
+
+
+def _descends(process: int, parents: dict[int, int]) -> bool:
+    while process not in {0, os.getpid()}:
+        process = parents.get(process, 0)
+    return process != 0
 
 
 def main() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tinkex.server.dashboard.live import BEAT, SPACING, WAITS, Listener
+from tinkex.errors import RateLimitError
+from tinkex.server.dashboard.live import BEAT, MAX_LISTENERS, SPACING, WAITS, Listener, Live
 
 
 @pytest.fixture
@@ -66,3 +69,21 @@ def test_without_changes_there_is_a_beat(clock):
 
 def test_a_new_step_is_sent_well_within_a_second():
     assert max(WAITS["metrics"], SPACING) < 0.8
+
+
+async def _refused(pages):
+    """How many of many pages that connect at the same time are refused."""
+    live, stopping = Live(), asyncio.Event()
+    asked = [live.listen("ann", None, dict, stopping) for _ in range(pages)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [each for each in answers if isinstance(each, RateLimitError)]
+    for answer in answers:
+        if answer not in refused:
+            assert (await anext(answer)).startswith(b"event: hello")
+            await answer.aclose()
+    await live.listen("ann", None, dict, stopping)  # all others have left
+    return len(refused)
+
+
+def test_pages_that_connect_at_the_same_time_are_counted():
+    assert asyncio.run(_refused(MAX_LISTENERS + 5)) == 5

@@ -302,7 +302,7 @@ def _now(service: Service) -> dict[str, Any]:
 
 async def get_events(asked: DashboardRequest) -> Response:
     views = asked.dashboard.views
-    events = asked.dashboard.live.listen(
+    events = await asked.dashboard.live.listen(
         asked.owner,
         lambda run_ids: views.some(asked.owner, run_ids),
         lambda: _now(asked.service),

@@ -8,8 +8,8 @@ stored: a page that reconnects reads everything anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
 from typing import Any, Final
 
 import orjson
@@ -87,7 +87,7 @@ class Live:
     def metrics_written(self, owner: str, run_id: str) -> None:
         self.changed(owner, run_id, "metrics")
 
-    def listen(
+    async def listen(
         self,
         owner: str,
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
@@ -99,11 +99,9 @@ class Live:
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """
-        if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
-            raise RateLimitError(
-                f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
-            )
-        return self._events(owner, describe, now, stopping, set(unsettled))
+        events = self._events(owner, describe, now, stopping, set(unsettled))
+        # The first event counts the listener, so that of many requests at a time no more than allowed are answered.
+        return _preceded(await anext(events), events)
 
     async def _events(
         self,
@@ -112,7 +110,11 @@ class Live:
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
         unsettled: set[str],
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
+        if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
+            raise RateLimitError(
+                f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
+            )
         clock = asyncio.get_running_loop().time
         listener, looked = Listener(clock), clock()
         self._listeners.setdefault(owner, set()).add(listener)
@@ -142,6 +144,13 @@ class Live:
             self._listeners[owner].discard(listener)
             if not self._listeners[owner]:
                 del self._listeners[owner]
+
+
+async def _preceded(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

@@ -111,6 +111,9 @@ function App() {
     return () => { wanted = false; };
   }, [address.part]);
 
+  const named = { run: state.runs?.get(address.rest[0])?.name ?? "Run", compare: "Compare", play: "Playground", service: "Service" }[address.part] ?? "Runs";
+  useEffect(() => { document.title = `${named} · tinkex`; }, [named]);
+
   const Part = PARTS[address.part] ? part : Runs;
   const link = (name, text) => html`<a href=${`#/${name}`} aria-current=${address.part === name || (name === "" && address.part === "run") ? "page" : null}>${text}</a>`;
   const said = { live: "Live", offline: "Connecting again…", connecting: "Connecting…" }[connection];

@@ -57,14 +57,14 @@ export function Run({ address, runs, theme }) {
       ${now.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
       <span class="right buttons"><a class="button" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a>
         <button class="bad" onClick=${() => setDeleting(true)}>Delete…</button></span></div>
-    ${now.state.about && html`<p class="soft about">${now.state.about}</p>`}
+    <p class="soft about">${now.state.kind === "waiting" ? `Waiting ${now.state.about}.` : now.state.about} Last active <${Time} at=${now.active_at} />.</p>
     ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
     <dl class="facts">
       <div><dt>Loss</dt><dd>${value(now.loss)}</dd></div><div><dt>Steps</dt><dd>${count(now.steps)}</dd></div>
       <div><dt>Tokens</dt><dd>${count(now.tokens)}</dd></div>
       <div><dt>Base model</dt><dd class="text">${now.base_model.split("/").pop()} <span class="soft">rank ${now.rank}</span></dd></div>
       <div><dt>Checkpoints</dt><dd>${count(now.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(now.bytes)}</dd></div>
-      <div><dt>Started</dt><dd class="text"><${Time} at=${now.created_at} /></dd></div>
+      <div><dt>Started</dt><dd class="text"><${Time} at=${now.created_at} short=${true} /></dd></div>
       <div><dt>In queue</dt><dd>${count(now.queued)}</dd></div>
     </dl>
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, text]) => html`<a href=${`#/run/${encodeURIComponent(id)}/${name}`} aria-current=${tab === name ? "page" : null}>${text}</a>`)}</nav>

@@ -50,7 +50,7 @@ export function Runs({ runs, total, error }) {
         <option value="">all</option>${["training", "waiting", "idle", "ended", "failed"].map((kind) => html`<option value=${kind}>${kind}</option>`)}</select></label>
       ${tags.length > 0 && html`<label class="inline">Tag <select value=${tag} onChange=${(event) => setTag(event.target.value)}>
         <option value="">all</option>${tags.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
-      <a class="button ${chosen.length < 2 ? "off" : "main"}" role="button" aria-disabled=${chosen.length < 2}
+      <a class="button ${chosen.length < 2 ? "off" : "main"}" role="button" aria-disabled=${chosen.length < 2} title="Tick two to ten runs"
         href=${chosen.length < 2 ? null : `#/compare?runs=${chosen.map(encodeURIComponent).join(",")}`}>Compare ${chosen.length || ""}</a>
     </div>
     <div class="scroll"><table class="list runs"><caption class="hidden">Training runs</caption>
