@@ -227,20 +227,18 @@ def _delay(url: str, page: Any) -> None:
         show("the same, slowest of 10", max(taken), "s", 1)
 
 
-#: The page waits a twentieth of the time between two readings, so that an hour of updates passes in minutes.
-_HURRY = "const wait = setTimeout; window.setTimeout = (work, time, ...more) => wait(work, time / 20, ...more);"
 #: Parts of all updates after which the heap is measured. By the first, plots have as many points as they can have.
 _PARTS = (0.3, 0.5, 0.75, 1.0)
 
 
 def _memory(browser: Any, updates: int) -> None:
     """The heap of a page that shows a run which makes steps all the time, after garbage collection."""
-    live.COLLECTED = 0.02  # type: ignore[misc]  # seconds between events, here of the same process
+    live.SPACING = 0.01  # type: ignore[misc]  # an hour of updates in two minutes
+    live.WAITS["metrics"] = 0.005
     with tempfile.TemporaryDirectory() as scratch:
         service = opened(Path(scratch))
         url = service.start()
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.add_init_script(_HURRY)
         read: list[str] = []
         page.on(
             "response",
@@ -304,6 +302,8 @@ _TURNS, _TURN = 6, 5.0
 def _alternating(url: str, browser: Any, training: Any) -> None:
     page, data = browser.new_page(viewport={"width": 1280, "height": 900}), _data()
     _step(training, data)
+    _idle(page, "about:blank", "with an empty page, nothing trains")
+    _idle(page, f"{url}/#/run/{training.model_id}", "with the page of a run, nothing trains")
     steps: dict[bool, list[float]] = {False: [], True: []}
     used: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for turn in range(2 * _TURNS):
@@ -321,10 +321,13 @@ def _alternating(url: str, browser: Any, training: Any) -> None:
     ratios = [
         with_page / without for with_page, without in zip(steps[True], steps[False], strict=True)
     ]
+    print("  pairs:", " ".join(f"{(ratio - 1) * 100:+.1f} %" for ratio in ratios), flush=True)
     show("a step without a page", statistics.median(steps[False]) * 1000, "ms")
     show(
         "slower with the page open, median of pairs", (statistics.median(ratios) - 1) * 100, "%", 2
     )
+    without = statistics.median(use[1] for use in used[False])
+    show("CPU of the browser with an empty page", without * 100, "% of a core")
     for place, name in enumerate(("service and client", "browser")):
         more = statistics.median(use[place] for use in used[True]) - statistics.median(
             use[place] for use in used[False]
@@ -332,15 +335,33 @@ def _alternating(url: str, browser: Any, training: Any) -> None:
         show(f"CPU that {name} spend on the page", more * 100, "% of a core")
 
 
+def _idle(page: Any, address: str, what: str) -> None:
+    page.goto(address)
+    page.wait_for_timeout(2000)
+    before, start = _cpu(), time.perf_counter()
+    page.wait_for_timeout(_TURN * 1000)
+    spent = time.perf_counter() - start
+    show(f"CPU of the browser {what}", (_cpu()[1] - before[1]) / spent * 100, "% of a core")
+
+
 def _cpu() -> tuple[float, float]:
-    """CPU seconds of this process, which has the service and the client in it, and of the browser."""
-    browser = 0.0
+    """CPU seconds of this process, which has the service and the client in it, and of the browser that it started."""
+    parents, browsers = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            fields, process = rest.split(), int(stat.parent.name)
+            parents[process] = int(fields[1])
             if name.startswith(("chromium", "chrome")):
-                browser += sum(map(int, rest.split()[11:13])) / os.sysconf("SC_CLK_TCK")
-    return time.process_time(), browser
+                browsers[process] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    mine = (spent for process, spent in browsers.items() if _descends(process, parents))
+    return time.process_time(), sum(mine)
+
+
+def _descends(process: int, parents: dict[int, int]) -> bool:
+    while process not in {0, os.getpid()}:
+        process = parents.get(process, 0)
+    return process != 0
 
 
 def main() -> None:

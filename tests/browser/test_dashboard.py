@@ -478,3 +478,74 @@ def test_many_steps_a_second_keep_the_page_alive(served, client, page):
     worker.start()
     worker.join()
     expect(steps_shown(page)).to_have_text("151")
+
+
+# -- cost ----------------------------------------------------------------------------------------------
+
+#: Counts how often canvases are cleared, which uPlot does once for each drawing.
+COUNT_DRAWINGS = """
+  window.drawings = 0;
+  const clear = CanvasRenderingContext2D.prototype.clearRect;
+  CanvasRenderingContext2D.prototype.clearRect = function (...where) { window.drawings += 1; return clear.apply(this, where); };
+"""
+HIDE = """(hidden) => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_a_step_is_read_once_and_draws_each_plot_once(served, client, page):
+    training = trained(client, "frugal", steps=70)
+    page.add_init_script(COUNT_DRAWINGS)
+    page.goto(run_url(served, training))
+    expect(steps_shown(page)).to_have_text("70")
+    page.get_by_role("figure", name="loss,").locator("canvas").wait_for()
+    plots = page.locator("figure canvas").count()
+    before = page.evaluate("window.drawings")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    more_steps(training, 1)
+    expect(steps_shown(page)).to_have_text("71")
+    assert [url for url in asked if "/metrics?" not in url] == []
+    # Changes of the queue may be told apart from the step; only the step is drawn.
+    assert len(asked) == 1
+    assert page.evaluate("window.drawings") - before == plots
+
+
+def test_nothing_moves_on_a_page_of_a_run_that_trains(served, client, page):
+    training = trained(client, "still", steps=3)
+    page.goto(run_url(served, training))
+    expect(page.locator(".title .state")).to_have_text("training")
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+def test_a_hidden_page_reads_nothing_until_it_is_seen_again(served, client, page):
+    training = trained(client, "hidden", steps=2)
+    page.goto(run_url(served, training))
+    expect(steps_shown(page)).to_have_text("2")
+    page.evaluate(HIDE, True)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    with tinkex.ServiceClient(base_url=served.url, api_key="tml-local") as other:
+        more_steps(training, 3)
+        last = trained(other, "later", steps=1)
+        with page.context.new_page() as seen:
+            seen.goto(run_url(served, last))
+            expect(steps_shown(seen)).to_have_text("1")
+    assert asked == []
+    assert steps_shown(page).inner_text() == "2"
+    page.evaluate(HIDE, False)
+    expect(steps_shown(page)).to_have_text("5")
+
+
+def test_plots_out_of_sight_are_drawn_when_scrolled_to(served, client, page):
+    training = trained(client, "many", steps=1)
+    for step in (1, 2):
+        training.log(step, {f"metric {number:02}": float(step) for number in range(20)}).result()
+    page.goto(run_url(served, training))
+    page.get_by_role("figure", name="loss,").locator("canvas").wait_for()
+    last = page.get_by_role("figure", name="metric 19,")
+    expect(last).to_have_attribute("aria-label", re.compile("from 1 to 2"))
+    expect(last.locator("canvas")).to_have_count(0)
+    last.scroll_into_view_if_needed()
+    expect(last.locator("canvas")).to_have_count(1)

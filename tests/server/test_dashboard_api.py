@@ -436,6 +436,21 @@ def test_open_pages_get_an_event_for_each_step(running, api):
         listener.until(shows_the_step)
 
 
+def test_a_pass_without_a_step_gives_a_page_nothing_to_draw(alone):
+    api, model = alone, alone.model()
+    model.step()
+    local(api, f"runs/{model.model_id}/metrics")  # waits until everything is written
+    with Listener(api) as listener:
+        api.retrieve(model.forward_backward())
+
+        def shows_the_pass(name, content):
+            return name == "runs" and any(run["tokens"] > 4 for run in content["runs"])
+
+        heard = listener.until(shows_the_pass)
+    assert [run["changed"] for run in heard["runs"]] == [["state"]]
+    assert heard["runs"][0]["queued"] == 0
+
+
 # -- playground ----------------------------------------------------------------------------------------
 
 

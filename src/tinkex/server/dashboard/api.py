@@ -71,6 +71,12 @@ class SamplesOf(RequestModel):
     offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
 
 
+class Since(RequestModel):
+    """Rates after this time, so that a page that has read the others need not read them again."""
+
+    since: float = 0.0
+
+
 class DeletedRun(RequestModel):
     """Whether a deleted run keeps its checkpoints; then only metrics and samples are deleted."""
 
@@ -181,7 +187,7 @@ async def remove_run(asked: DashboardRequest) -> dict[str, Any]:
     keep: bool = asked.query.keep_checkpoints
     gone = await delete_run(asked.service, run, keep_checkpoints=keep)
     asked.dashboard.views.forget(run.run_id)
-    asked.dashboard.live.changed(asked.owner, run.run_id, "state")
+    asked.dashboard.live.changed(asked.owner, run.run_id, "metrics")
     return gone
 
 
@@ -296,7 +302,7 @@ def _now(service: Service) -> dict[str, Any]:
 
 async def get_events(asked: DashboardRequest) -> Response:
     views = asked.dashboard.views
-    events = asked.dashboard.live.listen(
+    events = await asked.dashboard.live.listen(
         asked.owner,
         lambda run_ids: views.some(asked.owner, run_ids),
         lambda: _now(asked.service),
@@ -350,7 +356,7 @@ async def get_service(asked: DashboardRequest) -> dict[str, Any]:
             "metrics": service.quotas.metric_bytes.used(owner),
         },
         "usage": dict(service.usage.totals),
-        "history": service.history.rates(),
+        "history": service.history.rates(asked.query.since),
         "failures": [asdict(each) for each in service.history.failures_of(owner)[:100]],
     }
 
@@ -472,6 +478,7 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "Read the state of the service and its last hour",
         "Engine, queue, disk, rates by time, and the failed requests of this key.",
         get_service,
+        Since,
     ),
     LocalCall(
         "list_choices",

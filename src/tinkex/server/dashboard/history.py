@@ -108,11 +108,13 @@ class History:
             each for each in reversed(self.failures) if each.owner == owner and each.time > since
         ]
 
-    def rates(self) -> dict[str, list[float]]:
-        """The readings as columns; totals become amounts per second."""
+    def rates(self, since: float = 0.0) -> dict[str, list[float]]:
+        """The readings after a time as columns; totals become amounts per second."""
         found: dict[str, list[float]] = {"time": []}
         readings = list(self.readings)
         for before, now in pairwise(readings):
+            if now.time <= since:
+                continue
             seconds = max(1e-3, now.time - before.time)
             found["time"].append(now.time)
             for name in Reading.__slots__:

@@ -1,13 +1,15 @@
 """Live updates: one stream of server-sent events per open page.
 
-An event contains the runs that have changed, in their new state. Changes within a short time are sent together, so a
-thousand steps a second cost as little as four. Nothing is stored: a page that reconnects reads everything again.
+An event says which runs have changed and how they look now. A page draws itself anew for each event, on the processor that
+trains if the browser runs there, so changes are sent together: a thousand steps a second cost as little as two. Nothing is
+stored: a page that reconnects reads everything anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
 from typing import Any, Final
 
 import orjson
@@ -17,35 +19,66 @@ from tinkex.errors import RateLimitError
 
 from ..futures import Promise
 
-__all__ = ["Live"]
+__all__ = ["Listener", "Live"]
 
-#: Seconds in which changes are collected.
-COLLECTED: Final = 0.25
-#: Seconds after which a page gets a `beat` if nothing changed, so that it knows that the connection works.
+#: Seconds for which a change waits for others. One of the state can wait for the metrics of the step that it belongs to.
+WAITS: Final = {"metrics": 0.05, "state": 1.0}
+#: Seconds between two events at least. A new step must be on the screen a second after its result.
+SPACING: Final = 0.7
+#: Seconds after which a page hears something even if nothing changed: it shows that the connection lives.
 BEAT: Final = 5.0
 #: Pages of one key that may listen at a time.
 MAX_LISTENERS: Final = 32
-#: Runs in one event. If more have changed, the page gets the others when they change again.
+#: Runs in one event; a page that misses some hears of them next time.
 _MAX_RUNS: Final = 200
 
 
-class _Listener:
-    def __init__(self) -> None:
-        self.changed: dict[str, set[str]] = {}  # by run: what changed
-        self.woken = asyncio.Event()
+class Listener:
+    """What one open page has not heard yet, and when it hears it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed: dict[str, set[str]] = {}  # by run: what changed
+        self._due: float | None = None
+        self._sent = clock()
+        self._sooner = asyncio.Event()
+
+    def note(self, run_id: str, what: str) -> None:
+        self._changed.setdefault(run_id, set()).add(what)
+        due = self._clock() + WAITS[what]
+        if self._due is None or due < self._due:  # most changes come while an earlier one waits
+            self._due = due
+            self._sooner.set()
+
+    def take(self) -> dict[str, set[str]]:
+        """All changes so far, which are being sent now."""
+        changed, self._changed, self._due, self._sent = self._changed, {}, None, self._clock()
+        return changed
+
+    def seconds_left(self) -> float:
+        """Until the next event: of changes that are due, or of none."""
+        at = self._sent + BEAT if self._due is None else max(self._due, self._sent + SPACING)
+        return at - self._clock()
+
+    async def wait(self) -> None:
+        """Until the next event is due."""
+        while (seconds := self.seconds_left()) > 0:
+            self._sooner.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._sooner.wait()
 
 
 class Live:
-    """Sends changes to open pages."""
+    """Tells open pages what has changed."""
 
     def __init__(self) -> None:
-        self._listeners: dict[str, set[_Listener]] = {}
+        self._listeners: dict[str, set[Listener]] = {}
 
     def changed(self, owner: str, run_id: str, what: str) -> None:
-        """Note that a run has changed."""
+        """Note that something about a run is different now."""
         for listener in self._listeners.get(owner, ()):
-            listener.changed.setdefault(run_id, set()).add(what)
-            listener.woken.set()
+            listener.note(run_id, what)
 
     def request_changed(self, promise: Promise) -> None:
         if promise.operation.runner is ServicePart.MODELS:
@@ -54,7 +87,7 @@ class Live:
     def metrics_written(self, owner: str, run_id: str) -> None:
         self.changed(owner, run_id, "metrics")
 
-    def listen(
+    async def listen(
         self,
         owner: str,
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
@@ -62,15 +95,13 @@ class Live:
         stopping: asyncio.Event,
         unsettled: Iterable[str] = (),
     ) -> AsyncIterator[bytes]:
-        """The events of an owner's runs, until the service stops; refused if the key has too many open streams.
+        """The events of an owner's runs, until the service stops; refused if too many listen.
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """
-        if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
-            raise RateLimitError(
-                f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
-            )
-        return self._events(owner, describe, now, stopping, set(unsettled))
+        events = self._events(owner, describe, now, stopping, set(unsettled))
+        # The first event counts the listener, so that of many requests at a time no more than allowed are answered.
+        return _preceded(await anext(events), events)
 
     async def _events(
         self,
@@ -79,22 +110,31 @@ class Live:
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
         unsettled: set[str],
-    ) -> AsyncIterator[bytes]:
-        listener = _Listener()
+    ) -> AsyncGenerator[bytes, None]:
+        if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
+            raise RateLimitError(
+                f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
+            )
+        clock = asyncio.get_running_loop().time
+        listener, looked = Listener(clock), clock()
         self._listeners.setdefault(owner, set()).add(listener)
         try:
             yield _event("hello", now())
             while not stopping.is_set():
-                beat = not await _woken(listener.woken, BEAT)
-                await asyncio.sleep(COLLECTED)
-                listener.woken.clear()
-                changed, listener.changed = listener.changed, {}
-                asked = [*changed, *(unsettled - changed.keys())][:_MAX_RUNS]
-                runs = await describe(asked) if asked else []
-                unsettled = {run["id"] for run in runs if run["state"]["kind"] != "ended"}
+                await listener.wait()
+                changed = listener.take()
+                asked = list(changed)
+                if beat := clock() - looked >= BEAT:
+                    looked = clock()
+                    asked += unsettled - changed.keys()
+                runs = await describe(asked[:_MAX_RUNS]) if asked else []
                 for run in runs:
                     run["changed"] = sorted(changed.get(run["id"], ()))
-                if gone := set(asked) - {run["id"] for run in runs}:
+                    (unsettled.discard if run["state"]["kind"] == "ended" else unsettled.add)(
+                        run["id"]
+                    )
+                if gone := set(asked[:_MAX_RUNS]) - {run["id"] for run in runs}:
+                    unsettled -= gone
                     yield _event("gone", {"runs": sorted(gone)})
                 if runs:
                     yield _event("runs", {"runs": runs})
@@ -106,13 +146,11 @@ class Live:
                 del self._listeners[owner]
 
 
-async def _woken(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+async def _preceded(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

@@ -61,11 +61,11 @@ class RunViews:
         database, run_ids = self._service.database, [row.run_id for row in rows]
         sessions = await database(database.store.sessions_by_id, {row.session_id for row in rows})
         sizes = await database(database.store.checkpoint_totals, run_ids)
-        states = [self.state(row) for row in rows]  # here, because the queues change on this thread
+        moments = list(map(self._moment, rows))
         return await asyncio.to_thread(
             lambda: [
-                self._line(owner, row, sessions, sizes) | {"state": state}
-                for row, state in zip(rows, states, strict=True)
+                self._line(owner, row, sessions, sizes) | moment
+                for row, moment in zip(rows, moments, strict=True)
             ]
         )
 
@@ -97,6 +97,11 @@ class RunViews:
             "checkpoints": count,
             "bytes": size + metrics.bytes,
         }
+
+    def _moment(self, row: RunRow) -> dict[str, Any]:
+        """What only the event loop may read, because the queues change there."""
+        model = self._model(row.run_id)
+        return {"state": self.state(row), "queued": 0 if model is None else len(model.line)}
 
     def _spark(self, owner: str, run_id: str) -> list[float | None]:
         metrics = self._service.run_metrics.run(owner, run_id)

@@ -185,8 +185,6 @@ class MetricStore:
         self._runs.pop((owner, run_id), None)
         size = await self.in_thread(_removed, self.directory(owner, run_id))
         self._quota.release(owner, size)
-        for notify in self.on_written:
-            notify(owner, run_id)
         return size
 
     def stored(self, owner: str, run_id: str, size: int) -> None:
@@ -216,7 +214,10 @@ class MetricStore:
                 except OSError as error:
                     self._warn(waiting.owner, str(error))
                     continue
-                self.stored(waiting.owner, run_id, size)
+                if waiting.points:  # a state alone draws nothing
+                    self.stored(waiting.owner, run_id, size)
+                else:
+                    self._quota.add(waiting.owner, size)
 
     def has_room(self, owner: str, size: int) -> bool:
         """Whether an owner may store more; warns once if not."""

@@ -1,6 +1,7 @@
 // Calls to the service. The key is kept in this tab only and is sent as a header, never in an address or a cookie.
 const KEY = "tinkex-key";
-const watching = { key: new Set(), state: new Set(), runs: new Set(), gone: new Set(), again: new Set() };
+const PATIENCE = 1500;  // milliseconds that news wait for what is read because of them
+const watching = { key: new Set(), state: new Set(), news: new Set(), reading: new Set() };
 
 export class Failure extends Error {
   constructor(message, status) {
@@ -89,6 +90,56 @@ export function on(what, tell) {
   return () => watching[what].delete(tell);
 }
 
+// Calls `work` at once and then every `pause` milliseconds, but not while nobody can see the page.
+export function whileSeen(work, pause) {
+  const go = () => { if (!document.hidden) work(); };
+  go();
+  const timer = setInterval(go, pause);
+  document.addEventListener("visibilitychange", go);
+  return () => { clearInterval(timer); document.removeEventListener("visibilitychange", go); };
+}
+
+// What the page has not shown yet: runs that changed and are gone; `again` after a break, when anything may be different.
+const news = {
+  runs: new Map(), gone: new Set(), again: false, telling: false,
+
+  add({ runs = [], gone = [], again = false }) {
+    for (const run of runs) {
+      const before = this.runs.get(run.id)?.changed ?? [];
+      this.runs.set(run.id, { ...run, changed: [...new Set([...before, ...run.changed])] });
+      this.gone.delete(run.id);
+    }
+    for (const id of gone) { this.gone.add(id); this.runs.delete(id); }
+    this.again ||= again;
+    this.tell();
+  },
+
+  take() {
+    if (!this.runs.size && !this.gone.size && !this.again) return null;
+    const taken = { runs: [...this.runs.values()], gone: [...this.gone], again: this.again };
+    this.runs.clear();
+    this.gone.clear();
+    this.again = false;
+    return taken;
+  },
+
+  // What an open part reads because of the news is shown together with them, so that the page is drawn once. Nothing is
+  // read or drawn while nobody can see the page.
+  async tell() {
+    if (this.telling) return;
+    this.telling = true;
+    for (let told; !document.hidden && (told = this.take());) {
+      const read = [...watching.reading].map((each) => each(told)).filter(Boolean);
+      const shown = read.length ? await Promise.race([Promise.all(read), new Promise((late) => setTimeout(late, PATIENCE))]) : null;
+      if (!shown) read.forEach((each) => each.then((show) => show()));
+      for (const show of shown ?? []) show();
+      for (const tell of watching.news) tell(told);
+    }
+    this.telling = false;
+  },
+};
+document.addEventListener("visibilitychange", () => news.tell());
+
 // The one connection for live updates. After a break everything on the screen is read again.
 export const stream = {
   state: "connecting", hello: null, _abort: null, _running: false, _wake: null,
@@ -120,13 +171,13 @@ export const stream = {
           if (name === "hello") {
             this.hello = content;
             this._set("live");
-            if (before) for (const tell of watching.again) tell();
+            if (before) news.add({ again: true });
             before = true;
             pause = 300;
           } else if (name === "runs") {
-            for (const tell of watching.runs) tell(content.runs);
+            news.add({ runs: content.runs });
           } else if (name === "gone") {
-            for (const tell of watching.gone) tell(content.runs);
+            news.add({ gone: content.runs });
           }
         }
       } catch (error) {

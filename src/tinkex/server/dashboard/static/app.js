@@ -39,6 +39,11 @@ function useTheme() {
   return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % 3])];
 }
 
+// Whether a change is one that nobody can see: a request more of a run that was active just now.
+function looksTheSame(before, { active_at, changed, ...run }) {
+  return before && active_at - before.active_at < 10 && Object.keys(run).every((name) => String(run[name]) === String(before[name])) && run.state.kind === before.state.kind && run.state.about === before.state.about;
+}
+
 // All runs by id: read once, then changed by events.
 function useRuns() {
   const [state, setState] = useState({ runs: null, total: 0, error: null });
@@ -52,23 +57,17 @@ function useRuns() {
   };
   useEffect(() => {
     load();
-    const stops = [
-      on("again", load),
-      on("runs", (changed) => setState((before) => {
-        if (!before.runs) return before;
+    return on("news", ({ runs: changed, gone, again }) => {
+      if (again) load();
+      setState((before) => {
+        const fresh = changed.filter((run) => !looksTheSame(before.runs?.get(run.id), run));
+        if (!before.runs || (!fresh.length && !gone.length)) return before;
         const runs = new Map(before.runs);
-        let total = before.total;
-        for (const run of changed) { if (!runs.has(run.id)) total += 1; runs.set(run.id, run); }
+        let total = before.total - gone.filter((id) => runs.delete(id)).length;
+        for (const run of fresh) { if (!runs.has(run.id)) total += 1; runs.set(run.id, run); }
         return { runs, total, error: null };
-      })),
-      on("gone", (ids) => setState((before) => {
-        if (!before.runs) return before;
-        const runs = new Map(before.runs);
-        const total = before.total - ids.filter((id) => runs.delete(id)).length;
-        return { ...before, runs, total };
-      })),
-    ];
-    return () => stops.forEach((stop) => stop());
+      });
+    });
   }, []);
   return [state, load];
 }
@@ -111,6 +110,9 @@ function App() {
     PARTS[address.part]?.().then((Part) => wanted && setPart(() => Part));
     return () => { wanted = false; };
   }, [address.part]);
+
+  const named = { run: state.runs?.get(address.rest[0])?.name ?? "Run", compare: "Compare", play: "Playground", service: "Service" }[address.part] ?? "Runs";
+  useEffect(() => { document.title = `${named} · tinkex`; }, [named]);
 
   const Part = PARTS[address.part] ? part : Runs;
   const link = (name, text) => html`<a href=${`#/${name}`} aria-current=${address.part === name || (name === "" && address.part === "run") ? "page" : null}>${text}</a>`;

@@ -1,10 +1,23 @@
 // What every part of the page uses: elements, numbers and times as people say them, and small controls.
-import { h, render, Fragment } from "./vendor/preact.js";
-import { useState, useEffect, useRef, useMemo, useCallback } from "./vendor/preact-hooks.js";
+import { h, render, Component, Fragment } from "./vendor/preact.js";
+import { useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback } from "./vendor/preact-hooks.js";
 import htm from "./vendor/htm.js";
 
 export const html = htm.bind(h);
-export { render, Fragment, useState, useEffect, useRef, useMemo, useCallback };
+export { render, Fragment, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback };
+
+// A part that is drawn again only if one of its properties is another.
+export function still(draw) {
+  return class extends Component {
+    shouldComponentUpdate(next) {
+      return Object.keys(next).some((name) => next[name] !== this.props[name]);
+    }
+
+    render(props) {
+      return h(draw, props);
+    }
+  };
+}
 
 // -- numbers and times ---------------------------------------------------------------------------
 
@@ -42,15 +55,16 @@ export function bytes(size) {
 
 const SPANS = [[86400 * 365, "year"], [86400 * 30, "month"], [86400, "day"], [3600, "hour"], [60, "minute"]];
 const relative = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+const brief = new Intl.RelativeTimeFormat("en", { numeric: "auto", style: "short" });
 const exactly = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 
-export function ago(seconds, now = Date.now() / 1000) {
+export function ago(seconds, words = relative, now = Date.now() / 1000) {
   const passed = seconds - now;
   for (const [size, unit] of SPANS) {
     // What is to come is rounded: seven days from now are not six a second later.
-    if (Math.abs(passed) >= size * (passed > 0 ? 0.99 : 1)) return relative.format(passed > 0 ? Math.round(passed / size) : Math.trunc(passed / size), unit);
+    if (Math.abs(passed) >= size * (passed > 0 ? 0.99 : 1)) return words.format(passed > 0 ? Math.round(passed / size) : Math.trunc(passed / size), unit);
   }
-  return Math.abs(passed) < 10 ? "just now" : relative.format(Math.trunc(passed), "second");
+  return Math.abs(passed) < 10 ? "just now" : words.format(Math.trunc(passed), "second");
 }
 
 export function exact(seconds) {
@@ -72,18 +86,19 @@ export function duration(seconds) {
 // -- controls ------------------------------------------------------------------------------------
 
 let ticking = new Set();
-setInterval(() => { for (const tick of ticking) tick(); }, 20000);
+setInterval(() => { if (!document.hidden) for (const tick of ticking) tick(); }, 20000);
 
-// A time as people say it; it is kept up to date, and the exact one shows on hover.
-export function Time({ at }) {
-  const [, again] = useState(0);
+// A time as people say it; it is kept up to date, and the exact one shows on hover. `short` is for narrow places.
+export function Time({ at, short = false }) {
+  const words = short ? brief : relative;
+  const [, say] = useState("");
   useEffect(() => {
-    const tick = () => again((n) => n + 1);
+    const tick = () => say(ago(at, words));  // the same words are not drawn again
     ticking.add(tick);
     return () => ticking.delete(tick);
-  }, []);
+  }, [at]);
   if (!at) return html`<span>–</span>`;
-  return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${exact(at)}>${ago(at)}</time>`;
+  return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${exact(at)}>${ago(at, words)}</time>`;
 }
 
 export function State({ state }) {

@@ -1,5 +1,5 @@
 // One plot: curves with a band where a point stands for several steps, marks for values that are not finite.
-import { html, useState, useEffect, useRef, useMemo, count, value, exact, duration } from "./base.js";
+import { html, still, useState, useEffect, useLayoutEffect, useRef, useMemo, count, value, exact, duration } from "./base.js";
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -24,30 +24,40 @@ function axisText(kind, number) {
   return kind === "time" ? exact(number) : kind === "tokens" ? `${count(number)} tokens` : `step ${count(number)}`;
 }
 
-// Columns for uPlot: x, then raw, smoothed, low and high of each curve.
+// How many lines uPlot draws for a curve: itself, the smoothed one, and the edges of its band, where it has them.
+const lines = (curve, smoothing) => 1 + (smoothing ? 1 : 0) + (curve.low ? 2 : 0);
+
+// Columns for uPlot: x, then the lines of each curve.
 function columns(curves, smoothing, log) {
   const usable = (list) => (log ? list.map((number) => (number > 0 ? number : null)) : list);
-  const tables = curves.map(({ x, y, low, high }) => [
-    x, usable(y), usable(smoothed(y, smoothing)), usable(low ?? y), usable(high ?? y),
-  ]);
+  const tables = curves.map(({ x, y, low, high }) =>
+    [x, y, ...(smoothing ? [smoothed(y, smoothing)] : []), ...(low ? [low, high] : [])].map((list, place) => (place ? usable(list) : list)));
   if (tables.length === 1) return tables[0];
   return window.uPlot.join(tables);
 }
 
-function options(props, width, height, show) {
+// The column of each curve that is read out.
+function readOut(curves, smoothing) {
+  let place = 1;
+  return curves.map((curve) => { const found = place + (smoothing ? 1 : 0); place += lines(curve, smoothing); return found; });
+}
+
+function options(props, width, height, show, latest) {
   const { curves, axis, log, smoothing, onZoom, format = value } = props;
   const ink = style("--soft"), line = style("--line");
-  const series = [{}], bands = [];
-  curves.forEach((curve, place) => {
-    const color = curve.color, base = place * 4 + 1;
+  const bad = style("--bad"), series = [{}], bands = [];
+  curves.forEach((curve) => {
+    const color = curve.color;
     const hidden = { points: { show: false }, width: 0, stroke: "transparent", spanGaps: true };
     const few = curve.x.length < 60;
     series.push(
       { stroke: smoothing ? faded(color, 0.25) : color, width: smoothing ? 1 : 1.6, spanGaps: true, points: { show: few && !smoothing, size: 4, fill: color } },
-      { stroke: smoothing ? color : "transparent", width: smoothing ? 2 : 0, spanGaps: true, points: { show: false } },
-      hidden, hidden,
     );
-    if (curve.low) bands.push({ series: [base + 3, base + 2], fill: faded(color, smoothing ? 0.1 : 0.18) });
+    if (smoothing) series.push({ stroke: color, width: 2, spanGaps: true, points: { show: false } });
+    if (curve.low) {
+      series.push(hidden, hidden);
+      bands.push({ series: [series.length - 1, series.length - 2], fill: faded(color, smoothing ? 0.1 : 0.18) });
+    }
   });
   const grid = { stroke: line, width: 1 };
   const font = "11px system-ui, sans-serif";
@@ -69,8 +79,8 @@ function options(props, width, height, show) {
         if (selected > 4) onZoom({ start: plot.posToVal(left, "x"), end: plot.posToVal(left + selected, "x") });
         plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
       }],
-      setCursor: [(plot) => show(plot.cursor.idx)],
-      draw: [(plot) => marks(plot, curves)],
+      setCursor: [(plot) => show(plot.cursor.idx ?? null)],
+      draw: [(plot) => marks(plot, latest(), bad)],
     },
   };
 }
@@ -83,10 +93,10 @@ function spread(plot, low, high) {
 }
 
 // A triangle at the upper edge wherever a value was not finite.
-function marks(plot, curves) {
+function marks(plot, curves, color) {
   const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
   ctx.save();
-  ctx.fillStyle = style("--bad");
+  ctx.fillStyle = color;
   for (const curve of curves) {
     for (const [x] of curve.odd ?? []) {
       const left = plot.valToPos(x, "x", true);
@@ -101,28 +111,53 @@ function marks(plot, curves) {
   ctx.restore();
 }
 
-export function Plot(props) {
-  const { title, curves, axis, log, smoothing, zoom, onZoom, height = 190, unit = "", format = value } = props;
-  const place = useRef(), plot = useRef(), latest = useRef(props), wanted = useRef(null);
-  const [at, setAt] = useState(null);
-  latest.current = props;
-  const data = useMemo(() => columns(curves, smoothing, log), [curves, smoothing, log]);
-  const key = `${axis} ${log} ${smoothing > 0} ${curves.map((curve) => `${curve.label}${curve.color}${Boolean(curve.low)}${curve.x.length < 60}`).join("|")} ${props.theme}`;
+// Plots on the screen or near it. Others are drawn when somebody scrolls to them.
+const near = new WeakMap();
+const seen = new IntersectionObserver((entries) => { for (const entry of entries) near.get(entry.target)?.(entry.isIntersecting); }, { rootMargin: "200px" });
 
+function useNear(place) {
+  const [shown, setShown] = useState(false);
   useEffect(() => {
     const element = place.current;
-    const width = () => Math.max(180, element.clientWidth);
-    plot.current = new window.uPlot(options({ ...latest.current, onZoom: (range) => latest.current.onZoom(range) }, width(), height, setAt), data, element);
-    const resized = new ResizeObserver(() => plot.current?.setSize({ width: width(), height }));
-    resized.observe(element);
-    return () => { resized.disconnect(); plot.current.destroy(); plot.current = null; };
-  }, [key]);
+    near.set(element, setShown);
+    seen.observe(element);
+    return () => seen.unobserve(element);
+  }, []);
+  return shown;
+}
+
+export const Plot = still((props) => {
+  const { title, curves, axis, log, smoothing, zoom, onZoom, height = 190, unit = "", format = value } = props;
+  const place = useRef(), plot = useRef(), latest = useRef(props), drawn = useRef(null);
+  const [at, setAt] = useState(null);
+  const shown = useNear(place);
+  latest.current = props;
+  const data = useMemo(() => columns(curves, smoothing, log), [curves, smoothing, log]);
+  const about = useMemo(() => `${title}, ${summary(curves)}`, [title, curves]);
+  const key = `${axis} ${log} ${smoothing > 0} ${curves.map((curve) => `${curve.label}${curve.color}${Boolean(curve.low)}${curve.x.length < 60}`).join("|")} ${props.theme}`;
+
+  useLayoutEffect(() => {  // in the same frame as the words around it
+    if (!shown) return;
+    const element = place.current;
+    if (plot.current?.key !== key) {
+      plot.current?.destroy();
+      const width = Math.max(180, element.clientWidth);
+      plot.current = new window.uPlot(options({ ...latest.current, onZoom: (range) => latest.current.onZoom(range) }, width, height, setAt, () => latest.current.curves), data, element);
+      plot.current.key = key;
+    } else if (drawn.current !== data) {
+      plot.current.setData(data, true);
+    }
+    drawn.current = data;
+  }, [key, data, shown]);
 
   useEffect(() => {
-    if (!plot.current || wanted.current === data) return;
-    wanted.current = data;
-    plot.current.setData(data, true);
-  }, [data]);
+    const resized = new ResizeObserver(([{ contentRect }]) => {
+      const width = Math.max(180, Math.floor(contentRect.width));
+      if (plot.current && plot.current.width !== width) plot.current.setSize({ width, height });
+    });
+    resized.observe(place.current);
+    return () => { resized.disconnect(); plot.current?.destroy(); plot.current = null; };
+  }, []);
 
   const keys = (event) => {
     const shown = curves[0]?.x;
@@ -139,9 +174,10 @@ export function Plot(props) {
 
   const odd = curves.flatMap((curve) => curve.odd ?? []).reduce((sums, [, word, number]) => ({ ...sums, [word]: (sums[word] ?? 0) + number }), {});
   const x = at === null || at === undefined ? null : data[0][at];
-  const said = curves.map((curve, number) => ({ curve, number: at === null ? undefined : near(data[number * 4 + (smoothing ? 2 : 1)], at) }));
+  const read = x === null || x === undefined ? [] : readOut(curves, smoothing);
+  const said = read.map((column, number) => ({ curve: curves[number], number: before(data[column], at) }));
   const last = curves.map((curve) => curve.y[curve.y.length - 1]);
-  return html`<figure class="plot" aria-label=${`${title}, ${summary(curves)}`}>
+  return html`<figure class="plot" aria-label=${about}>
     <figcaption><h3>${title}</h3>
       <span class="readout">${x === null || x === undefined
         ? html`${curves.length === 1 ? html`<b>${format(last[0])}</b> ${unit}` : null}`
@@ -153,7 +189,7 @@ export function Plot(props) {
       aria-label=${`${title}: arrows move, plus and minus zoom, 0 shows all`}
       onKeyDown=${keys} onDblClick=${() => onZoom(null)} onMouseDown=${(event) => pan(event, plot.current, onZoom)} onMouseLeave=${() => setAt(null)}></div>
   </figure>`;
-}
+});
 
 // With shift the mouse moves the plot instead of choosing a part of it.
 function pan(event, plot, onZoom) {
@@ -170,7 +206,7 @@ function pan(event, plot, onZoom) {
   addEventListener("mouseup", up);
 }
 
-function near(list, at) {
+function before(list, at) {
   for (let place = at; place >= 0 && place > at - 50; place -= 1) if (list?.[place] !== undefined && list[place] !== null) return list[place];
   return undefined;
 }

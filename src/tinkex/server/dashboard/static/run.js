@@ -1,6 +1,6 @@
 // One run: its metrics, samples, checkpoints and configuration.
 import { html, useState, useEffect, useRef, useMemo, count, value, bytes, Time, State, Notice, Code, Copy, Dialog, COLORS } from "./base.js";
-import { get, call, on, runPath, checkpointPath } from "./api.js";
+import { get, call, on, Failure, runPath, checkpointPath } from "./api.js";
 import { Plot } from "./plot.js";
 import { Samples } from "./samples.js";
 
@@ -8,61 +8,68 @@ const TABS = [["metrics", "Metrics"], ["samples", "Samples"], ["checkpoints", "C
 const FIRST = ["loss", "tokens_per_second", "grad_norm", "learning_rate"];
 const UNITS = { tokens_per_second: "tokens/s" };
 
-// Calls `load` at once and whenever a run changes, at most twice a second, never twice at a time.
+// Reads at once and whenever `what` of these runs changes. `load` reads and returns a function that shows what it read: for
+// a change it is called together with all others, so that the page is drawn once. Of two readings the later is shown.
 export function useLive(ids, what, load, inputs) {
-  const busy = useRef(false), again = useRef(false), current = useRef(load);
+  const last = useRef(0), current = useRef(load);
   current.current = load;
-  const go = async () => {
-    if (busy.current) { again.current = true; return; }
-    busy.current = true;
-    try { await current.current(); } finally {
-      setTimeout(() => { busy.current = false; if (again.current) { again.current = false; go(); } }, 400);
-    }
+  const read = async () => {
+    const number = (last.current += 1);
+    const show = await current.current();
+    return () => { if (number === last.current) show(); };
   };
-  useEffect(() => { go(); }, inputs);
-  useEffect(() => {
-    const stops = [on("again", go), on("gone", (gone) => { if (gone.some((id) => ids.includes(id))) go(); }), on("runs", (runs) => {
-      if (runs.some((run) => ids.includes(run.id) && (what === null || run.changed.includes(what)))) go();
-    })];
-    return () => stops.forEach((stop) => stop());
-  }, [ids.join(" "), what]);
+  useEffect(() => { read().then((show) => show()); return () => { last.current += 1; }; }, inputs);
+  useEffect(() => on("reading", ({ runs, again }) =>
+    again || runs.some((run) => ids.includes(run.id) && what.some((each) => run.changed.includes(each))) ? read() : null,
+  ), [ids.join(" "), what.join(" ")]);
 }
+
+// A load for `useLive` that shows what `ask` finds, or its failure.
+export const reading = (ask, show, setError) => async () => {
+  try {
+    const found = await ask();
+    return () => { show(found); setError(null); };
+  } catch (failure) {
+    return () => setError(failure);
+  }
+};
 
 export function Run({ address, runs, theme }) {
   const id = address.rest[0] ?? "", tab = address.rest[1] ?? "metrics";
   const [run, setRun] = useState(null);
   const [error, setError] = useState(null);
   const [deleting, setDeleting] = useState(false);
-  useLive([id], null, async () => {
-    try { setRun(await get(runPath(id))); setError(null); } catch (failure) { setError(failure); }
-  }, [id]);
+  // The list of runs tells everything else that changes; only settings and the queue are read again where they are shown.
+  useLive([id], tab === "configuration" ? ["metrics", "state"] : [], reading(() => get(runPath(id)), setRun, setError), [id, tab === "configuration"]);
+  useEffect(() => on("news", ({ gone }) => { if (gone.includes(id)) setError(new Failure("It was deleted.", 404)); }), [id]);
+  const saved = runs?.get(id)?.checkpoints;
+  const part = useMemo(() => (tab === "samples" ? html`<${Samples} id=${id} />`
+    : tab === "checkpoints" ? html`<${Checkpoints} id=${id} saved=${saved} />`
+    : html`<${Metrics} ids=${[id]} theme=${theme} />`), [id, tab, theme, tab === "checkpoints" && saved]);
   if (error?.status === 404) {
     return html`<h1>Not found</h1><${Notice} kind="bad">There is no run <code>${id}</code> for this key; it may have been deleted. <a href="#/">Back to all runs</a><//>`;
   }
   if (!run) return error ? html`<${Notice} kind="bad">${error.message} Trying again…<//>` : html`<p class="soft wait">Loading…</p>`;
-  const shown = { ...run, ...(runs?.get(id) ?? {}) };
+  const now = { ...run, ...(runs?.get(id) ?? {}) };
   return html`
     <nav class="crumbs" aria-label="Path"><a href="#/">Runs</a></nav>
-    <div class="title"><h1>${shown.name}</h1><${State} state=${shown.state} />
-      ${shown.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+    <div class="title"><h1>${now.name}</h1><${State} state=${now.state} />
+      ${now.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
       <span class="right buttons"><a class="button" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a>
         <button class="bad" onClick=${() => setDeleting(true)}>Delete…</button></span></div>
-    ${shown.state.about && html`<p class="soft about">${shown.state.about}</p>`}
+    <p class="soft about">${now.state.kind === "waiting" ? `Waiting ${now.state.about}.` : now.state.about} Last active <${Time} at=${now.active_at} />.</p>
     ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
     <dl class="facts">
-      <div><dt>Loss</dt><dd>${value(shown.loss)}</dd></div><div><dt>Steps</dt><dd>${count(shown.steps)}</dd></div>
-      <div><dt>Tokens</dt><dd>${count(shown.tokens)}</dd></div>
-      <div><dt>Base model</dt><dd class="text">${shown.base_model.split("/").pop()} <span class="soft">rank ${shown.rank}</span></dd></div>
-      <div><dt>Checkpoints</dt><dd>${count(shown.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(shown.bytes)}</dd></div>
-      <div><dt>Started</dt><dd class="text"><${Time} at=${shown.created_at} /></dd></div>
-      <div><dt>In queue</dt><dd>${count(run.queue.total)}</dd></div>
+      <div><dt>Loss</dt><dd>${value(now.loss)}</dd></div><div><dt>Steps</dt><dd>${count(now.steps)}</dd></div>
+      <div><dt>Tokens</dt><dd>${count(now.tokens)}</dd></div>
+      <div><dt>Base model</dt><dd class="text">${now.base_model.split("/").pop()} <span class="soft">rank ${now.rank}</span></dd></div>
+      <div><dt>Checkpoints</dt><dd>${count(now.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(now.bytes)}</dd></div>
+      <div><dt>Started</dt><dd class="text"><${Time} at=${now.created_at} short=${true} /></dd></div>
+      <div><dt>In queue</dt><dd>${count(now.queued)}</dd></div>
     </dl>
     <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, text]) => html`<a href=${`#/run/${encodeURIComponent(id)}/${name}`} aria-current=${tab === name ? "page" : null}>${text}</a>`)}</nav>
-    ${tab === "samples" ? html`<${Samples} id=${id} />`
-      : tab === "checkpoints" ? html`<${Checkpoints} id=${id} />`
-      : tab === "configuration" ? html`<${Configuration} run=${run} />`
-      : html`<${Metrics} ids=${[id]} theme=${theme} />`}
-    ${deleting && html`<${DeleteRun} run=${shown} onClose=${() => setDeleting(false)} />`}`;
+    ${tab === "configuration" ? html`<${Configuration} run=${run} />` : part}
+    ${deleting && html`<${DeleteRun} run=${now} onClose=${() => setDeleting(false)} />`}`;
 }
 
 // Asks before a run is deleted, and names what goes.
@@ -101,21 +108,19 @@ export function Metrics({ ids, names = null, theme }) {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
   const width = useMemo(() => Math.round(Math.min(1200, innerWidth) / (innerWidth > 900 ? 2 : 1)), []);
-  useLive(ids, "metrics", async () => {
-    try {
-      const asked = { axis, width, start: zoom?.start, end: zoom?.end };
-      setFound(await Promise.all(ids.map((id) => get(runPath(id, "/metrics"), asked))));
-      setError(null);
-    } catch (failure) { setError(failure); }
-  }, [ids.join(" "), axis, zoom]);
+  const asked = { axis, width, start: zoom?.start, end: zoom?.end };
+  useLive(ids, ["metrics"], reading(() => Promise.all(ids.map((id) => get(runPath(id, "/metrics"), asked))), setFound, setError), [ids.join(" "), axis, zoom]);
 
+  const drawn = useRef(new Map());
   const plots = useMemo(() => {
     const all = [...new Set((found ?? []).flatMap((one) => Object.keys(one.metrics)))];
     all.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
-    return all.map((name) => [name, (found ?? []).flatMap((one, place) => {
+    const read = all.map((name) => [name, (found ?? []).flatMap((one, place) => {
       const curve = one.metrics[name];
       return curve && curve.x.length ? [{ ...curve, label: names?.[place] ?? name, color: COLORS[place % COLORS.length] }] : [];
     })]).filter(([, curves]) => curves.length);
+    drawn.current = new Map(read.map(([name, curves]) => [name, unchanged(drawn.current.get(name), curves) ? drawn.current.get(name) : curves]));
+    return [...drawn.current];
   }, [found, names?.join("|")]);
 
   return html`
@@ -132,21 +137,27 @@ export function Metrics({ ids, names = null, theme }) {
     <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS[name] ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
 }
 
+// Whether curves have no new point. A curve only grows at its end, so its ends tell.
+function unchanged(before, curves) {
+  const ends = ({ x, y, odd, label, color }) => [x.length, x[0], x.at(-1), y[0], y.at(-1), odd.length, label, color].join("\n");
+  return before?.length === curves.length && curves.every((curve, place) => ends(curve) === ends(before[place]));
+}
+
 const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : 99);
 
 // -- checkpoints -------------------------------------------------------------------------------------
 
 const SHOWN = 200;
 
-function Checkpoints({ id }) {
+// `saved` is how many there are: they are read again when it changes, not at every step.
+function Checkpoints({ id, saved }) {
   const [rows, setRows] = useState(null);
   const [error, setError] = useState(null);
   const [asked, setAsked] = useState(null);
   const [shown, setShown] = useState(SHOWN);
-  const load = async () => {
-    try { setRows((await get(runPath(id, "/checkpoints"))).checkpoints); setError(null); } catch (failure) { setError(failure); }
-  };
-  useLive([id], "state", load, [id]);
+  const [changes, setChanges] = useState(0);
+  const load = () => setChanges((before) => before + 1);
+  useLive([id], [], reading(async () => (await get(runPath(id, "/checkpoints"))).checkpoints, setRows, setError), [id, saved, changes]);
   const change = async (method, row, rest, body) => {
     try { await call(method, checkpointPath(id, row.id, rest), body); setError(null); } catch (failure) { setError(failure); }
     setAsked(null);

@@ -1,5 +1,5 @@
 // The list of runs: live state, filters, search, sorting, and a choice of runs to compare.
-import { html, useState, useMemo, count, value, bytes, Time, State, Spark, Notice, Code } from "./base.js";
+import { html, useState, useMemo, useCallback, count, value, bytes, Time, State, Spark, Notice, Code, still } from "./base.js";
 
 const COLUMNS = [
   ["name", "Run", (run) => run.name.toLowerCase()],
@@ -29,6 +29,7 @@ export function Runs({ runs, total, error }) {
   const [chosen, setChosen] = useState([]);
   const all = useMemo(() => [...(runs?.values() ?? [])], [runs]);
   const tags = useMemo(() => [...new Set(all.flatMap((run) => run.tags))].sort(), [all]);
+  const choose = useCallback((id) => setChosen((before) => (before.includes(id) ? before.filter((each) => each !== id) : [...before, id].slice(-10))), []);
   const listed = useMemo(() => {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
     const key = COLUMNS.find(([name]) => name === sort[0])[2];
@@ -39,7 +40,6 @@ export function Runs({ runs, total, error }) {
   if (error && error.status !== 401 && !runs) return html`<${Notice} kind="bad">${error.message}<//>`;
   if (!runs) return html`<h1>Runs</h1><p class="soft wait">Loading…</p>`;
   if (!all.length) return html`<${Empty} />`;
-  const choose = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-10));
   const head = ([name, text]) => html`<th scope="col" class=${`col-${name}`} aria-sort=${sort[0] === name ? (sort[1] > 0 ? "ascending" : "descending") : "none"}>
     <button class="sort" onClick=${() => setSort([name, sort[0] === name ? -sort[1] : 1])}>${text}${sort[0] === name ? (sort[1] > 0 ? " ↓" : " ↑") : ""}</button></th>`;
   return html`
@@ -50,7 +50,7 @@ export function Runs({ runs, total, error }) {
         <option value="">all</option>${["training", "waiting", "idle", "ended", "failed"].map((kind) => html`<option value=${kind}>${kind}</option>`)}</select></label>
       ${tags.length > 0 && html`<label class="inline">Tag <select value=${tag} onChange=${(event) => setTag(event.target.value)}>
         <option value="">all</option>${tags.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
-      <a class="button ${chosen.length < 2 ? "off" : "main"}" role="button" aria-disabled=${chosen.length < 2}
+      <a class="button ${chosen.length < 2 ? "off" : "main"}" role="button" aria-disabled=${chosen.length < 2} title="Tick two to ten runs"
         href=${chosen.length < 2 ? null : `#/compare?runs=${chosen.map(encodeURIComponent).join(",")}`}>Compare ${chosen.length || ""}</a>
     </div>
     <div class="scroll"><table class="list runs"><caption class="hidden">Training runs</caption>
@@ -61,7 +61,7 @@ export function Runs({ runs, total, error }) {
     ${listed.length > shown && html`<p><button onClick=${() => setShown(shown + 200)}>Show more (${listed.length - shown})</button></p>`}`;
 }
 
-function Line({ run, chosen, choose }) {
+const Line = still(({ run, chosen, choose }) => {
   return html`<tr>
     <td class="pick"><input type="checkbox" checked=${chosen} aria-label=${`Compare ${run.name}`} onChange=${() => choose(run.id)} /></td>
     <td class="name"><a href=${`#/run/${encodeURIComponent(run.id)}`}>${run.name}</a>
@@ -75,7 +75,7 @@ function Line({ run, chosen, choose }) {
     <td class="number disk">${bytes(run.bytes)}</td>
     <td class="age" title=${`Owner: ${run.owner}`}><${Time} at=${run.active_at} /> <span class="soft owner">${run.owner}</span></td>
   </tr>`;
-}
+});
 
 function Empty() {
   const script = `import tinkex

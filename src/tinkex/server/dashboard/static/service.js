@@ -1,6 +1,6 @@
 // The service: engines, memory, queue, rates of the last hour, disk, and what failed.
-import { html, useState, useEffect, bytes, count, value, duration, Time, Notice, COLORS } from "./base.js";
-import { get, on } from "./api.js";
+import { html, useState, useEffect, useMemo, bytes, count, value, duration, Time, Notice, COLORS } from "./base.js";
+import { get, whileSeen } from "./api.js";
 import { Plot } from "./plot.js";
 
 const DRAWN = [
@@ -15,15 +15,24 @@ export function Service({ theme }) {
   const [error, setError] = useState(null);
   const [zoom, setZoom] = useState(null);
   useEffect(() => {
-    const load = () => get("/local/service").then((answer) => { setFound(answer); setError(null); }, setError);
-    load();
-    const timer = setInterval(load, 2000);
-    const stop = on("again", load);
-    return () => { clearInterval(timer); stop(); };
+    let known = null, busy = false;
+    const load = async () => {
+      if (busy) return;
+      busy = true;
+      try {
+        const answer = await get("/local/service", { since: known?.history.time.at(-1) });
+        known = { ...answer, history: joined(known?.started === answer.started ? known.history : null, answer.history) };
+        setFound(known);
+        setError(null);
+      } catch (failure) { setError(failure); known = null; }
+      busy = false;
+    };
+    return whileSeen(load, 2000);
   }, []);
+  const history = found?.history;
+  const plots = useMemo(() => DRAWN.filter(([name]) => history?.[name]?.length > 1).map(([name, title, unit, format = value]) => [title, unit, format, [curve(history, name, zoom)]]), [history, zoom]);
   if (!found) return error ? html`<${Notice} kind="bad">${error.message} Trying again…<//>` : html`<p class="soft wait">Loading…</p>`;
-  const { engine, disk, counts, history } = found;
-  const plots = DRAWN.filter(([name]) => history[name]?.length > 1).map(([name, title, unit, format = value]) => [title, unit, format, [curve(history, name, zoom)]]);
+  const { engine, disk, counts } = found;
   return html`
     <div class="title"><h1>Service</h1><span class="soft">tinkex ${found.version}, up for ${duration(found.time - found.started)}</span></div>
     ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
@@ -55,6 +64,13 @@ export function Service({ theme }) {
       <tbody>${found.failures.map((each) => html`<tr><td><${Time} at=${each.time} /></td><td>${each.operation}</td><td>${each.category}</td><td class="wide">${each.message}</td>
         <td>${each.scope && html`<a href=${`#/run/${encodeURIComponent(each.scope)}`}>${each.scope.slice(0, 8)}</a>`}</td></tr>`)}</tbody></table></div>`}
     <p class="soft">The same numbers for Prometheus: <a href="/metrics">/metrics</a>.</p>`;
+}
+
+// An hour of readings: those that were read before, and the new ones.
+function joined(before, fresh) {
+  if (before && !fresh.time.length) return before;
+  const old = before?.time.findIndex((time) => time > fresh.time.at(-1) - 3600) ?? -1;
+  return Object.fromEntries(Object.entries(fresh).map(([name, list]) => [name, old < 0 ? list : [...before[name].slice(old), ...list]]));
 }
 
 function curve(history, name, zoom) {
