@@ -61,8 +61,8 @@ class Live:
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
         unsettled: Iterable[str] = (),
-    ) -> AsyncIterator[bytes]:
-        """The events of an owner's runs, until the service stops; refused if too many listen.
+    ) -> tuple[AsyncIterator[bytes], Callable[[], None]]:
+        """The events of an owner's runs, until the service stops, and what ends listening; refused if too many listen.
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """
@@ -70,40 +70,41 @@ class Live:
             raise RateLimitError(
                 f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
             )
-        return self._events(owner, describe, now, stopping, set(unsettled))
+        listener = _Listener()  # counted at once: thousands may ask before the first one reads
+        self._listeners.setdefault(owner, set()).add(listener)
+        events = self._events(listener, describe, now, stopping, set(unsettled))
+        return events, lambda: self._leave(owner, listener)
+
+    def _leave(self, owner: str, listener: _Listener) -> None:
+        self._listeners[owner].discard(listener)
+        if not self._listeners[owner]:
+            del self._listeners[owner]
 
     async def _events(
         self,
-        owner: str,
+        listener: _Listener,
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
         unsettled: set[str],
     ) -> AsyncIterator[bytes]:
-        listener = _Listener()
-        self._listeners.setdefault(owner, set()).add(listener)
-        try:
-            yield _event("hello", now())
-            while not stopping.is_set():
-                beat = not await _woken(listener.woken, BEAT)
-                await asyncio.sleep(COLLECTED)
-                listener.woken.clear()
-                changed, listener.changed = listener.changed, {}
-                asked = [*changed, *(unsettled - changed.keys())][:_MAX_RUNS]
-                runs = await describe(asked) if asked else []
-                unsettled = {run["id"] for run in runs if run["state"]["kind"] != "ended"}
-                for run in runs:
-                    run["changed"] = sorted(changed.get(run["id"], ()))
-                if gone := set(asked) - {run["id"] for run in runs}:
-                    yield _event("gone", {"runs": sorted(gone)})
-                if runs:
-                    yield _event("runs", {"runs": runs})
-                if beat or not runs:
-                    yield _event("beat", now())
-        finally:
-            self._listeners[owner].discard(listener)
-            if not self._listeners[owner]:
-                del self._listeners[owner]
+        yield _event("hello", now())
+        while not stopping.is_set():
+            beat = not await _woken(listener.woken, BEAT)
+            await asyncio.sleep(COLLECTED)
+            listener.woken.clear()
+            changed, listener.changed = listener.changed, {}
+            asked = [*changed, *(unsettled - changed.keys())][:_MAX_RUNS]
+            runs = await describe(asked) if asked else []
+            unsettled = {run["id"] for run in runs if run["state"]["kind"] != "ended"}
+            for run in runs:
+                run["changed"] = sorted(changed.get(run["id"], ()))
+            if gone := set(asked) - {run["id"] for run in runs}:
+                yield _event("gone", {"runs": sorted(gone)})
+            if runs:
+                yield _event("runs", {"runs": runs})
+            if beat or not runs:
+                yield _event("beat", now())
 
 
 async def _woken(event: asyncio.Event, seconds: float) -> bool:
