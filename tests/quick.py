@@ -42,6 +42,7 @@ HEAVY: Final = frozenset(
         "regularizers",
         "ray",
         "recovery/test_real_run.py",
+        "server/test_grammar_trials.py",
         "server/test_imports.py",
         "server/test_pool_training.py",
         "serving",

@@ -108,7 +108,9 @@ def test_gradients_have_the_same_bits_with_any_number_of_threads(native, lengths
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_gradients_of_a_sequence_do_not_depend_on_its_neighbours(native, dtype):
+def test_gradients_of_a_sequence_do_not_depend_on_its_neighbours(
+    native: NativeAttention, dtype: torch.dtype
+):
     shape, lengths = HeadShape(6, 2, 32), [75, 1100, 33]
     rotated = torch.randn(sum(lengths), shape.width).to(dtype)
     g = torch.randn(sum(lengths), shape.heads * shape.size).to(dtype)

@@ -23,7 +23,7 @@ def adapters() -> NativeProducts:
 
 
 @pytest.fixture(scope="module")
-def products(adapters) -> NativeProducts:
+def products(adapters: NativeProducts) -> NativeProducts:
     if not hasattr(library.library(), "tinkex_product"):
         pytest.skip("this processor has no AVX-512 BF16")
     return adapters
@@ -140,7 +140,9 @@ def test_adapters_of_float32_rows_are_those_of_pytorch_up_to_rounding(adapters, 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_adapter_of_a_float32_row_depends_on_nothing_else(adapters, threads):
+def test_the_adapter_of_a_float32_row_depends_on_nothing_else(
+    adapters: NativeProducts, threads: int
+):
     x, weight, each = drawn(70, INPUTS).float(), torch.zeros(146, INPUTS), in_float32(factors(8))
 
     def update(rows: torch.Tensor) -> torch.Tensor:

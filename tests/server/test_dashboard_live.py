@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from tinkex.errors import RateLimitError
-from tinkex.server.dashboard.live import BEAT, MAX_LISTENERS, SPACING, WAITS, Listener, Live
+from tinkex.server.dashboard.live import BEAT, SPACING, WAITS, Listener
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ class Clock:
 def told(clock):
     """A listener that has just been told something."""
     listener = Listener(clock)
-    listener.take()
+    listener.take(1)
     return listener
 
 
@@ -58,8 +55,8 @@ def test_a_change_of_state_is_sent_with_the_metrics_of_its_step(clock):
     clock.pass_time(WAITS["state"] / 2)
     listener.note("run", "metrics")
     assert listener.seconds_left() == pytest.approx(WAITS["metrics"])
-    assert listener.take() == {"run": {"state", "metrics"}}
-    assert listener.take() == {}
+    assert listener.take(1) == {"run": {"state", "metrics"}}
+    assert listener.take(1) == {}
 
 
 def test_without_changes_there_is_a_beat(clock):
@@ -71,19 +68,12 @@ def test_a_new_step_is_sent_well_within_a_second():
     assert max(WAITS["metrics"], SPACING) < 0.8
 
 
-async def _refused(pages):
-    """How many of many pages that connect at the same time are refused."""
-    live, stopping = Live(), asyncio.Event()
-    asked = [live.listen("ann", None, dict, stopping) for _ in range(pages)]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    refused = [each for each in answers if isinstance(each, RateLimitError)]
-    for answer in answers:
-        if answer not in refused:
-            assert (await anext(answer)).startswith(b"event: hello")
-            await answer.aclose()
-    await live.listen("ann", None, dict, stopping)  # all others have left
-    return len(refused)
-
-
-def test_pages_that_connect_at_the_same_time_are_counted():
-    assert asyncio.run(_refused(MAX_LISTENERS + 5)) == 5
+def test_runs_beyond_the_most_of_one_event_are_due_with_the_next(clock):
+    listener = told(clock)
+    for run_id in ("one", "two", "three"):
+        listener.note(run_id, "metrics")
+    clock.pass_time(SPACING)
+    assert listener.take(2) == {"one": {"metrics"}, "two": {"metrics"}}
+    assert listener.seconds_left() == pytest.approx(SPACING)
+    assert listener.take(2) == {"three": {"metrics"}}
+    assert listener.seconds_left() == pytest.approx(BEAT)

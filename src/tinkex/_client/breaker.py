@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar
 
+from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_metadata
-from tinkex.telemetry.events import CircuitStateChange
 
 from .notices import logger
 
@@ -103,10 +103,10 @@ class Circuit:
         self._opened_at, self._probes = self._monotonic(), 0
 
     def _tell(self, state: State) -> None:
-        if wants(CircuitStateChange):
+        if wants(event_types.CircuitStateChange):
             metadata = current_metadata()
             facts = (self.name, state, self._failures, self.retry_after)
-            emit(CircuitStateChange(*facts, metadata=metadata))
+            emit(event_types.CircuitStateChange(*facts, metadata=metadata))
 
     def admit(self) -> None:
         """Raise CircuitOpenError if no new call may be sent."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
+from tinkex._lazy import event_types
 from tinkex._wire.operations import operation
 from tinkex.errors import APIConnectionError, GoneError
 from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.events import HeartbeatFailed
 from tinkex.types import SessionHeartbeatRequest
 
 from .notices import logger
@@ -72,8 +72,10 @@ class Heartbeat:
     def _failed(self, error: Exception) -> bool:
         self.finished, self.failures = 0, self.failures + 1
         silent = self.transport.clock.monotonic() - self.last_success
-        if wants(HeartbeatFailed):
-            emit(HeartbeatFailed(self.session_id, silent, error, metadata=self.metadata))
+        if wants(event_types.HeartbeatFailed):
+            emit(
+                event_types.HeartbeatFailed(self.session_id, silent, error, metadata=self.metadata)
+            )
         if silent >= self.transport.config.heartbeat_warning_after:
             logger.warning(
                 "No heartbeat of session %s has succeeded for %.0f s: %s",

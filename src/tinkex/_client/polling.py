@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import orjson
 
-from tinkex._lazy import Lazy
+from tinkex._lazy import Lazy, event_types
 from tinkex._retry import NotYetError, Tried, retrying
 from tinkex._wire import json_codec
 from tinkex._wire.failures import failure_from_body
@@ -37,20 +37,6 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import current_metadata
-from tinkex.telemetry.events import (
-    FutureApiError,
-    FutureCancelled,
-    FutureCompleted,
-    FutureConnectionError,
-    FutureEvent,
-    FutureFailure,
-    FuturePolled,
-    FutureRequestFailed,
-    FutureSubmitted,
-    FutureTimeout,
-    FutureValidationError,
-    Throttled,
-)
 from tinkex.types import (
     ForwardBackwardOutput,
     QueueState,
@@ -115,8 +101,8 @@ class Poll(Generic[R]):
         """Poll until the result is there. At the deadline, raise APITimeoutError with the last error as cause."""
         clock, notices = self.transport.clock, self.transport.notices
         self.started = clock.monotonic()
-        if wants(FutureSubmitted):
-            self._tell(FutureSubmitted, self.promise_seconds)
+        if wants(event_types.FutureSubmitted):
+            self._tell(event_types.FutureSubmitted, self.promise_seconds)
         self.notice = notices.expect(self.operation.name, self.promise.request_id)
         try:
             if self.size is not None:
@@ -124,7 +110,7 @@ class Poll(Generic[R]):
             result = await retrying(self._poll_once, self, clock, self._tell_waiting)
         except BaseException as error:
             late = self._timeout() if self._ended_by_deadline(error) else None
-            if wants(FutureEvent):
+            if wants(event_types.FutureEvent):
                 self._tell_failed(late or error)
             if late is not None:
                 raise late from self.last_error
@@ -133,8 +119,8 @@ class Poll(Generic[R]):
             notices.end(self.notice)
             if self.held is not None:
                 self.room.give_back(self.held)
-        if wants(FutureCompleted):
-            self._tell(FutureCompleted, self._elapsed(), self.polls)
+        if wants(event_types.FutureCompleted):
+            self._tell(event_types.FutureCompleted, self._elapsed(), self.polls)
         return result
 
     def wait_before_retry(self, error: Exception, tried: Tried) -> float | None:
@@ -160,8 +146,8 @@ class Poll(Generic[R]):
             if not self._out_of_time():  # otherwise our own deadline cut the poll short
                 self.last_error = error
             raise
-        if wants(FuturePolled):
-            self._tell(FuturePolled, self.polls - 1, response.status)
+        if wants(event_types.FuturePolled):
+            self._tell(event_types.FuturePolled, self.polls - 1, response.status)
         if response.status != 200:
             raise self._refusal(response)
         if _is_proto(response):
@@ -176,7 +162,7 @@ class Poll(Generic[R]):
 
     # -- events ------------------------------------------------------------------------------
 
-    def _tell(self, kind: Callable[..., FutureEvent], *facts: Any) -> None:
+    def _tell(self, kind: Callable[..., event_types.FutureEvent], *facts: Any) -> None:
         about = self.promise.request_id, self.operation.request_type or self.operation.name
         tell(partial(kind, *about, *facts, metadata=current_metadata()))
 
@@ -186,7 +172,7 @@ class Poll(Generic[R]):
             why = error.status_code, error.category.value, type(error).__name__
             self._tell(_failure(error), *ended, *why)
         else:
-            self._tell(FutureCancelled, *ended)
+            self._tell(event_types.FutureCancelled, *ended)
 
     def _elapsed(self) -> float:
         return self.transport.clock.monotonic() - self.started
@@ -319,8 +305,8 @@ class Poll(Generic[R]):
             return
         if policy.series in {Series.BUSY, Series.UNPAID}:
             notices.explain(self.notice, f"its last answer was: {error}")
-            if wants(Throttled):
-                emit(Throttled(wait, str(error), metadata=current_metadata()))
+            if wants(event_types.Throttled):
+                emit(event_types.Throttled(wait, str(error), metadata=current_metadata()))
             notices.paused(self._name, f"{error}; asking again in {wait:.1f} s")
             return
         notices.explain(
@@ -338,20 +324,21 @@ def _is_pending(body: Mapping[str, Any]) -> bool:
     return str(body.get("type", "")).lower() == "try_again" or body.get("status") == "pending"
 
 
-def _failure(error: TinkerError) -> type[FutureFailure]:
-    for kind, event in _FAILURES:
-        if isinstance(error, kind):
-            return event
-    return FutureApiError
+def _failure(error: TinkerError) -> type[event_types.FutureFailure]:
+    """The event of a failed poll."""
+    match error:
+        case APITimeoutError():
+            return event_types.FutureTimeout
+        case APIConnectionError():
+            return event_types.FutureConnectionError
+        case RequestFailedError():
+            return event_types.FutureRequestFailed
+        case APIResponseValidationError():
+            return event_types.FutureValidationError
+        case _:
+            return event_types.FutureApiError
 
 
-#: The event of a failed poll, by error class; the first match wins.
-_FAILURES: Final[tuple[tuple[type[TinkerError], type[FutureFailure]], ...]] = (
-    (APITimeoutError, FutureTimeout),
-    (APIConnectionError, FutureConnectionError),
-    (RequestFailedError, FutureRequestFailed),
-    (APIResponseValidationError, FutureValidationError),
-)
 _PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
 # JSON as second choice: services before 0.18.1 support only JSON.
 _ACCEPT_BINARY: Final = f"{PROTOBUF}, application/json;q=0.5"

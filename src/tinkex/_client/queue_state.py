@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from tinkex._lazy import event_types
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_metadata
-from tinkex.telemetry.events import QueueStateChange
 from tinkex.types import QueueState
 
 from .notices import logger
@@ -103,8 +103,12 @@ class QueueWatch:
         if self._seen == (state, reason):
             return
         self._seen = (state, reason)
-        if wants(QueueStateChange):
-            emit(QueueStateChange(request_id, state.value, reason, metadata=current_metadata()))
+        if wants(event_types.QueueStateChange):
+            emit(
+                event_types.QueueStateChange(
+                    request_id, state.value, reason, metadata=current_metadata()
+                )
+            )
         for observer in self.observers:
             try:
                 observer(state, reason)

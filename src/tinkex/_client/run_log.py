@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunLog", "number"]
 
-#: Entries of one report, and about how many characters of samples.
+#: Entries of one report, and about how many metrics and characters of samples they have together.
 _MOST_ENTRIES: Final = 1_000
+_MOST_METRICS: Final = 20_000
 _MOST_TEXT: Final = 4 << 20
 #: Most entries that wait; further ones are dropped.
 _MOST_WAITING: Final = 100_000
@@ -94,9 +95,15 @@ class RunLog:
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
-        size = 0
-        while self._waiting and len(batch) < _MOST_ENTRIES and size < _MOST_TEXT:
+        size = metrics = 0
+        while (
+            self._waiting
+            and len(batch) < _MOST_ENTRIES
+            and size < _MOST_TEXT
+            and metrics < _MOST_METRICS
+        ):
             batch.append(self._waiting.popleft())
+            metrics += len(batch[-1].entry.metrics)
             samples = batch[-1].entry.samples
             size += sum(len(each.text or "") + len(each.prompt or "") for each in samples)
         return batch

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
+from tinkex._lazy import event_types
 from tinkex._retry import Tried
 from tinkex._wire import json_codec
 from tinkex._wire.operations import operation
 from tinkex.errors import APITimeoutError, BillingError, RateLimitError, TinkerError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_call, current_metadata
-from tinkex.telemetry.events import HttpEvent, Throttled
 from tinkex.types import (
     CancelFutureRequest,
     JoinSamplingSessionRequest,
@@ -123,7 +123,7 @@ class Sample:
             if seq_id is None:
                 seq_id = next(state.numbers.counter or await state.numbers.join())
                 self._number(seq_id)
-            if wants(HttpEvent) and (call := current_call()) is not None:
+            if wants(event_types.HttpEvent) and (call := current_call()) is not None:
                 call.metadata = {**call.metadata, "seq_id": seq_id}
             promise = await self._post(watch)
             seconds = state.session.clock.monotonic() - self.started
@@ -208,8 +208,8 @@ class Sample:
         watch.see(error.body)
         session, wait = self.state.session, backoff_after_429(self.weight)
         session.service.sample_budget.back_off(wait)
-        if wants(Throttled):
-            emit(Throttled(wait, str(error), metadata=current_metadata()))
+        if wants(event_types.Throttled):
+            emit(event_types.Throttled(wait, str(error), metadata=current_metadata()))
         session.transport.notices.paused(
             "sample",
             f"the service asks for fewer concurrent samples; waiting {wait:.0f} s: {error}",

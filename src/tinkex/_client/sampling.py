@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
+from tinkex._lazy import event_types
 from tinkex._retry import retrying
 from tinkex._wire.operations import operation
 from tinkex._wire.sse import SSEDecoder
@@ -28,7 +29,6 @@ from tinkex.telemetry.calls import (
     add_metadata,
     attempt_events,
 )
-from tinkex.telemetry.events import Event, SampleStop
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     CreateSamplingSessionRequest,
@@ -479,7 +479,7 @@ async def open_sampling_session(
     deadline: float | None,
 ) -> str:
     session_id = await session.opened()
-    if wants(Event):
+    if wants(event_types.Event):
         add_metadata(session_id=session_id)
     created = await session.call(
         "create_sampling_session",
@@ -497,7 +497,7 @@ async def open_sampling_session(
 def _report_sample(
     prompt: ModelInput, call: ClientCall, result: SampleResponse, seconds: float
 ) -> None:
-    if wants(SampleStop):
+    if wants(event_types.SampleStop):
         drawn = 0
         for sequence in result.sequences:
             if sequence.tokens_np is not None:
@@ -508,13 +508,26 @@ def _report_sample(
             drawn,
             len(result.sequences),
         )
-        tell(partial(SampleStop, call.id, call.operation, seconds, *counts, metadata=call.metadata))
+        tell(
+            partial(
+                event_types.SampleStop,
+                call.id,
+                call.operation,
+                seconds,
+                *counts,
+                metadata=call.metadata,
+            )
+        )
 
 
 def _report_stream(request: SampleRequest, call: ClientCall, tokens: int, seconds: float) -> None:
-    if wants(SampleStop):
+    if wants(event_types.SampleStop):
         counts = (known_tokens(request.prompt), 0, tokens, request.num_samples)
-        emit(SampleStop(call.id, call.operation, seconds, *counts, metadata=call.metadata))
+        emit(
+            event_types.SampleStop(
+                call.id, call.operation, seconds, *counts, metadata=call.metadata
+            )
+        )
 
 
 def _run_of(model_path: str) -> str | None:

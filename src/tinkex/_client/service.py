@@ -10,13 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
+from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import CircuitBreaker, Config, PollBackoffOption
 from tinkex.errors import APIConnectionError, InvalidInputError
 from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
-from tinkex.telemetry.events import Event
 from tinkex.telemetry.exceptions import concerns_tinkex
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
@@ -187,7 +187,7 @@ class ServiceClient(ServiceClientMethods):
         session = self._session
         session_id = await session.opened()
         model_seq_id = session.next_model_seq()
-        if wants(Event):
+        if wants(event_types.Event):
             add_metadata(session_id=session_id, model_seq_id=model_seq_id)
         if user_metadata is None:
             user_metadata = session.config.user_metadata
@@ -272,7 +272,7 @@ class ServiceClient(ServiceClientMethods):
             user_metadata = session.config.user_metadata
         if session.flags.create_model_via_load_weights:
             model_seq_id = session.next_model_seq()
-            if wants(Event):
+            if wants(event_types.Event):
                 add_metadata(session_id=session_id, model_seq_id=model_seq_id)
             loaded = await session.run(
                 "load_weights",

@@ -18,6 +18,7 @@ from weakref import WeakSet, finalize, ref
 
 from pydantic import ValidationError
 
+from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
@@ -32,12 +33,6 @@ from tinkex.errors import (
 )
 from tinkex.telemetry import calls
 from tinkex.telemetry.bus import emit, wants
-from tinkex.telemetry.events import (
-    Event,
-    OperationStart,
-    SessionClosed,
-    SessionOpened,
-)
 from tinkex.telemetry.exceptions import report_endings_to
 from tinkex.telemetry.logs import apply_log_level
 from tinkex.telemetry.reporter import Reporter
@@ -172,7 +167,7 @@ class Session:
             raise _closed(work)
         future = APIFuture() if future is None else future
         # Copy the caller's trace context: the loop starts work of many callers in one batch.
-        traced = self.config.otel_propagate or wants(OperationStart)
+        traced = self.config.otel_propagate or wants(event_types.OperationStart)
         runtime().submit(work, future, self._group, copy_context() if traced else None)
         if timeout is not None:
             runtime().post(self._fail_after, timeout, future)
@@ -225,7 +220,7 @@ class Session:
             check_timeout(timeout)  # raises before any work begins
         if self.session_id is None:
             self.reporter.listen()  # otherwise it would miss the call that opens the session
-        if not wants(Event):
+        if not wants(event_types.Event):
             return self.submit(work(), future, timeout=timeout)
         whose = {**self.metadata, **facts()}
         observed = calls.observed(name, work, self.clock, whose, report)
@@ -326,8 +321,12 @@ class Session:
     def _tell_opened(self, opened: Opened) -> None:
         self.transport.metadata = self.metadata
         session_id = opened.session_id
-        if wants(SessionOpened):
-            emit(SessionOpened(session_id, self.config.shown_base_url, metadata=self.metadata))
+        if wants(event_types.SessionOpened):
+            emit(
+                event_types.SessionOpened(
+                    session_id, self.config.shown_base_url, metadata=self.metadata
+                )
+            )
         if self.reporter:
             self.reporter.opened(session_id, owner=opened.is_owner)
             report_endings_to(self.reporter)
@@ -444,8 +443,8 @@ class Session:
             task.cancel()
         if self._connection.made is None and not self.reporter.pending:
             return
-        if self.session_id is not None and wants(SessionClosed):
-            emit(SessionClosed(self.session_id, reason, metadata=self.metadata))
+        if self.session_id is not None and wants(event_types.SessionClosed):
+            emit(event_types.SessionClosed(self.session_id, reason, metadata=self.metadata))
         try:
             # The session never opened, so the service probably does not answer: wait only briefly.
             limit = None if self.session_id is not None else _UNOPENED_CLOSE_LIMIT

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
+from tinkex._lazy import event_types
 from tinkex._wire.operations import Operation, operation
 from tinkex.errors import (
     APIConnectionError,
@@ -19,7 +20,6 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import ClientCall, add_metadata
-from tinkex.telemetry.events import Event, MetricsLogged, TrainingPass, TrainingStep
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,
@@ -268,9 +268,9 @@ class TrainingClient(TrainingClientMethods):
             name: number(value, f"metrics.{name}") for name, value in (metrics or {}).items()
         }
         entry = LogEntry(step=step, time=time.time(), metrics=checked, samples=given)
-        if checked and wants(MetricsLogged):
+        if checked and wants(event_types.MetricsLogged):
             whose = {**self._session.metadata, **self._event_metadata()}
-            emit(MetricsLogged(step, checked, metadata=whose))
+            emit(event_types.MetricsLogged(step, checked, metadata=whose))
         return self._session.submit(self._run_log.send(entry))
 
     # -- weights -----------------------------------------------------------------------------
@@ -610,7 +610,7 @@ class TrainingClient(TrainingClientMethods):
             seq_id = turn.next_seq() if numbered else 0
             if numbered:
                 request = request.model_copy(update={"seq_id": seq_id})
-            if wants(Event):
+            if wants(event_types.Event):
                 add_metadata(seq_id=seq_id)
             promised, seconds = await self._session.promise(row, request, deadline=deadline)
         result = await self._outcome(row, promised, seconds, deadline)
@@ -758,7 +758,7 @@ class TrainingClient(TrainingClientMethods):
         deadline: float | None,
     ) -> tuple[Any, float]:
         """Post one request of a pass. Returns its promise, or already its result, and the seconds it took."""
-        if wants(Event):
+        if wants(event_types.Event):
             add_metadata(seq_id=request.seq_id)
         weight = sum(map(chunking.datum_bytes, _input_of(request).data))
         session, wire, tag = self._session, self._session.training_wire, parts.headers(index)
@@ -859,16 +859,20 @@ def _report_pass(
     result: ForwardBackwardOutput,
     seconds: float,
 ) -> None:
-    if wants(TrainingPass):
+    if wants(event_types.TrainingPass):
         tokens = passes * sum(chunking.known_tokens(datum.model_input) for datum in data)
         facts = (call.id, call.operation, seconds, len(data), tokens, result.loss, result.metrics)
-        emit(TrainingPass(*facts, metadata=call.metadata))
+        emit(event_types.TrainingPass(*facts, metadata=call.metadata))
 
 
 def _report_step(call: ClientCall, result: OptimStepResponse, seconds: float) -> None:
-    if wants(TrainingStep):
+    if wants(event_types.TrainingStep):
         metrics = result.metrics or {}
-        emit(TrainingStep(call.id, call.operation, seconds, metrics, metadata=call.metadata))
+        emit(
+            event_types.TrainingStep(
+                call.id, call.operation, seconds, metrics, metadata=call.metadata
+            )
+        )
 
 
 def _path_of(saved: Any, kind: CheckpointType = "sampler") -> str:

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from tinkex._lazy import Lazy
+from tinkex._lazy import Lazy, event_types
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire import json_codec
@@ -42,12 +42,6 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import attempt_events, current_call, next_id
-from tinkex.telemetry.events import (
-    HttpEvent,
-    HttpRequestException,
-    HttpRequestStart,
-    HttpRequestStop,
-)
 from tinkex.types import EmptyResponse, UntypedAPIFuture
 
 from .auth import Auth
@@ -309,7 +303,7 @@ class Transport:
         try:
             if self._closed:  # while it waited
                 raise _closed()
-            if wants(HttpEvent):
+            if wants(event_types.HttpEvent):
                 watched = self._watch(operation)
             if self._add_trace_context is not None:
                 self._add_trace_context(sent)
@@ -327,7 +321,7 @@ class Transport:
             raise _connection_error(error, operation.method, url, timeout) from error
         else:
             if watched is not None:
-                if wants(HttpRequestStop):
+                if wants(event_types.HttpRequestStop):
                     self._tell_answered(operation, watched, response.status, attempt)
                 watched = None
             if note := response.headers.get("x-deprecation-note"):
@@ -345,9 +339,13 @@ class Transport:
     def _watch(self, operation: Operation[object]) -> tuple[int, float]:
         """Emit the start event of a request. Returns the number of its events and the start time."""
         number = next_id()
-        if wants(HttpRequestStart):
+        if wants(event_types.HttpRequestStart):
             facts = self._facts_of(operation)
-            emit(HttpRequestStart(number, *facts, self.clock.wall(), metadata=self._whose()))
+            emit(
+                event_types.HttpRequestStart(
+                    number, *facts, self.clock.wall(), metadata=self._whose()
+                )
+            )
         return number, self.clock.monotonic()
 
     def _tell_answered(
@@ -356,16 +354,29 @@ class Transport:
         number, began = watched
         seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
         outcome = (status, "ok" if 200 <= status < 300 else "error", attempt)
-        tell(partial(HttpRequestStop, number, *facts, seconds, *outcome, metadata=self._whose()))
+        tell(
+            partial(
+                event_types.HttpRequestStop,
+                number,
+                *facts,
+                seconds,
+                *outcome,
+                metadata=self._whose(),
+            )
+        )
 
     def _tell_failed(
         self, operation: Operation[object], watched: tuple[int, float], error: BaseException | None
     ) -> None:
-        if wants(HttpRequestException):
+        if wants(event_types.HttpRequestException):
             number, began = watched
             seconds, facts = self.clock.monotonic() - began, self._facts_of(operation)
             failure = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-            emit(HttpRequestException(number, *facts, seconds, *failure, metadata=self._whose()))
+            emit(
+                event_types.HttpRequestException(
+                    number, *facts, seconds, *failure, metadata=self._whose()
+                )
+            )
 
     def _facts_of(self, operation: Operation[object]) -> tuple[str, str, str, str]:
         pool = operation.pool._value_  # faster than `value`, which dominates this function
@@ -432,7 +443,7 @@ class Transport:
         flight = None if name is None else self.notices.begin(name, timeout)
         path = urlsplit(url).path
         row = Operation(name or path, method, path, object, object, pool, Body.NONE)
-        watched = self._watch(row) if wants(HttpEvent) else None
+        watched = self._watch(row) if wants(event_types.HttpEvent) else None
         if self._add_trace_context is not None:
             self._add_trace_context(headers := dict(headers))
         opened = open_stream(method, url, headers=headers, content=body)

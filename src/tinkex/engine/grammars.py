@@ -2,13 +2,19 @@
 
 A compiled grammar is kept and copied for every sequence that uses it. Whether it allows one token is quick to tell; the
 mask of all allowed tokens takes up to a thousand times as long, so it is computed only if a drawn token is not allowed.
+
+Two things bound the cost of a constraint. The service has it compiled in another process first (`grammar_trial`), which is
+killed if that takes too long. And the time spent on following it is measured: a request whose constraint takes too much
+of it fails, before it slows down the others in its batch for long.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,24 +26,63 @@ from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailed
 from .values import Array, Constraint
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Grammars", "Matcher", "allowed_tokens"]
+__all__ = ["Effort", "Grammars", "Matcher", "allowed_tokens", "schema_complaint"]
 
-#: Compiled grammars that are kept.
-_KEPT: Final = 256
+#: Compiled grammars that are kept. One may take 30 MB, most a few hundred kB.
+_KEPT: Final = 32
+#: States of a grammar's lexer; a schema has some hundreds. A hundred thousand take about 30 MB.
+_MAX_STATES: Final = 100_000
+#: Seconds of computing that the constraint of one request may take: at once, and for every token it draws.
+_BURST: Final = 2.0
+_PER_TOKEN: Final = 0.005
 #: JSON without optional white space: small models otherwise emit it without end.
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"whitespace_flexible": False}
+
+
+class Effort:
+    """How much computing the constraint of one request has taken, over all of its sequences."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._tokens = 0
+
+    @property
+    def excess(self) -> str:
+        """What is wrong, if the constraint has taken too long."""
+        if self._seconds <= _BURST + _PER_TOKEN * self._tokens:
+            return ""
+        return (
+            f"following it took {self._seconds:.1f} seconds of computing for {self._tokens} tokens"
+        )
+
+    def drew(self) -> None:
+        self._tokens += 1
+
+    def measure(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Run some work of the constraint. Sequences may do so at the same time, in threads."""
+        started = self._clock()
+        found = work(*arguments)
+        self._seconds += self._clock() - started
+        return found
 
 
 class Matcher:
     """Position of one sequence in its grammar. `ends` are the tokens that end the sequence."""
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, ends: Collection[int], model_ends: Sequence[int]
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        ends: Collection[int],
+        model_ends: Sequence[int],
+        effort: Effort,
     ) -> None:
         self._matcher = matcher
+        self._effort = effort
         self._vocab_size = vocab_size
         self._ends, self._end_list = frozenset(ends), list(ends)
         self._model_ends = list(model_ends)
@@ -45,7 +90,7 @@ class Matcher:
 
     @property
     def failure(self) -> RequestFailedError | None:
-        """The error if the grammar reached a limit of llguidance, so that the sequence cannot continue."""
+        """Why the sequence cannot go on: the grammar reached a limit of llguidance, or takes too long."""
         if not self._error:
             return None
         return RequestFailedError(
@@ -59,19 +104,31 @@ class Matcher:
             return True
         if token in self._ends:
             return self._matcher.is_accepting()
-        return token not in self._model_ends and self._matcher.validate_tokens([token]) == 1
+        if token in self._model_ends:
+            return False
+        return bool(self._effort.measure(self._matcher.validate_tokens, [token]) == 1)
 
     def take(self, token: int) -> bool:
         """Advance by a drawn token; True if nothing may follow it."""
         if token in self._ends:
             return True
-        self._matcher.consume_token(token)
+        self._effort.measure(self._matcher.consume_token, token)
+        self._effort.drew()
         self._note_error()
         return self._matcher.is_stopped()
 
     def _note_error(self) -> None:
         if self._matcher.is_error():
             self._error = _first_lines(self._matcher.get_error())
+        else:
+            self._error = self._effort.excess
+
+    def _fill(self, bits: Array) -> None:
+        """Write the mask of the tokens that may come next."""
+        if not self._error:
+            self._effort.measure(
+                self._matcher.unsafe_compute_mask_ptr, bits.ctypes.data, bits.nbytes
+            )
 
     def _allowed(self, bits: Array) -> Array:
         """The tokens that may come next, from the mask of llguidance."""
@@ -89,44 +146,53 @@ class Matcher:
 
 def allowed_tokens(matchers: Sequence[Matcher]) -> list[Array]:
     """The tokens that may come next in each sequence, in ascending order; computed in parallel."""
-    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+    from llguidance.numpy import allocate_token_bitmask
 
     bits = allocate_token_bitmask(len(matchers), max(each._vocab_size for each in matchers))
-    sound = [(each._matcher, row) for row, each in enumerate(matchers) if not each._error]
-    fill_next_token_bitmask_par(_executor(), sound, bits)
+    if len(matchers) == 1:
+        matchers[0]._fill(bits[0])
+    else:  # in threads of our own, so that each one's time is known; the work itself needs no GIL
+        list(_threads().map(Matcher._fill, matchers, bits))
     return [each._allowed(row) for each, row in zip(matchers, bits, strict=True)]
 
 
 @cache
-def _executor() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor(os.cpu_count() or 1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="tinkex-masks")
 
 
 class Grammars:
     """The grammars of one base model; reads its tokenizer when a grammar is first needed."""
 
-    def __init__(self, directory: Path, vocab_size: int, end_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, directory: Path, vocab_size: int, end_tokens: Sequence[int], kept: int = _KEPT
+    ) -> None:
         self._directory = directory
+        self._kept = kept
         self._vocab_size = vocab_size
         self._end_tokens = list(end_tokens)
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
 
+    def read_vocabulary(self) -> None:
+        """Read the tokenizer now."""
+        self._vocabulary()
+
     def check(self, constraint: Constraint) -> None:
         """Refuse a constraint that cannot be compiled or that no text matches."""
         self._get(constraint)
 
-    def matcher(self, constraint: Constraint, ends: Collection[int]) -> Matcher:
-        """A matcher at the start of the text; `ends` are the tokens that end the sequence."""
+    def matcher(
+        self, constraint: Constraint, ends: Collection[int], effort: Effort | None = None
+    ) -> Matcher:
+        """A matcher at the start of the text; `ends` are the tokens that end it, `effort` that of its request."""
         compiled = self._get(constraint).deep_copy()
-        return Matcher(compiled, self._vocab_size, ends, self._end_tokens)
+        return Matcher(compiled, self._vocab_size, ends, self._end_tokens, effort or Effort())
 
     def _get(self, constraint: Constraint) -> Any:
         if constraint not in self._compiled:
             self._compiled[constraint] = self._compile(constraint)
-            if len(self._compiled) > _KEPT:
+            if len(self._compiled) > self._kept:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(constraint)
         return self._compiled[constraint]
@@ -165,7 +231,18 @@ def _limits() -> Any:
     from llguidance import LLParserLimits
 
     # An error with the parser's state would be pages long and repeat the grammar.
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_STATES)
+
+
+def schema_complaint(schema: str) -> str:
+    """Why a JSON schema cannot be followed; empty if it can."""
+    from llguidance import LLMatcher
+
+    try:
+        complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+    except ValueError as error:
+        complaint = str(error)
+    return str(complaint)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -174,8 +251,10 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "json_schema":
         if not constraint.text.startswith("{"):
             raise _refused(constraint, "must be an object")
-        grammar: str = LLMatcher.grammar_from_json_schema(constraint.text, defaults=_JSON_OPTIONS)
-        return grammar
+        try:
+            return str(LLMatcher.grammar_from_json_schema(constraint.text, defaults=_JSON_OPTIONS))
+        except ValueError as error:
+            raise _refused(constraint, _first_lines(str(error))) from None
     if constraint.kind == "regex":
         return str(LLMatcher.grammar_from_regex(constraint.text))
     return str(LLMatcher.grammar_from_lark(constraint.text))

@@ -23,7 +23,7 @@ from .checks import check_job
 from .continuations import Continuation, SamplingRequest
 from .decoder import decoder_for
 from .devices import choices_for
-from .grammars import Grammars
+from .grammars import Effort, Grammars
 from .lora import Adapter
 from .pages import PagePool
 from .processors import shaping_of
@@ -111,7 +111,9 @@ class Sampler:
         stops = self._end_tokens if job.stop_tokens is None else frozenset(job.stop_tokens)
         # Every token has at least one byte, so a stop string spans at most as many tokens as it has bytes.
         window = max((len(text.encode()) for text in job.stop_texts), default=0) + 4
-        matcher = None if self._grammars is None else self._grammars.matcher
+        matcher = None
+        if self._grammars is not None:
+            matcher = partial(self._grammars.matcher, effort=Effort())
         shaping = partial(shaping_of, job, self._base.vocab_size, stops, matcher)
         self._scheduler.add(
             SamplingRequest(job_id, job, adapter, stops, window, limit, job.num_samples, shaping)

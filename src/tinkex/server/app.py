@@ -38,6 +38,7 @@ from .byte_budget import Hold
 from .dashboard import static
 from .dashboard.api import CALLS, Dashboard, LocalCall
 from .disk import as_client_error
+from .event_streams import counted
 from .guard import refusal
 from .leases import Leases
 from .metrics import ServiceMetrics
@@ -230,11 +231,20 @@ def _answering(service: Service, serve: Any) -> Any:
 
 def _local_route(service: Service, dashboard: Dashboard, call: LocalCall) -> Route:
     async def endpoint(request: Request) -> Response:
+        underway, response = service.quotas.requests, None
         try:
             owner = owner_of(service, request.headers)
-            return await call(dashboard, owner, request)
+            underway.take(owner)
+        except TinkerError as error:
+            return _error_response(error, call.name)
+        try:
+            response = await call(dashboard, owner, request)
         except Exception as error:
             return _error_response(error, call.name)
+        else:
+            return response
+        finally:
+            counted(response, underway, owner)
 
     return Route(call.path, endpoint, methods=[call.method], name=call.name)
 
@@ -296,11 +306,13 @@ def _route(
         except TinkerError as error:
             return _error_response(error, row.name)
         hold = bodies.budget.hold(owner)
+        response: Response | None = None
         try:
-            return await answer_to(owner, request, hold)
+            response = await answer_to(owner, request, hold)
         finally:
             hold.release()
-            underway.release(owner)
+            counted(response, underway, owner)
+        return response
 
     async def answer_to(owner: str, request: Request, hold: Hold) -> Response:
         received, decoded = Received(), None

@@ -18,6 +18,7 @@ from tinkex.errors import ConfigError, PayloadTooLargeError, UnsupportedMediaTyp
 
 from . import decoding
 from .byte_budget import ByteBudget, Hold
+from .local_operations import LOCAL_OPERATIONS
 from .serving.table import SERVING
 
 __all__ = ["Bodies", "Received", "read_body_limit"]
@@ -147,7 +148,11 @@ class _Limit:
 def read_body_limit(text: str) -> tuple[str, int]:
     """Parse an option value OPERATION=BYTES: the largest body of one operation."""
     name, _, size = text.partition("=")
-    rows = [*OPERATIONS.values(), *(row.operation for row in SERVING.values())]
+    rows = [
+        *OPERATIONS.values(),
+        *(row.operation for row in SERVING.values()),
+        *LOCAL_OPERATIONS,
+    ]
     known = [row.name for row in rows if row.body in {Body.JSON, Body.JSON_OR_PROTO}]
     if name not in known:
         raise ConfigError(

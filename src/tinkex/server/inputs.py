@@ -143,6 +143,8 @@ class SampleLimits:
     max_alternatives: int = 1 << 22
     #: Bytes of a JSON schema, regular expression or grammar; the engine compiles it between two steps.
     max_grammar_bytes: int = 64 << 10
+    #: Seconds of computing that compiling it may take.
+    max_grammar_seconds: float = 2.0
     #: Entries of `logit_bias`.
     max_biases: int = 4096
 

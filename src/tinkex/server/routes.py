@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response
 
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
@@ -42,6 +42,7 @@ from tinkex.types._tokenizer_files import tokenizer_digest
 from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
 from .dashboard import logged
+from .event_streams import EventStream
 from .futures import Promise
 from .inputs import lora_of
 from .nearness import is_near
@@ -513,7 +514,7 @@ async def asample(call: Call) -> types.UntypedAPIFuture:
 @_handles
 async def stream_sample(call: Call) -> Response:
     chunks = await call.service.samplers.stream(call.owner, call.request)
-    return StreamingResponse(_events(chunks), media_type="text/event-stream")
+    return EventStream(_events(chunks))
 
 
 async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterator[bytes]:

@@ -45,6 +45,7 @@ from tinkex.types import (
 from .checkpoints import Checkpoints, check_samplable, tinker_path
 from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
+from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, sample_job
 from .quotas import Quota
 from .sessions import Sessions
@@ -107,6 +108,7 @@ class Samplers:
         quota: Quota,
         *,
         limits: SampleLimits,
+        trials: GrammarTrials | None,
         now: Callable[[], datetime],
         expiry: Callable[[], datetime] | None = None,
         open_limit: int = OPEN_LIMIT,
@@ -122,6 +124,7 @@ class Samplers:
         self._usage = usage
         self._quota = quota
         self._limits = limits
+        self._trials = trials
         self._now = now
         self._expiry = expiry or now  # samplers that expire up to this time are expired
         self._open_limit = open_limit
@@ -541,6 +544,7 @@ class Samplers:
         try:
             if sampler.closed:
                 raise asyncio.CancelledError
+            await self._try_constraint(sampler.row, job)
             result = await self._engine.persist(draw)
         except asyncio.CancelledError:
             if not sampler.closed:
@@ -558,6 +562,12 @@ class Samplers:
         )
         self._usage.add(row.owner, row.session_id, row.base_model, "sampling_sample", drawn)
         return result
+
+    async def _try_constraint(self, row: SamplerRow, job: SampleJob) -> None:
+        """Refuse a constraint that would keep an engine from its other work."""
+        if job.constraint is not None and self._trials is not None:
+            model = await self._engine.catalog.model(row.base_model, "base_model")
+            await self._trials.check(row.owner, model, job.constraint)
 
     @property
     def under_way(self) -> int:

@@ -38,6 +38,7 @@ from .dashboard.store import MetricStore
 from .engines import make_engines
 from .file_threads import FileThreads
 from .futures import Promise, Promises
+from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
 from .losses import Losses
@@ -163,6 +164,7 @@ class Settings:
     max_topk: int = SampleLimits.max_topk
     max_alternatives: int = SampleLimits.max_alternatives
     max_grammar_bytes: int = SampleLimits.max_grammar_bytes
+    max_grammar_seconds: float = SampleLimits.max_grammar_seconds
     max_biases: int = SampleLimits.max_biases
     #: Unnamed samplers that a session keeps; beyond this number, the least recently used are deleted.
     max_unnamed_samplers: int = UNNAMED_LIMIT
@@ -278,6 +280,7 @@ class Service:
             max_inflight_bytes_per_key=settings.max_inflight_bytes_per_key,
             max_inflight_bytes=settings.max_inflight_bytes,
         )
+        self.grammar_trials = GrammarTrials(settings.max_grammar_seconds)
         set_aside = SetAside(data, settings.now)
         self._clock = clock = ServiceClock(settings.now, settings.monotonic)
         self.journal = Journal(data / "journal", set_aside=set_aside.copy)
@@ -335,6 +338,8 @@ class Service:
             self.usage,
             quotas.samplers,
             limits=settings.sample_limits,
+            # The fake engine follows no constraints.
+            trials=None if settings.engine == "fake" else self.grammar_trials,
             now=settings.now,
             expiry=clock.expiry,
             unnamed_limit=settings.max_unnamed_samplers,
@@ -484,6 +489,7 @@ class Service:
                 logger.warning("The last usage could not be written: %s", error)
         await self.captured.flush()
         await self.run_metrics.stop()
+        await self.grammar_trials.close()
         self.bodies.close()
         self.files.close()
         self.database.close()

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias
 from weakref import WeakSet
 
-from .events import Event, concrete
+from tinkex._lazy import event_types
 
 __all__ = [
     "Collector",
@@ -69,7 +69,7 @@ if hasattr(os, "register_at_fork"):
 
 class _Subscription(NamedTuple):
     handler: Handler
-    kinds: tuple[type[Event], ...]
+    kinds: tuple[type[event_types.Event], ...]
 
 
 class _Listeners(NamedTuple):
@@ -82,19 +82,19 @@ _numbers = itertools.count(1)
 _subscriptions: Final[dict[int, _Subscription]] = {}
 _changing = lock()
 #: The listeners of each event class. A base class is a key while any class derived from it has a listener.
-_listening: Final[dict[type[Event], _Listeners]] = {}
+_listening: Final[dict[type[event_types.Event], _Listeners]] = {}
 #: Subscriptions whose handler has failed: the failure is logged once.
 _failed: Final[set[int]] = set()
 
 #: `wants(kind)`: whether there is a subscriber for events of that class. One lookup in C, for the hot paths.
-wants: Final[Callable[[type[Event]], bool]] = _listening.__contains__
+wants: Final[Callable[[type[event_types.Event]], bool]] = _listening.__contains__
 
 
-def attach(handler: Handler, *kinds: type[Event]) -> int:
+def attach(handler: Handler, *kinds: type[event_types.Event]) -> int:
     """Call `handler(event)` for every event of these classes (default: all). Returns the number for `detach`."""
     with _changing:
         number = next(_numbers)
-        _subscriptions[number] = _Subscription(handler, kinds or (Event,))
+        _subscriptions[number] = _Subscription(handler, kinds or (event_types.Event,))
         _update()
     return number
 
@@ -108,7 +108,7 @@ def detach(number: int) -> bool:
     return found
 
 
-def emit(event: Event) -> None:
+def emit(event: event_types.Event) -> None:
     """Send an event to all its subscribers."""
     handlers, collectors = _listening.get(type(event), _NOBODY)
     if collectors:
@@ -130,7 +130,7 @@ def tell(unmade: Unmade) -> None:
         _call(handlers, unmade())
 
 
-def _call(handlers: tuple[Handler, ...], event: Event) -> None:
+def _call(handlers: tuple[Handler, ...], event: event_types.Event) -> None:
     for handler in handlers:
         try:
             handler(event)
@@ -153,8 +153,8 @@ def _complain(handler: Handler) -> None:
 
 
 def _update() -> None:
-    wanted: dict[type[Event], _Listeners] = {}
-    for kind in concrete():
+    wanted: dict[type[event_types.Event], _Listeners] = {}
+    for kind in event_types.concrete():
         told = [each.handler for each in _subscriptions.values() if issubclass(kind, each.kinds)]
         if told:
             wanted[kind] = _Listeners(
@@ -162,7 +162,7 @@ def _update() -> None:
                 tuple(each for each in told if isinstance(each, Collector)),
             )
             for parent in kind.__mro__[1:]:
-                if issubclass(parent, Event):
+                if issubclass(parent, event_types.Event):
                     wanted.setdefault(parent, _NOBODY)
     _listening.update(wanted)
     for kind in _listening.keys() - wanted.keys():
@@ -199,7 +199,7 @@ class _Attached:
 class Subscriber(_Attached):
     """Has one handler per event class."""
 
-    def handlers(self) -> Mapping[type[Event], Handler]:
+    def handlers(self) -> Mapping[type[event_types.Event], Handler]:
         raise NotImplementedError
 
     def _subscribe(self) -> tuple[int, ...]:
@@ -210,13 +210,13 @@ class Collector(_Attached):
     """Counts events in batches."""
 
     #: The event classes it subscribes to.
-    kinds: ClassVar[tuple[type[Event], ...]]
+    kinds: ClassVar[tuple[type[event_types.Event], ...]]
 
     def __init__(self) -> None:
         self._lock = lock()
         self.heard: list[Unmade] = []
 
-    def count(self, kind: type[Event], events: list[Unmade]) -> None:
+    def count(self, kind: type[event_types.Event], events: list[Unmade]) -> None:
         """Count events of one class, in the order in which they occurred; the lock is held."""
         raise NotImplementedError
 
@@ -232,7 +232,7 @@ class Collector(_Attached):
     def _subscribe(self) -> tuple[int, ...]:
         return (attach(self, *self.kinds),)
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: event_types.Event) -> None:
         """Never called: a collector gets its events in batches."""
         raise NotImplementedError
 

@@ -13,19 +13,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeVar
 
+from tinkex._lazy import event_types
 from tinkex.errors import TinkerError
 
 from .bus import emit, wants
-from .events import (
-    OperationException,
-    OperationStart,
-    OperationStop,
-    RetryAttemptFailed,
-    RetryAttemptRetry,
-    RetryAttemptStart,
-    RetryAttemptStop,
-    RetryEvent,
-)
 
 __all__ = [
     "ClientCall",
@@ -124,16 +115,16 @@ async def _observe(
     report: Callable[[ClientCall, T, float], object] | None,
 ) -> T:
     _call.set(call)
-    if wants(OperationStart):
+    if wants(event_types.OperationStart):
         called = clock.wall() - (clock.monotonic() - call.started)
-        emit(OperationStart(call.id, call.operation, called, metadata=call.metadata))
+        emit(event_types.OperationStart(call.id, call.operation, called, metadata=call.metadata))
     try:
         result = await work()
     except BaseException as error:
-        if wants(OperationException):
+        if wants(event_types.OperationException):
             seconds = clock.monotonic() - call.started
             emit(
-                OperationException(
+                event_types.OperationException(
                     call.id, call.operation, seconds, error, metadata=current_metadata()
                 )
             )
@@ -141,8 +132,10 @@ async def _observe(
     seconds = clock.monotonic() - call.started
     if report is not None:
         report(call, result, seconds)
-    if wants(OperationStop):
-        emit(OperationStop(call.id, call.operation, seconds, metadata=current_metadata()))
+    if wants(event_types.OperationStop):
+        emit(
+            event_types.OperationStop(call.id, call.operation, seconds, metadata=current_metadata())
+        )
     return result
 
 
@@ -151,27 +144,35 @@ class AttemptEvents:
 
     @staticmethod
     def started(clock: EventClock, attempt: int) -> None:
-        if wants(RetryAttemptStart):
-            emit(RetryAttemptStart(*_attempt(attempt), clock.wall(), metadata=current_metadata()))
+        if wants(event_types.RetryAttemptStart):
+            emit(
+                event_types.RetryAttemptStart(
+                    *_attempt(attempt), clock.wall(), metadata=current_metadata()
+                )
+            )
 
     @staticmethod
     def succeeded(clock: EventClock, attempt: int, began: float) -> None:
-        if wants(RetryAttemptStop):
+        if wants(event_types.RetryAttemptStop):
             seconds = clock.monotonic() - began
-            emit(RetryAttemptStop(*_attempt(attempt), seconds, metadata=current_metadata()))
+            emit(
+                event_types.RetryAttemptStop(
+                    *_attempt(attempt), seconds, metadata=current_metadata()
+                )
+            )
 
     @staticmethod
     def failed(attempt: int, seconds: float, error: Exception, wait: float | None) -> None:
         """An attempt failed; the next one starts after `wait` seconds, or never if `wait` is None."""
-        if not wants(RetryEvent):
+        if not wants(event_types.RetryEvent):
             return
         facts, metadata = _attempt(attempt), current_metadata()
         if wait is not None:
-            emit(RetryAttemptRetry(*facts, seconds, wait, error, metadata=metadata))
+            emit(event_types.RetryAttemptRetry(*facts, seconds, wait, error, metadata=metadata))
             return
         expected = isinstance(error, TinkerError)
         result: Literal["failed", "exception"] = "failed" if expected else "exception"
-        emit(RetryAttemptFailed(*facts, seconds, result, error, metadata=metadata))
+        emit(event_types.RetryAttemptFailed(*facts, seconds, result, error, metadata=metadata))
 
 
 attempt_events: Final = AttemptEvents()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from tinkex._lazy import event_types
+
 from . import bus
-from .events import Event, HttpRequestException, HttpRequestStop, QueueStateChange
 
 __all__ = ["apply_log_level", "attach_logger"]
 
@@ -21,34 +22,38 @@ _LEVELS: Final = {
 _NOISY: Final = ("httpx", "httpcore", "pyqwest")
 #: Fields in seconds that are logged in milliseconds.
 _DURATIONS: Final = frozenset({"duration", "elapsed_time", "delay", "roundtrip"})
-_LOGGED: Final = (HttpRequestStop, HttpRequestException, QueueStateChange)
 
 
-def attach_logger(level: int = logging.INFO, *kinds: type[Event]) -> int:
+def attach_logger(level: int = logging.INFO, *kinds: type[event_types.Event]) -> int:
     """Log requests and queue state changes, or events of the given classes; exceptions are logged as errors.
 
     Returns the number for `detach`.
     """
 
-    def write(event: Event) -> None:
+    def write(event: event_types.Event) -> None:
         at = logging.ERROR if event.name.endswith(".exception") else level
         if _logger.isEnabledFor(at):
             _logger.log(at, "%s", _line(event))
 
-    return bus.attach(write, *kinds or _LOGGED)
+    logged = (
+        event_types.HttpRequestStop,
+        event_types.HttpRequestException,
+        event_types.QueueStateChange,
+    )
+    return bus.attach(write, *kinds or logged)
 
 
-def _line(event: Event) -> str:
-    if isinstance(event, QueueStateChange):
+def _line(event: event_types.Event) -> str:
+    if isinstance(event, event_types.QueueStateChange):
         why = f": {event.queue_state_reason}" if event.queue_state_reason else ""
         return f"queue is {event.queue_state}{why} (request {event.request_id})"
-    if not isinstance(event, HttpRequestStop | HttpRequestException):
+    if not isinstance(event, event_types.HttpRequestStop | event_types.HttpRequestException):
         facts = (event.measurements | event.facts).items()
         told = ", ".join(_shown(name, value) for name, value in facts if value is not None)
         return f"{event.name.removeprefix('tinkex.')}: {told}"
     request = f"{event.method} {event.path}"
     seconds = f"{event.duration * 1000:.0f} ms"
-    if isinstance(event, HttpRequestException):
+    if isinstance(event, event_types.HttpRequestException):
         return f"{request}: {event.kind} after {seconds}: {event.reason}"
     again = f", retry {event.retry_count}" if event.retry_count else ""
     return f"{request}: {event.status} after {seconds}{again}"

@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 from weakref import WeakSet
 
+from tinkex._lazy import event_types
 from tinkex._retry import Clock, Tried, exponential, retrying
 from tinkex._version import PARITY_VERSION
 from tinkex.errors import ClientClosedError, GoneError, InvalidInputError, TinkerError
@@ -39,16 +40,11 @@ from tinkex.types.telemetry import (
 )
 
 from . import bus
-from .events import Event, FutureFailure, HttpEvent, OperationException, QueueStateChange
 from .exceptions import report_endings_to, user_error_in, without_keys
 
-__all__ = ["CAPTURED", "Limits", "Reporter"]
+__all__ = ["Limits", "Reporter"]
 
 _logger = logging.getLogger("tinkex")
-
-#: Events that are forwarded by default. Single requests are not: a client that samples sends thousands per
-#: second.
-CAPTURED: Final[tuple[type[Event], ...]] = (OperationException, QueueStateChange)
 
 _SEVERITIES: Final = frozenset(get_args(Severity))
 _MAX_BACKOFF: Final = 8.0
@@ -186,13 +182,16 @@ class Reporter:
         return self.wait_until_drained(timeout) and accepted
 
     def listen(self) -> None:
-        """Forward the events of `CAPTURED`, unless `capture` has chosen others."""
+        """Forward failed calls and changes of the queue, unless `capture` has chosen other events.
+
+        Single requests are not forwarded: a client that samples sends thousands per second.
+        """
         with self._lock:  # several threads may make the first calls of a client
             chosen, self._kinds_chosen = self._kinds_chosen, True
         if not chosen:
-            self.capture(*CAPTURED)
+            self.capture(event_types.OperationException, event_types.QueueStateChange)
 
-    def capture(self, *kinds: type[Event]) -> None:
+    def capture(self, *kinds: type[event_types.Event]) -> None:
         """Forward these events of the session instead of those forwarded now."""
         self._kinds_chosen = True
         if self._subscription is not None:
@@ -201,12 +200,12 @@ class Reporter:
         if kinds and not self._stopped:
             self._subscription = bus.attach(self._forward, *kinds)
 
-    def _forward(self, event: Event) -> None:
+    def _forward(self, event: event_types.Event) -> None:
         if self.session_id is None or event.metadata.get("session_id") != self.session_id:
             return
-        if isinstance(event, HttpEvent) and event.pool_type == "telemetry":
+        if isinstance(event, event_types.HttpEvent) and event.pool_type == "telemetry":
             return  # else each report would create a new event to report
-        if isinstance(event, OperationException):
+        if isinstance(event, event_types.OperationException):
             if not isinstance(event.error, Exception):
                 return  # a cancellation is not a failure
             if (mistake := user_error_in(event.error)) is not None:
@@ -215,7 +214,7 @@ class Reporter:
         severity = "INFO"
         if event.name.endswith(".exception"):
             severity = "ERROR"
-        elif isinstance(event, FutureFailure):
+        elif isinstance(event, event_types.FutureFailure):
             severity = "WARNING"
         facts = {name: value for name, value in event.facts.items() if name != "session_id"}
         self.log(event.name, {"measurements": event.measurements, "metadata": facts}, severity)

@@ -18,17 +18,18 @@ import numpy as np
 import orjson
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinkex._version import __version__
 from tinkex._wire import json_codec
-from tinkex._wire.operations import Body, BodyLimits, Operation, Pool
 from tinkex.engine.base_models import built_in
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types._base import RequestModel
 
 from ..checkpoints import tinker_path
 from ..decoding import checked_json
+from ..event_streams import EventStream
+from ..local_operations import PLAY_PROMPT
 from .deletion import delete_run
 from .live import Live
 from .playground import PlaygroundRequest, play
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLS", "Dashboard", "LocalCall"]
 
-#: The body of a playground request.
-_BODY: Final = BodyLimits(json=4 << 20, items=1_000)
 #: Largest number of checkpoints that the playground lists.
 _MAX_CHOICES: Final = 1_000
 
@@ -65,7 +64,7 @@ class Plot(RequestModel):
 class SamplesOf(RequestModel):
     """Samples of one step; by default of the last that has some."""
 
-    step: int | None = None
+    step: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
     order: Order = "logged"
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
@@ -147,21 +146,12 @@ class LocalCall:
         return _json(answer)
 
     async def _content(self, dashboard: Dashboard, owner: str, request: Request) -> Any:
-        row: Operation[object] = Operation(
-            self.name,
-            self.method,
-            self.path,
-            object,
-            object,
-            Pool.REST,
-            body=Body.JSON,
-            limits=_BODY,
-        )
         bodies = dashboard.service.bodies
         hold = bodies.budget.hold(owner)
         try:
-            received = await bodies.receive(row, request, hold)
-            return checked_json(row, received.body)
+            received = await bodies.receive(PLAY_PROMPT, request, hold)
+            size = len(received.body)
+            return await bodies.off_loop(owner, size, checked_json, PLAY_PROMPT, received.body)
         finally:
             hold.release()
 
@@ -302,7 +292,7 @@ def _now(service: Service) -> dict[str, Any]:
 
 async def get_events(asked: DashboardRequest) -> Response:
     views = asked.dashboard.views
-    events = await asked.dashboard.live.listen(
+    events, leave = asked.dashboard.live.listen(
         asked.owner,
         lambda run_ids: views.some(asked.owner, run_ids),
         lambda: _now(asked.service),
@@ -310,7 +300,7 @@ async def get_events(asked: DashboardRequest) -> Response:
         [model.model_id for model in asked.service.models if model.owner == asked.owner],
     )
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return EventStream(events, headers, leave)
 
 
 async def get_service(asked: DashboardRequest) -> dict[str, Any]:
@@ -384,9 +374,9 @@ async def list_choices(asked: DashboardRequest) -> dict[str, Any]:
 
 
 async def play_prompt(asked: DashboardRequest) -> Response:
-    events = await play(asked.service, asked.owner, asked.query)
+    events, stop = await play(asked.service, asked.owner, asked.query)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return EventStream(events, headers, stop)
 
 
 _EVENTS: Final = "text/event-stream"

@@ -8,8 +8,8 @@ stored: a page that reconnects reads everything anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 import orjson
@@ -50,9 +50,11 @@ class Listener:
             self._due = due
             self._sooner.set()
 
-    def take(self) -> dict[str, set[str]]:
-        """All changes so far, which are being sent now."""
-        changed, self._changed, self._due, self._sent = self._changed, {}, None, self._clock()
+    def take(self, most: int) -> dict[str, set[str]]:
+        """The changes that are being sent now, of at most so many runs; the others are due with the next event."""
+        changed = {run_id: self._changed.pop(run_id) for run_id in list(self._changed)[:most]}
+        self._sent = self._clock()
+        self._due = self._sent if self._changed else None
         return changed
 
     def seconds_left(self) -> float:
@@ -87,70 +89,62 @@ class Live:
     def metrics_written(self, owner: str, run_id: str) -> None:
         self.changed(owner, run_id, "metrics")
 
-    async def listen(
+    def listen(
         self,
         owner: str,
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
         now: Callable[[], dict[str, Any]],
         stopping: asyncio.Event,
         unsettled: Iterable[str] = (),
-    ) -> AsyncIterator[bytes]:
-        """The events of an owner's runs, until the service stops; refused if too many listen.
+    ) -> tuple[AsyncIterator[bytes], Callable[[], None]]:
+        """The events of an owner's runs, until the service stops, and what ends listening; refused if too many listen.
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """
-        events = self._events(owner, describe, now, stopping, set(unsettled))
-        # The first event counts the listener, so that of many requests at a time no more than allowed are answered.
-        return _preceded(await anext(events), events)
-
-    async def _events(
-        self,
-        owner: str,
-        describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
-        now: Callable[[], dict[str, Any]],
-        stopping: asyncio.Event,
-        unsettled: set[str],
-    ) -> AsyncGenerator[bytes, None]:
         if len(self._listeners.get(owner, ())) >= MAX_LISTENERS:
             raise RateLimitError(
                 f"This key has {MAX_LISTENERS} open pages; close some of them.", retry_after=5.0
             )
         clock = asyncio.get_running_loop().time
-        listener, looked = Listener(clock), clock()
+        listener = Listener(clock)  # counted at once: thousands may ask before the first one reads
         self._listeners.setdefault(owner, set()).add(listener)
-        try:
-            yield _event("hello", now())
-            while not stopping.is_set():
-                await listener.wait()
-                changed = listener.take()
-                asked = list(changed)
-                if beat := clock() - looked >= BEAT:
-                    looked = clock()
-                    asked += unsettled - changed.keys()
-                runs = await describe(asked[:_MAX_RUNS]) if asked else []
-                for run in runs:
-                    run["changed"] = sorted(changed.get(run["id"], ()))
-                    (unsettled.discard if run["state"]["kind"] == "ended" else unsettled.add)(
-                        run["id"]
-                    )
-                if gone := set(asked[:_MAX_RUNS]) - {run["id"] for run in runs}:
-                    unsettled -= gone
-                    yield _event("gone", {"runs": sorted(gone)})
-                if runs:
-                    yield _event("runs", {"runs": runs})
-                if beat or not runs:
-                    yield _event("beat", now())
-        finally:
-            self._listeners[owner].discard(listener)
-            if not self._listeners[owner]:
-                del self._listeners[owner]
+        events = _events(listener, describe, now, stopping, set(unsettled), clock)
+        return events, lambda: self._leave(owner, listener)
+
+    def _leave(self, owner: str, listener: Listener) -> None:
+        self._listeners[owner].discard(listener)
+        if not self._listeners[owner]:
+            del self._listeners[owner]
 
 
-async def _preceded(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
+async def _events(
+    listener: Listener,
+    describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
+    now: Callable[[], dict[str, Any]],
+    stopping: asyncio.Event,
+    unsettled: set[str],
+    clock: Callable[[], float],
+) -> AsyncIterator[bytes]:
+    looked = clock()
+    yield _event("hello", now())
+    while not stopping.is_set():
+        await listener.wait()
+        changed = listener.take(_MAX_RUNS)
+        asked = list(changed)
+        if beat := clock() - looked >= BEAT:
+            looked = clock()
+            asked += list(unsettled - changed.keys())[: _MAX_RUNS - len(asked)]
+        runs = await describe(asked) if asked else []
+        for run in runs:
+            run["changed"] = sorted(changed.get(run["id"], ()))
+            (unsettled.discard if run["state"]["kind"] == "ended" else unsettled.add)(run["id"])
+        if gone := set(asked) - {run["id"] for run in runs}:
+            unsettled -= gone
+            yield _event("gone", {"runs": sorted(gone)})
+        if runs:
+            yield _event("runs", {"runs": runs})
+        if beat or not runs:
+            yield _event("beat", now())
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

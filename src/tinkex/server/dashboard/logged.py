@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["receive"]
 
+#: Values of metrics in one report: the event loop goes through them.
+MAX_POINTS = 50_000
 #: Estimated bytes of a point with its share of the buckets.
 _POINT_BYTES = 40
 
@@ -24,6 +26,13 @@ _POINT_BYTES = 40
 async def receive(service: Service, owner: str, run_id: str, request: LogRequest) -> LogResponse:
     """Check a report as a whole, then keep it."""
     store = service.run_metrics
+    count = sum(len(entry.metrics) for entry in request.entries)
+    if count > MAX_POINTS:
+        raise InvalidInputError(
+            f"a report has at most {MAX_POINTS} values of metrics, this one has {count}; send several",
+            field="entries.metrics",
+        )
+    await store.make_room(run_id, count)
     now = service.promises.clock()
     tokens = float(service.recorder.progress(owner, run_id).tokens)
     points = [

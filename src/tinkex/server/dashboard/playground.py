@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -48,14 +48,16 @@ class PlaygroundRequest(RequestModel):
     alternatives: Annotated[int, Field(ge=0, le=20)] = 5
 
 
-async def play(service: Service, owner: str, asked: PlaygroundRequest) -> AsyncIterator[bytes]:
-    """The events of one answer; a bad request is refused before the first."""
+async def play(
+    service: Service, owner: str, asked: PlaygroundRequest
+) -> tuple[AsyncIterator[bytes], Callable[[], object]]:
+    """The events of one answer, and what ends it early; a bad request is refused before the first."""
     model = await service.served_models.find(owner, asked.model)
     request = _sample_request(asked, model, await _prompt(service, model, asked))
     queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
     drawing = await service.samplers.draw(owner, request, queue.put_nowait)
     drawing.add_done_callback(lambda _: queue.put_nowait(None))
-    return _events(model.vocabulary, drawing, queue)
+    return _events(model.vocabulary, drawing, queue), drawing.cancel
 
 
 async def _prompt(service: Service, model: ServedModel, asked: PlaygroundRequest) -> list[int]:

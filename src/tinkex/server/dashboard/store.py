@@ -163,6 +163,12 @@ class MetricStore:
     def check_room(self, owner: str, size: int) -> None:
         self._quota.check(owner, size)
 
+    async def make_room(self, run_id: str, count: int) -> None:
+        """Wait until `count` more points of a run can be taken: what is reported is acknowledged, so none may be lost."""
+        waiting = self._waiting.get(run_id)
+        if waiting is not None and len(waiting.points) + count > _MAX_WAITING:
+            await self.flush()
+
     def add(
         self,
         owner: str,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 
-from tinkex._wire.operations import Body, Operation, Pool
 from tinkex.server.decoding import checked_json
+from tinkex.server.local_operations import PUT_ALIAS
 from tinkex.types._aliases import AliasInfo, AliasList
 
 from .aliases import PATH
@@ -27,11 +27,6 @@ class AliasRequest(ServingRequest):
     path: str
 
 
-_PUT: Final[Operation[AliasInfo]] = Operation(
-    "put_alias", "PUT", PATH, AliasRequest, AliasInfo, Pool.REST, body=Body.JSON
-)
-
-
 async def listed(service: Service, owner: str, _: Request) -> AliasList:
     return AliasList(aliases=[_info(row) for row in await service.aliases.listed(owner)])
 
@@ -39,8 +34,8 @@ async def listed(service: Service, owner: str, _: Request) -> AliasList:
 async def put(service: Service, owner: str, request: Request) -> AliasInfo:
     hold = service.bodies.budget.hold(owner)
     try:
-        received = await service.bodies.receive(_PUT, request, hold)
-        asked = read(AliasRequest, checked_json(_PUT, received.body))
+        received = await service.bodies.receive(PUT_ALIAS, request, hold)
+        asked = read(AliasRequest, checked_json(PUT_ALIAS, received.body))
         return _info(await service.aliases.put(owner, asked.name, asked.path))
     finally:
         hold.release()

@@ -10,10 +10,13 @@ from typing import Any, Final
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, check_samplable, tinker_path
 from tinkex.server.store import AliasRow, Database
+from tinkex.types.paths import SCHEME
 
 __all__ = ["PATH", "Aliases"]
 
 PATH: Final = "/local/aliases"
+#: Aliases of one key: every list of models shows all of them.
+MAX_ALIASES: Final = 1_000
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
 
 
@@ -46,12 +49,19 @@ class Aliases:
             raise InvalidInputError(
                 "must be 1 to 128 letters, digits and any of . _ : @ / -", field="name"
             )
+        if name.startswith(SCHEME):
+            raise InvalidInputError(f"must not begin with {SCHEME}, as paths do", field="name")
         if name in self._base_models():
             raise InvalidInputError(f"{name!r} is the name of a base model", field="name")
         if not isinstance(path, str):
             raise InvalidInputError("must be the path of a checkpoint", field="path")
         row, _ = await self._checkpoints.readable(owner, path)
         check_samplable(row, "path")
+        known = await self.listed(owner)
+        if len(known) >= MAX_ALIASES and all(each.name != name for each in known):
+            raise InvalidInputError(
+                f"a key has at most {MAX_ALIASES} aliases; delete some", field="name"
+            )
         alias = AliasRow(owner, name, tinker_path(row), self._now())
         await self._db(self._store.put_alias, alias)
         return alias

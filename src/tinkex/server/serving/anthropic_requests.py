@@ -193,6 +193,7 @@ def _anthropic_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
             raise InvalidInputError("is required", field=f"{field}.name")
         if "input_schema" not in tool:
             raise InvalidInputError("is required", field=f"{field}.input_schema")
-        schema = check_schema(tool["input_schema"], f"{field}.input_schema")
-        tools.append(Tool(tool["name"], tool.get("description"), schema))
+        where = f"{field}.input_schema"
+        schema = check_schema(tool["input_schema"], where)
+        tools.append(Tool(tool["name"], tool.get("description"), schema, where))
     return tools

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.errors import DecodeError, TinkerError
 from tinkex.server.byte_budget import Hold
 from tinkex.server.decoding import checked_json
+from tinkex.server.event_streams import EventStream, counted
 
 from .anthropic_answers import event
 from .endpoints import ENDPOINTS, Asked, Stream
@@ -94,8 +95,7 @@ class _Endpoint:
             return response
         finally:
             hold.release()
-            if not isinstance(response, _ServedStream):  # a stream is in flight until it ends
-                underway.release(owner)
+            counted(response, underway, owner)
 
     def _dialect(self, request: Request) -> Dialect:
         shared = self._row.operation.method == "GET"
@@ -119,8 +119,7 @@ class _Endpoint:
             return Response(orjson.dumps(result), media_type="application/json")
         # The first event is awaited here, so that a request refused by the engine gets its status.
         first = await _while_connected(request, anext(result.events))
-        release = self._service.quotas.requests.release
-        return _ServedStream(_events(first, result.events, dialect), lambda: release(owner))
+        return EventStream(_events(first, result.events, dialect))
 
     async def _read(self, owner: str, request: Request, hold: Hold) -> Any:
         row = self._row.operation
@@ -133,25 +132,6 @@ class _Endpoint:
         size = len(received.body)
         content = await bodies.off_loop(owner, size, checked_json, row, received.body)
         return read(row.request, content)
-
-
-class _ServedStream(StreamingResponse):
-    """A stream of events. Calls `done` when it ends, also if the client hangs up."""
-
-    def __init__(self, events: AsyncIterator[bytes], done: Any) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
-        self._events = events
-        self._done = done
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            with contextlib.suppress(RuntimeError):
-                await self._events.aclose()  # type: ignore[attr-defined]  # a generator
-            self._done()
 
 
 async def _events(

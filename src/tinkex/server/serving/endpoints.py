@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.server.grammar_trials import Schema
 
 from . import anthropic_requests as anthropic
 from . import openai_requests as openai
 from .anthropic_answers import AnthropicAnswer
 from .chat import ChatPrompt, Conversation, chat_prompt
-from .constraints import constraint, format_of_response
+from .constraints import Format, constraint, format_of_response
 from .generation import Generation, TokenCounts, streamed, whole
 from .models import ServedModel, ServedModels
 from .openai_answers import OpenAIAnswer
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from tinkex.server.service import Service
 
 __all__ = ["ENDPOINTS", "Asked", "Endpoint", "Stream"]
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 #: Fields of chat requests by the fields of `SamplingParams`, where they differ.
 _CHAT_FIELDS: Final = {
@@ -78,11 +76,16 @@ def _serves(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-async def _compiled(asked: Asked, check: Callable[[Given], Made], given: Given) -> Made:
-    """Run `check`, which compiles schemas, in a thread, because compiling may take a second."""
-    if not given:
-        return check(given)
-    return await asked.service.bodies.in_thread(asked.owner, check, given)
+async def _tried(asked: Asked, schemas: Sequence[Schema]) -> None:
+    """Refuse schemas that cannot be followed."""
+    service = asked.service
+    await service.grammar_trials.check_schemas(asked.owner, schemas, service.bodies.in_thread)
+
+
+async def _tried_form(asked: Asked, form: Format, field: str) -> Format:
+    if "json_schema" in form:
+        await _tried(asked, [Schema(f"{field}.json_schema.schema", form["json_schema"])])
+    return form
 
 
 async def _conversation(
@@ -92,8 +95,10 @@ async def _conversation(
     model = await asked.models.find(asked.owner, request.model)
     template = asked.models.template(model)
     choice, only = request.choice
+    offered = request.offered_tools
+    await _tried(asked, [Schema(tool.field, tool.schema) for tool in offered])
     tools = tool_use(
-        await _compiled(asked, lambda given: given.offered_tools, request),
+        offered,
         template,
         choice,
         only,
@@ -112,7 +117,9 @@ async def _conversation(
 async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
     request: openai.ChatRequest = asked.request
     model, tools, prompt = await _conversation(asked, request)
-    wanted = await _compiled(asked, format_of_response, request.response_format)
+    wanted = await _tried_form(
+        asked, format_of_response(request.response_format), "response_format"
+    )
     form = constraint(wanted, tools, prompt.thinking)
     generation = Generation(
         model,
@@ -140,7 +147,7 @@ async def completions(asked: Asked) -> dict[str, Any] | Stream:
             field="prompt",
         )
     model = await asked.models.find(asked.owner, request.model)
-    form = await _compiled(asked, format_of_response, request.response_format)
+    form = await _tried_form(asked, format_of_response(request.response_format), "response_format")
     generation = Generation(
         model,
         [await _prompt_tokens(model, prompt) for prompt in request.prompts],
@@ -184,12 +191,16 @@ async def _openai(
     usage, echoed = TokenCounts(), []
     if generation.echo:  # scores come with a whole result, so prompts are read before the stream
         echoed = await whole(samplers, asked.owner, generation.prompts_alone())
+        cached = sum(each.result.cached_tokens for each in echoed)
+        usage = TokenCounts(cached_tokens=cached, counts_cache=False)
     updates = await streamed(samplers, asked.owner, generation.answers_alone(), usage)
     return Stream(_with_end(answer.echoes(echoed), answer.chunks(updates, usage)))
 
 
 async def _with_end(echoes: Iterable[bytes], chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    for chunk in echoes:
+    # Waiting for the first token starts `chunks`, so that closing this stream stops what it draws.
+    first = await anext(chunks)
+    for chunk in (*echoes, first):
         yield chunk
     async for chunk in chunks:
         yield chunk
@@ -215,7 +226,7 @@ async def messages(asked: Asked) -> dict[str, Any] | Stream:
 
 async def _anthropic_generation(asked: Asked, request: anthropic.MessagesRequest) -> Generation:
     model, tools, prompt = await _conversation(asked, request)
-    wanted = await _compiled(asked, lambda given: given.format, request)
+    wanted = await _tried_form(asked, request.format, "output_config.format")
     form = constraint(wanted, tools, prompt.thinking, "output_config.format")
     return Generation(
         model,

@@ -87,10 +87,13 @@ class TokenCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    #: False if the prompts were scored before: the cache then holds what that pass has read.
+    counts_cache: bool = True
 
     def add(self, prompt: Sequence[int], result: SampledResult) -> None:
         self.prompt_tokens += len(prompt)
-        self.cached_tokens += result.cached_tokens
+        if self.counts_cache:
+            self.cached_tokens += result.cached_tokens
         self.completion_tokens += sum(map(len, result.tokens))
 
 

@@ -242,6 +242,7 @@ def _chat_tools(given: Sequence[dict[str, Any]]) -> list[Tool]:
         if not isinstance(function.get("name"), str):
             raise InvalidInputError("is required", field=f"{field}.function.name")
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        checked = check_schema(schema, f"{field}.function.parameters")
-        tools.append(Tool(function["name"], function.get("description"), checked))
+        where = f"{field}.function.parameters"
+        checked = check_schema(schema, where)
+        tools.append(Tool(function["name"], function.get("description"), checked, where))
     return tools

@@ -47,19 +47,9 @@ def read(kind: type[R], content: Any) -> R:
 
 
 def check_schema(schema: Any, field: str) -> dict[str, Any]:
-    """A JSON schema that can be compiled into a grammar."""
-    from llguidance import LLMatcher
-
+    """An object; whether it is a schema that can be followed is tried later, by `GrammarTrials`."""
     if not isinstance(schema, dict):
         raise InvalidInputError("must be a JSON schema: an object", field=field)
-    try:
-        complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
-    except ValueError as error:
-        complaint = str(error)
-    if complaint:
-        raise InvalidInputError(
-            f"is not a JSON schema that this service supports: {complaint}"[:400], field=field
-        )
     return schema
 
 

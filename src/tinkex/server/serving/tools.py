@@ -30,6 +30,8 @@ class Tool:
     name: str
     description: str | None
     schema: dict[str, Any]
+    #: Where the request has the schema.
+    field: str = "tools"
 
     def for_template(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name, "parameters": self.schema}
