@@ -1,7 +1,6 @@
 """Modules that are imported at their first use.
 
-A program that makes a client needs neither numpy nor protobuf yet, and they take as long to import as the client; nor does
-it need the classes of events before its first request.
+A program that makes a client needs neither numpy nor protobuf yet, and they take as long to import as the client.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Lazy", "event_types", "np"]
+__all__ = ["Lazy", "np"]
 
 
 class Lazy:
@@ -26,9 +25,5 @@ class Lazy:
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from tinkex.telemetry import events as event_types
 else:
     np = Lazy("numpy")
-    #: Fifty classes, which the first request needs.
-    event_types = Lazy("tinkex.telemetry.events")

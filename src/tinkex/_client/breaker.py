@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar
 
-from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex.config import CircuitBreaker
 from tinkex.errors import APIConnectionError, CircuitOpenError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.lazy_events import event_types
 
 from .notices import logger
 

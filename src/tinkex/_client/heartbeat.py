@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
-from tinkex._lazy import event_types
 from tinkex._wire.operations import operation
 from tinkex.errors import APIConnectionError, GoneError
 from tinkex.telemetry.bus import emit, wants
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types import SessionHeartbeatRequest
 
 from .notices import logger

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import orjson
 
-from tinkex._lazy import Lazy, event_types
+from tinkex._lazy import Lazy
 from tinkex._retry import NotYetError, Tried, retrying
 from tinkex._wire import json_codec
 from tinkex._wire.failures import failure_from_body
@@ -37,6 +37,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types import (
     ForwardBackwardOutput,
     QueueState,

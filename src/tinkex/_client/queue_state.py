@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from tinkex._lazy import event_types
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_metadata
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types import QueueState
 
 from .notices import logger

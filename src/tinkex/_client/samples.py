@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
-from tinkex._lazy import event_types
 from tinkex._retry import Tried
 from tinkex._wire import json_codec
 from tinkex._wire.operations import operation
 from tinkex.errors import APITimeoutError, BillingError, RateLimitError, TinkerError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_call, current_metadata
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types import (
     CancelFutureRequest,
     JoinSamplingSessionRequest,

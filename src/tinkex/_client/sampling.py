@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from tinkex._lazy import event_types
 from tinkex._retry import retrying
 from tinkex._wire.operations import operation
 from tinkex._wire.sse import SSEDecoder
@@ -29,6 +28,7 @@ from tinkex.telemetry.calls import (
     add_metadata,
     attempt_events,
 )
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     CreateSamplingSessionRequest,

@@ -10,7 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
-from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import CircuitBreaker, Config, PollBackoffOption
@@ -18,6 +17,7 @@ from tinkex.errors import APIConnectionError, InvalidInputError
 from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
 from tinkex.telemetry.exceptions import concerns_tinkex
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamOptimizerConfig,

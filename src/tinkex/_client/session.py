@@ -18,7 +18,6 @@ from weakref import WeakSet, finalize, ref
 
 from pydantic import ValidationError
 
-from tinkex._lazy import event_types
 from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex._wire import json_codec
@@ -34,6 +33,7 @@ from tinkex.errors import (
 from tinkex.telemetry import calls
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.exceptions import report_endings_to
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.telemetry.logs import apply_log_level
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (

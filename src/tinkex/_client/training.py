@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from tinkex._lazy import event_types
 from tinkex._wire.operations import Operation, operation
 from tinkex.errors import (
     APIConnectionError,
@@ -20,6 +19,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import ClientCall, add_metadata
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.telemetry.reporter import Reporter
 from tinkex.types import (
     AdamParams,

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from tinkex._lazy import Lazy, event_types
+from tinkex._lazy import Lazy
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._version import PARITY_VERSION, __version__
 from tinkex._wire import json_codec
@@ -42,6 +42,7 @@ from tinkex.errors import (
 )
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import attempt_events, current_call, next_id
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types import EmptyResponse, UntypedAPIFuture
 
 from .auth import Auth

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias
 from weakref import WeakSet
 
-from tinkex._lazy import event_types
+from tinkex.telemetry.lazy_events import event_types
 
 __all__ = [
     "Collector",

@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeVar
 
-from tinkex._lazy import event_types
 from tinkex.errors import TinkerError
+from tinkex.telemetry.lazy_events import event_types
 
 from .bus import emit, wants
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from tinkex._lazy import event_types
+from tinkex.telemetry.lazy_events import event_types
 
 from . import bus
 

@@ -25,10 +25,10 @@ from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 from weakref import WeakSet
 
-from tinkex._lazy import event_types
 from tinkex._retry import Clock, Tried, exponential, retrying
 from tinkex._version import PARITY_VERSION
 from tinkex.errors import ClientClosedError, GoneError, InvalidInputError, TinkerError
+from tinkex.telemetry.lazy_events import event_types
 from tinkex.types.telemetry import (
     GenericEvent,
     SessionEndEvent,
