@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -140,3 +141,16 @@ def test_process_that_does_not_start_is_not_the_users_fault(monkeypatch, tiny):
             await trials.check("a", tiny, Constraint("regex", "a"))
 
     trial(work)
+
+
+def test_process_that_is_killed_while_it_waits_is_replaced(tiny):
+    async def work(trials):
+        await trials.check("a", tiny, Constraint("regex", "a+"))
+        (waiting,) = trials._idle
+        os.kill(waiting.pid, signal.SIGKILL)
+        await waiting.wait()
+        await trials.check("a", tiny, Constraint("regex", "b+"))
+        (other,) = trials._idle
+        return waiting.pid != other.pid
+
+    assert trial(work)

@@ -100,7 +100,7 @@ class GrammarTrials:
             return self._known[digest]
 
     async def _answer(self, question: bytes) -> dict[str, Any]:
-        process = self._idle.pop() if self._idle else await self._started()
+        process = self._living() or await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         line = b""
@@ -128,6 +128,14 @@ class GrammarTrials:
             "complaint": f"takes more than {self._seconds:g} seconds of computing, or too much memory, to compile; "
             "simplify it. The limit is the service's setting max_grammar_seconds"
         }
+
+    def _living(self) -> Process | None:
+        """A process that waits for questions; one that was killed meanwhile would be taken for its question's fault."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+        return None
 
     async def _started(self) -> Process:
         command = sys.executable, "-m", "tinkex.engine.grammar_trial", str(self._seconds)
