@@ -59,7 +59,8 @@ def test_sample_is_cancelled_when_the_client_hangs_up(own, stream):
     body = {**FOR_MINUTES, "prompt": "x", "stream": stream}
     if stream:
         with http.client.stream("POST", TEXT, json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: without its iterator the response is closed
+            next(lines)
             assert in_flight(http) == 1
     else:
 
