@@ -28,19 +28,25 @@ def in_flight(http) -> int:
 
 @pytest.fixture
 def own(endless):
-    """A service of one test, with a model that does not end by itself."""
+    """A service of one test with a model that does not end by itself, a client, and the process id of its engine."""
+    before = children()
     with (
         service("torch", (f"endless={endless}",), engine_in_process=False) as running,
         Http(running.url) as http,
     ):
-        yield running, http
+        (engine,) = children() - before
+        yield running, http, engine
+
+
+def children() -> set[int]:
+    """The process ids of this process's children."""
+    files = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(pid) for file in files for pid in file.read_text().split()}
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
-    _, http = own
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    engine = max(int(pid) for file in children for pid in file.read_text().split())
+    _, http, engine = own
     with http.client.stream(
         "POST", path, json={**FOR_MINUTES, "messages": HI, "stream": True}
     ) as response:
@@ -55,7 +61,7 @@ def test_stream_of_a_dead_engine_ends_with_an_error_event(own, path):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_sample_is_cancelled_when_the_client_hangs_up(own, stream):
-    running, http = own
+    running, http, _ = own
     body = {**FOR_MINUTES, "prompt": "x", "stream": stream}
     if stream:
         with http.client.stream("POST", TEXT, json=body) as response:
