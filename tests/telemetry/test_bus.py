@@ -20,11 +20,12 @@ from tinkex.telemetry.events import (
     Throttled,
 )
 
+pytestmark = pytest.mark.usefixtures("paused_loop")
+
 PAUSED = QueueStateChange("r-1", "paused_capacity", "busy", metadata={"session_id": "s-1"})
 STOP = HttpRequestStop(1, "GET", "/x", "session", "http://x", 0.5, 200, "ok", 0)
 
 
-@pytest.mark.usefixtures("paused_loop")
 def test_handler_gets_the_events_it_subscribed_to(heard):
     queue, requests = heard(QueueStateChange), heard(HttpRequestStop, HttpRequestException)
     bus.emit(PAUSED)
@@ -34,7 +35,6 @@ def test_handler_gets_the_events_it_subscribed_to(heard):
     assert requests == [STOP]
 
 
-@pytest.mark.usefixtures("paused_loop")
 def test_subscription_to_a_base_class_includes_derived_events(heard):
     http, failures, everything = heard(HttpEvent), heard(FutureFailure), heard()
     timeout = FutureTimeout("r-1", "Sample", 1.0, 3, None, "unknown", "APITimeoutError")
@@ -67,7 +67,6 @@ def test_detached_handler_gets_no_events_and_detaches_only_once():
     assert not bus.wants(QueueStateChange)
 
 
-@pytest.mark.usefixtures("paused_loop")
 def test_failing_handler_is_logged_once_and_does_not_affect_others(heard, caplog):
     def broken(event: Event) -> None:
         raise RuntimeError("my own trouble")
@@ -105,7 +104,6 @@ class Counter(bus.Collector):
         self.counted += len(events)
 
 
-@pytest.mark.usefixtures("paused_loop")
 def test_early_flush_of_one_collector_does_not_stop_another_from_counting():
     with Counter() as patient, Counter() as eager:
         for _ in range(5000):
