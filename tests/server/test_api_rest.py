@@ -696,19 +696,6 @@ def test_the_last_representable_day_is_accepted(api):
 # -- keys ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Two users of one service."""
-    file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
-    with (
-        service("fake", keys=Keys.from_file(file)) as running,
-        Api(running.url, "tml-key-of-ann") as ann,
-        Api(running.url, "tml-key-of-bob") as bob,
-    ):
-        yield ann, bob
-
-
 def test_requests_without_a_key_are_refused(two):
     with Api(str(two[0].http.base_url)) as nobody:
         for key in ("", "tml-wrong-key", "eyJhbGciOiJIUzI1NiJ9.e30.x", "eyJ", "eyJ\xe9"):

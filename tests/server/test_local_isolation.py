@@ -33,27 +33,21 @@ OF_RUN = [call for call in CALLS if "{run_id}" in call.path]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Two keys of one service; the first has a run with a checkpoint, a sample and an alias."""
-    file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
-    with (
-        service("fake", keys=Keys.from_file(file)) as running,
-        Api(running.url, "tml-key-of-ann") as ann,
-        Api(running.url, "tml-key-of-bob") as bob,
-    ):
-        model = ann.model()
-        model.step()
-        path = model.save("secret", "save_weights_for_sampler")
-        log(ann, model.model_id, {"step": 1, "samples": [{"text": "secret", "reward": 1.0}]})
-        made = ann.http.put("/local/aliases", json={"name": "annas", "path": path})
-        assert made.status_code == 200, made.text
-        yield ann, bob, model.model_id, path
+def annas(two):
+    """Ann, Bob, and a run of Ann's with a sample, a checkpoint and an alias; its id and the path of its checkpoint."""
+    ann, bob = two
+    model = ann.model()
+    model.step()
+    path = model.save("secret", "save_weights_for_sampler")
+    log(ann, model.model_id, {"step": 1, "samples": [{"text": "secret", "reward": 1.0}]})
+    made = ann.http.put("/local/aliases", json={"name": "annas", "path": path})
+    assert made.status_code == 200, made.text
+    return ann, bob, model.model_id, path
 
 
 @pytest.mark.parametrize("call", OF_RUN, ids=lambda call: call.name)
-def test_run_of_another_key_is_refused_like_one_that_does_not_exist(two, call):
-    _, bob, run, _ = two
+def test_run_of_another_key_is_refused_like_one_that_does_not_exist(annas, call):
+    _, bob, run, _ = annas
     answers = []
     for guessed in (run, f"{run[:-3]}zzz"):
         path = call.path.replace("{run_id}", guessed).replace("{number:int}", "0")
@@ -63,8 +57,8 @@ def test_run_of_another_key_is_refused_like_one_that_does_not_exist(two, call):
     assert answers[0][0] == 404
 
 
-def test_models_of_another_key_are_refused_like_those_that_do_not_exist(two):
-    ann, bob, _, path = two
+def test_models_of_another_key_are_refused_like_those_that_do_not_exist(annas):
+    ann, bob, _, path = annas
     hi = [{"role": "user", "content": "hi"}]
     for name, nothing in (("annas", "bobby"), (path, path[:-3] + "zzz")):
         for route, body in (
@@ -92,20 +86,20 @@ def test_models_of_another_key_are_refused_like_those_that_do_not_exist(two):
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a\nb", "аnnas", "", "x" * 200, TINY, "tinker://a"])
-def test_name_of_an_alias_that_could_mislead_is_refused(two, name):
-    ann, _, _, path = two
+def test_name_of_an_alias_that_could_mislead_is_refused(annas, name):
+    ann, _, _, path = annas
     answer = ann.http.put("/local/aliases", json={"name": name, "path": path})
     assert answer.status_code == 400, answer.text
 
 
-def test_alias_stands_for_a_checkpoint_and_not_for_another_alias(two):
-    ann, _, _, _ = two
+def test_alias_stands_for_a_checkpoint_and_not_for_another_alias(annas):
+    ann, _, _, _ = annas
     answer = ann.http.put("/local/aliases", json={"name": "loop", "path": "annas"})
     assert answer.status_code in {400, 404}, answer.text
 
 
-def test_aliases_of_a_key_are_limited(two, monkeypatch):
-    ann, _, _, path = two
+def test_aliases_of_a_key_are_limited(annas, monkeypatch):
+    ann, _, _, path = annas
     monkeypatch.setattr(aliases, "MAX_ALIASES", 1)
     refused = ann.http.put("/local/aliases", json={"name": "second", "path": path})
     assert refused.status_code == 400
@@ -129,9 +123,9 @@ def test_body_limit_of_a_local_call_is_kept():
             assert f"--body-limit {name}=" in answer.text
 
 
-def test_report_of_too_many_metrics_is_refused_whole(two):
+def test_report_of_too_many_metrics_is_refused_whole(annas):
     """Before, all of them were acknowledged and most were lost."""
-    ann, _, run, _ = two
+    ann, _, run, _ = annas
     entries = [{"step": step, "metrics": {f"m{n}": 1.0 for n in range(100)}} for step in range(501)]
     answer = ann.post(f"training_runs/{run}/log", {"entries": entries})
     assert answer.status_code == 400
@@ -141,8 +135,8 @@ def test_report_of_too_many_metrics_is_refused_whole(two):
     assert kept["metrics"]["m7"]["points"] == 500
 
 
-def test_flood_of_reports_loses_nothing_that_was_acknowledged(two):
-    ann, _, run, _ = two
+def test_flood_of_reports_loses_nothing_that_was_acknowledged(annas):
+    ann, _, run, _ = annas
     entries = [{"step": step, "metrics": {f"f{n}": 1.0 for n in range(50)}} for step in range(900)]
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(lambda _: log(ann, run, *entries)["metrics"], range(4)))
@@ -151,8 +145,8 @@ def test_flood_of_reports_loses_nothing_that_was_acknowledged(two):
     assert kept["metrics"]["f7"]["points"] == 3_600
 
 
-def test_step_beyond_all_steps_is_refused_by_name(two):
-    ann, _, run, _ = two
+def test_step_beyond_all_steps_is_refused_by_name(annas):
+    ann, _, run, _ = annas
     answer = ann.http.get(f"/local/runs/{run}/samples", params={"step": 10**30})
     assert answer.status_code == 422
     assert "step" in answer.text
