@@ -360,8 +360,9 @@ class _Connection:
                     write = (message, packed.files, directory)
                     threading.Thread(target=self._write, args=write, daemon=True).start()
                     continue
-                if message.call_id in self._adding and message.error is None:
-                    message = self._added(message)
+                added = self._adding.pop(message.call_id, None)
+                if added is not None and message.error is None:
+                    message = self._added(added, message)
             now.append(message)
         if now:
             self._send(now)
@@ -396,10 +397,10 @@ class _Connection:
             return Ready(error=error)
         return replace(ready, models=models, node=self._node.name)
 
-    def _added(self, reply: Reply) -> Reply:
+    def _added(self, name: str, reply: Reply) -> Reply:
         assert self._setup is not None
         try:
-            local = self._models.of(self._adding.pop(reply.call_id), self._setup.cache_dir)
+            local = self._models.of(name, self._setup.cache_dir)
             return replace(reply, value=self._same(reply.value, local))
         except TinkerError as error:
             return replace(reply, value=None, error=error)
