@@ -211,9 +211,7 @@ class PoolSampler:
         try:
             async with opened.opening:
                 if not opened.ready:
-                    if (
-                        opened.lease is not None
-                    ):  # the engine was restarted: its prompt cache is empty
+                    if opened.lease is not None:  # the engine was restarted: its cache is empty
                         member.load.prefixes.clear()
                     await member.engine.catalog.model(adapter.base_model, "base_model")
                     opened.lease = await member.engine.open_sampler(
