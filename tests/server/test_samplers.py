@@ -63,7 +63,7 @@ def request_of(sampler: str) -> SampleRequest:
 def test_unnamed_samplers_are_closed_in_the_engine_like_others(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
-            made.samplers._open_limit = 2
+            made.samplers._open_limit, made.samplers._open_bytes = 2, 0
             closed = []
             close_sampler = made.engine.sampler.close_sampler
 

@@ -90,7 +90,12 @@ def write(
             "sha256": {file.name: _digest(file) for file in sorted(scratch.iterdir())},
         }
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2))
-        return sum(file.stat().st_size for file in scratch.iterdir())
+        return stored_bytes(scratch)
+
+
+def stored_bytes(directory: Path) -> int:
+    """The size of a checkpoint's files."""
+    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def copy(source: Path, target: Path) -> None:

@@ -44,7 +44,7 @@ def export(source: Path, target: Path, recipients: Sequence[str] = ()) -> int:
                 shutil.copyfile(source / name, copy)
             flush(copy)
         flush(scratch)
-        size = sum(file.stat().st_size for file in scratch.iterdir())
+        size = directories.stored_bytes(scratch)
         directories.put(scratch, target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

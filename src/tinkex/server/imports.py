@@ -233,7 +233,9 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
     """Add the checkpoints to a new run whose session is finished."""
     manifest = await service.files(directories.checked_manifest, scratch / asked.kinds[0])
     assert manifest.spec is not None
-    sizes = {kind: await service.files(_size, scratch / kind) for kind in asked.kinds}
+    sizes = {
+        kind: await service.files(directories.stored_bytes, scratch / kind) for kind in asked.kinds
+    }
     service.checkpoints.check_room(owner, sum(sizes.values()))
     session_id = await service.sessions.create(
         owner, CreateSessionRequest(tags=["import"], sdk_version=""), None
@@ -260,10 +262,6 @@ async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) ->
         "lora_rank": manifest.spec.rank,
         "checkpoints": [checkpoint_of(row).model_dump(mode="json") for row in rows],
     }
-
-
-def _size(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def _move(source: Path, target: Path) -> None:

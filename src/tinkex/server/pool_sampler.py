@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -22,14 +21,12 @@ from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import NotFoundError, TinkerError
 
 from .drift import checking_job
+from .kept_open import surplus
 from .members import Member, Members
 from .pool_trainer import PoolTrainer
 from .routing import block_keys, new_tokens, sampling_cost
 
 __all__ = ["PoolSampler"]
-
-#: Adapters that one engine keeps open while no sample uses them.
-KEPT_OPEN: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,7 @@ class _Opened:
 
     lease: EngineLease | None = None
     users: int = 0
+    size: int = 0  # of its files
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -217,6 +215,10 @@ class PoolSampler:
                     opened.lease = await member.engine.open_sampler(
                         adapter.name, adapter.base_model, adapter.directory, trained_as=trained_as
                     )
+                    if adapter.directory is not None:
+                        opened.size = await asyncio.to_thread(
+                            directories.stored_bytes, adapter.directory
+                        )
             yield
         finally:
             opened.users -= 1
@@ -234,5 +236,5 @@ class PoolSampler:
         opened = self._held(member)
         needed = {adapter.name for adapter in self._samplers.values()}
         unused = [name for name, held in opened.items() if not held.users]
-        surplus = unused[: max(0, len(opened) - KEPT_OPEN)]
-        return next(iter([*surplus, *(name for name in unused if name not in needed)]), None)
+        beyond = unused[: surplus(held.size for held in opened.values())]
+        return next(iter([*beyond, *(name for name in unused if name not in needed)]), None)

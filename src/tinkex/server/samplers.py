@@ -47,6 +47,7 @@ from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
 from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, sample_job
+from .kept_open import KEPT_BYTES, KEPT_OPEN, surplus
 from .quotas import Quota
 from .sessions import Sessions
 from .store import Database, SamplerRow
@@ -54,8 +55,6 @@ from .usage import UsageMeter
 
 __all__ = ["UNNAMED_LIMIT", "Samplers"]
 
-#: Adapters that the engine keeps in memory for sampling.
-OPEN_LIMIT: Final = 32
 #: Unnamed samplers that a session keeps.
 UNNAMED_LIMIT: Final = 100
 #: Samplers kept per owner for requests without a sampling session.
@@ -73,6 +72,7 @@ class _Sampler:
     row: SamplerRow
     directory: Path | None
     lease: EngineLease | None = None  # of the engine that has it open
+    size: int = 0  # of its files, known once it was open
     closed: bool = False  # for good: its session has ended, or it has expired
     drawing: set[asyncio.Task[object]] = field(default_factory=set)
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -111,7 +111,8 @@ class Samplers:
         trials: GrammarTrials | None,
         now: Callable[[], datetime],
         expiry: Callable[[], datetime] | None = None,
-        open_limit: int = OPEN_LIMIT,
+        open_limit: int = KEPT_OPEN,
+        open_bytes: int = KEPT_BYTES,
         unnamed_limit: int = UNNAMED_LIMIT,
     ) -> None:
         self._directory = directory
@@ -128,6 +129,7 @@ class Samplers:
         self._now = now
         self._expiry = expiry or now  # samplers that expire up to this time are expired
         self._open_limit = open_limit
+        self._open_bytes = open_bytes
         self._unnamed_limit = unnamed_limit
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
         self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
@@ -236,7 +238,7 @@ class Samplers:
             unnamed=True,
             expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
         )
-        (await self._add(row)).lease = lease
+        await self._opened(await self._add(row), lease)
         await self._close_unused()
         await self._thin_out_unnamed(session_id)
 
@@ -587,15 +589,22 @@ class Samplers:
                 return
             if sampler.directory is None and row.has_weights:
                 raise InternalServerError(f"The weights of sampler {row.sampler_id!r} are missing.")
-            sampler.lease = await self._engine.sampler.open_sampler(
+            lease = await self._engine.sampler.open_sampler(
                 row.sampler_id, row.base_model, sampler.directory
             )
+            await self._opened(sampler, lease)
         await self._close_unused()
+
+    async def _opened(self, sampler: _Sampler, lease: EngineLease) -> None:
+        sampler.lease = lease
+        if sampler.directory is not None:
+            sampler.size = await self._files(directories.stored_bytes, sampler.directory)
 
     async def _close_unused(self) -> None:
         """Close the least recently used samplers in the engine; they can be opened again."""
         opened = [sampler for sampler in self._samplers.values() if sampler.is_open]
-        for sampler in opened[: max(0, len(opened) - self._open_limit)]:
+        sizes = [sampler.size for sampler in opened]
+        for sampler in opened[: surplus(sizes, least=self._open_limit, limit=self._open_bytes)]:
             if not sampler.drawing and sampler.directory is not None:
                 sampler.lease = None
                 await self._engine.sampler.close_sampler(sampler.row.sampler_id)
