@@ -69,8 +69,8 @@ class LeanDecoder:
         tokens_N, positions_N = _tokens(step.chunks)
         device = self._base.device
         x = self._body.embed(tokens_N.to(device))
-        cos, sin = self._body.module.rotary_emb(x, positions_N.to(device)[None])
-        attention = attention_of_step(self._body, step.chunks, self.cache, (cos[0], sin[0]))
+        rotations = self._body.rotations(positions_N.to(device))
+        attention = attention_of_step(self._body, step.chunks, self.cache, rotations)
         kernels, layers = self._body.kernels, self._body.layers
         normed = kernels.norm(x, *layers[0].before, self._body.dtype)
         for index, layer in enumerate(layers):

@@ -216,6 +216,10 @@ class LlamaBody:
         #: Attention in C, used by training and sampling, or None if torch computes it.
         self.attention = kernels.attention if served else None
         self.norm = _norm_of(self.module.norm)
+        # The angles of these kinds depend on the longest position of a call.
+        kind = getattr(self.module.rotary_emb, "rope_type", "default")
+        self._angles_change = kind in {"dynamic", "longrope"}
+        self._rotations = self.norm[0].new_empty(0), self.norm[0].new_empty(0)
         self.dtype: torch.dtype = self.layers[0].dtype
         self._leave_the_file(model)
 
@@ -229,6 +233,17 @@ class LlamaBody:
         for parameter in model.parameters():
             if parameter.data.untyped_storage().data_ptr() not in fused:
                 parameter.data = parameter.data.clone()
+
+    def rotations(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of some positions, each N × E in float32; looked up, because a step of sampling needs few."""
+        if self._angles_change:
+            cos, sin = self.module.rotary_emb(self.norm[0], positions_N[None])
+            return cos[0], sin[0]
+        needed = int(positions_N.max()) + 1
+        if needed > len(self._rotations[0]):
+            self._rotations = self.rotation_table(1 << (needed - 1).bit_length())
+        cos, sin = self._rotations
+        return cos[positions_N], sin[positions_N]
 
     def rotation_table(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first positions, each T × E in float32."""

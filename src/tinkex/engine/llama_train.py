@@ -55,13 +55,12 @@ class _Product:
 
     def backward(self, g: Tensor, *, needs_input: bool = True) -> tuple[Tensor, Tensor | None]:
         """The gradients of the input, empty if nobody needs it, and of the rows between the factors."""
-        x_g = linear(g, self._projection.weight.t()) if needs_input else g.new_empty(0)
+        products, weight = self._projection.products, self._projection.weight
         if self._factors is None:
-            return x_g, None
-        inner_g = linear(g, self._factors.b.t())
-        if needs_input:
-            x_g.addmm_(inner_g, self._factors.a)
-        return x_g, inner_g
+            return products.back(g, weight) if needs_input else g.new_empty(0), None
+        if not needs_input:
+            return g.new_empty(0), linear(g, self._factors.b.t())
+        return products.adapted_back(g, weight, self._factors)
 
     def collect(self, g: Tensor, x: Tensor, inner: Tensor | None, inner_g: Tensor | None) -> None:
         """Add the gradients of the factors to those of the adapter."""

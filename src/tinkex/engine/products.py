@@ -1,7 +1,7 @@
 """The products of activations and frozen weights, with the adapters of the rows: the fastest that this machine has.
 
-On x86, oneDNN's product beats the one behind `torch.nn.functional.linear` in float32: by 1.6 times for one row, by
-1.2 times for 64 rows. In bfloat16, `native.NativeProducts` beats both where the processor has the instructions for it.
+`native.NativeProducts` are the fastest where this machine can compile them. Of PyTorch's own, oneDNN's product beats the
+one behind `torch.nn.functional.linear` in float32 on processors of AMD: by 1.6 times for one row, by 1.2 times for 64.
 Products have no gradient; training computes the gradients itself.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["AdaptedRows", "Factors", "TorchProducts", "linear"]
+__all__ = ["LARGE", "AdaptedRows", "Factors", "TorchProducts", "linear"]
 
 
 def _has_onednn() -> bool:
@@ -23,8 +23,8 @@ def _has_onednn() -> bool:
 
 
 _ONEDNN: Final = _has_onednn()
-#: oneDNN is used for weights with at least this many elements. Its call costs 13 µs more than a small product saves.
-_LARGE: Final = 1 << 18
+#: Weights with fewer elements are left to `functional.linear`: other calls cost more than a small product saves.
+LARGE: Final = 1 << 18
 
 
 @dataclass(eq=False)
@@ -65,11 +65,15 @@ class TorchProducts:
         """`x W' + b`, rounded to the type of the weight, then converted to `dtype`."""
         return linear(x_ND, weight, bias).to(dtype or weight.dtype)
 
+    def back(self, g_ND: Tensor, weight: Tensor) -> Tensor:
+        """`g W`: the gradient of the rows of `linear`, given that of its result in the type of the weight."""
+        return linear(g_ND, weight.t())
+
     def adapted(
         self, x_ND: Tensor, weight: Tensor, bias: Tensor | None, rows: AdaptedRows
     ) -> Tensor:
         """`x W' + b + x A' B'` with the factors of each row."""
-        y = linear(x_ND, weight, bias)
+        y = self.linear(x_ND, weight, bias)
         for where, factors in rows.groups:
             y[where].addmm_(linear(x_ND[where], factors.a), factors.b.t())
         return y
@@ -79,7 +83,12 @@ class TorchProducts:
     ) -> tuple[Tensor, Tensor]:
         """The same with one adapter for all rows, and `x A'`, which the backward pass needs."""
         inner = linear(x_ND, factors.a)
-        return linear(x_ND, weight, bias).addmm_(inner, factors.b.t()), inner
+        return self.linear(x_ND, weight, bias).addmm_(inner, factors.b.t()), inner
+
+    def adapted_back(self, g_ND: Tensor, weight: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+        """The gradients of the rows, `g W + g B A`, and of the rows between the factors, `g B`."""
+        inner_g = linear(g_ND, factors.b.t())
+        return self.back(g_ND, weight).addmm_(inner_g, factors.a), inner_g
 
 
 def linear(x_ND: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,7 +97,7 @@ def linear(x_ND: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     With a large weight, rows do not affect each other's bits; only a single row may differ from the same row among
     others in the last bit. The choice depends on the weight alone, so every engine makes the same.
     """
-    small = weight.numel() < _LARGE
+    small = weight.numel() < LARGE
     if small or not _ONEDNN or x_ND.device.type != "cpu" or weight.dtype != torch.float32:
         return functional.linear(x_ND, weight, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight, bias, "none", [], "")

@@ -47,13 +47,13 @@ class _Unembedded(torch.autograd.Function):
             inner = linear(hidden_ND, a).mul_(scale)
             logits.addmm_(inner, b.t())
         ctx.save_for_backward(hidden_ND, weight, a, b, inner)
-        ctx.scale = scale
+        ctx.scale, ctx.products = scale, products
         return logits
 
     @staticmethod
     def backward(ctx: Any, g_NV: Tensor) -> Any:
         hidden_ND, weight, a, b, inner = ctx.saved_tensors
-        hidden_g = linear(g_NV.to(weight.dtype), weight.t()).float()
+        hidden_g = ctx.products.back(g_NV.to(weight.dtype), weight).float()
         if a is None:
             return hidden_g, None, None, None, None, None
         inner_g = linear(g_NV, b.t()).mul_(ctx.scale)

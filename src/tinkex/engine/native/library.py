@@ -28,7 +28,7 @@ logger = logging.getLogger("tinkex.engine")
 SOURCES: Final = sorted(Path(__file__).parent.glob("*.c"))
 HEADERS: Final = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS: Final = (
-    *("-std=c11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-fPIC", "-fvisibility=hidden"),
 )
 _SECONDS: Final = 120
@@ -51,8 +51,8 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def build(compiler: str, directory: Path) -> ctypes.CDLL:
-    """Load the library from `directory`; compile it first if it is not there."""
+def build(compiler: str, directory: Path, processor: str = "native") -> ctypes.CDLL:
+    """Load the library for a processor (`-march`) from `directory`; compile it first if it is not there."""
     import torch  # noqa: F401 - loads the OpenMP runtime that the library uses
 
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,29 +60,29 @@ def build(compiler: str, directory: Path) -> ctypes.CDLL:
     version = subprocess.run(  # noqa: S603
         [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
     ).stdout
-    command = " ".join([compiler, *_FLAGS]).encode()
+    command = [compiler, *_FLAGS, f"-march={processor}"]
     sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
-    facts = [*sources, command, version, _processor()]
+    facts = [*sources, " ".join(command).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
     path = directory / f"kernels-{digest}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(command, path)
     return ctypes.CDLL(str(path))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as made:
         linked = Path(made, "kernels.so")
         objects = [Path(made, source.name).with_suffix(".o") for source in SOURCES]
         commands: list[list[str | Path]] = [
-            [compiler, *_FLAGS, "-c", source, "-o", compiled]
+            [*command, "-c", source, "-o", compiled]
             for source, compiled in zip(SOURCES, objects, strict=True)
         ]
         # Linked without -fopenmp, which would bring a second runtime with threads of its own.
-        commands.append([compiler, "-shared", *objects, "-lm", "-o", linked])
-        for command in commands:
+        commands.append([command[0], "-shared", *objects, "-lm", "-o", linked])
+        for arguments in commands:
             subprocess.run(  # noqa: S603
-                command, capture_output=True, check=True, text=True, timeout=_SECONDS
+                arguments, capture_output=True, check=True, text=True, timeout=_SECONDS
             )
         linked.replace(path)
 

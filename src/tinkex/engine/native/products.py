@@ -1,4 +1,4 @@
-"""The products of `products.c` and the adapters of `adapters.c`, called with tensors."""
+"""Products in C with the adapters of the rows: `products.c`, `float_products.c` and `adapters.c`, called with tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.products import AdaptedRows, Factors, TorchProducts, linear
+from tinkex.engine.products import LARGE, AdaptedRows, Factors, TorchProducts
+
+from .float_products import FloatProducts
 
 __all__ = ["NativeProducts"]
 
@@ -23,7 +25,7 @@ _OUTPUTS: Final = 32
 
 
 class NativeProducts(TorchProducts):
-    """Products in C for bfloat16 weights, if the processor has the instructions; in float32 only the adapters'.
+    """Products in C in both types, if the processor has the instructions; small float32 ones are PyTorch's.
 
     The bits of a row do not depend on the other rows, nor on their number.
     """
@@ -34,6 +36,7 @@ class NativeProducts(TorchProducts):
             *(c_int, c_void_p, c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_long),
         ]
         self._adapt.restype = None
+        self._float = FloatProducts.of(compiled)
         self._has_products = hasattr(compiled, "tinkex_product")
         if self._has_products:
             self._product = compiled["tinkex_product"]
@@ -51,15 +54,28 @@ class NativeProducts(TorchProducts):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        if self._float is not None and _is_large_float(weight):
+            return self._float.forward(x_ND, weight, bias)
         if not self._serves(weight):
             return super().linear(x_ND, weight, bias, dtype=dtype)
         return self._run(x_ND, weight, bias, dtype, _NONE)
+
+    def back(self, g_ND: Tensor, weight: Tensor) -> Tensor:
+        if self._float is not None and _is_large_float(weight):
+            return self._float.back(g_ND, weight)
+        return super().back(g_ND, weight)
+
+    def adapted_back(self, g_ND: Tensor, weight: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+        if self._float is not None and _is_large_float(weight):
+            x_g, inner_g = self._float.back_beside(g_ND, weight, factors.b)
+            return x_g.addmm_(inner_g, factors.a), inner_g
+        return super().adapted_back(g_ND, weight, factors)
 
     def adapted(
         self, x_ND: Tensor, weight: Tensor, bias: Tensor | None, rows: AdaptedRows
     ) -> Tensor:
         if weight.dtype == torch.float32:
-            return self._add_adapters(x_ND, linear(x_ND, weight, bias), rows)
+            return self._add_adapters(x_ND, self.linear(x_ND, weight, bias), rows)
         if not self._serves(weight):
             return super().adapted(x_ND, weight, bias, rows)
         if not isinstance(rows.prepared, _Groups):
@@ -69,6 +85,9 @@ class NativeProducts(TorchProducts):
     def adapted_and_inner(
         self, x_ND: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors
     ) -> tuple[Tensor, Tensor]:
+        if self._float is not None and _is_large_float(weight):
+            y, inner = self._float.forward_beside(x_ND, weight, bias, factors.a)
+            return y.addmm_(inner, factors.b.t()), inner
         if not self._serves(weight):
             return super().adapted_and_inner(x_ND, weight, bias, factors)
         inner = x_ND.new_empty(x_ND.shape[0], factors.a.shape[0])
@@ -113,6 +132,10 @@ class NativeProducts(TorchProducts):
     def _serves(self, weight: Tensor) -> bool:
         pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
         return self._has_products and pairs and weight.is_contiguous()
+
+
+def _is_large_float(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.is_contiguous()
 
 
 class _Groups:
