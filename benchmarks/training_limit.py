@@ -85,18 +85,14 @@ def measured(
 
 
 class Products:
-    """The products of one micro-batch; a few layers stand for all, with matrices of their own as in the model."""
-
-    LAYERS = 5
+    """The products of one micro-batch, with the matrices of all layers."""
 
     def __init__(self, engine: TorchEngine, rows: int) -> None:
         language = engine._base(SMOL).language
         assert language.llama is not None
         self.rows = rows
-        layers = language.llama.layers
-        self._share = len(layers) / self.LAYERS
         self._weights = [
-            projection.weight for layer in layers[: self.LAYERS] for projection in layer.projections
+            projection.weight for layer in language.llama.layers for projection in layer.projections
         ]
         self._unembedding = language.unembed.weight
 
@@ -106,7 +102,7 @@ class Products:
         head = best(lambda: self._run([self._unembedding], LOGIT_ROWS)) * whole
         if rest:
             head += best(lambda: self._run([self._unembedding], rest))
-        return layers * self._share + head
+        return layers + head
 
     def _run(self, weights: list[torch.Tensor], rows: int) -> None:
         for weight in weights:

@@ -74,12 +74,10 @@ class _InPlace:
         self._table = torch.tensor(pages)
 
     def attend(self, index: int, layer: LlamaLayer, qkv_ND: Tensor) -> Tensor:
-        rotated = self._attention.rotate(qkv_ND, layer.shape, *self._rotation)
-        heads_NHE = rotated.view(rotated.shape[0], -1, layer.size)
-        self._cache.write(index, self._written, heads_NHE[:, layer.heads :])
-        return self._attention.attend_pages(
-            rotated, layer.shape, self._rows, self._cache.whole(index), self._table
-        )
+        cache = self._cache.whole(index)
+        kept = cache, self._written
+        rotated = self._attention.rotate(qkv_ND, layer.shape, *self._rotation, kept)
+        return self._attention.attend_pages(rotated, layer.shape, self._rows, cache, self._table)
 
 
 @dataclass(frozen=True)

@@ -248,9 +248,11 @@ INLINE void rotate_head(const float *x, const float *cos, const float *sin, floa
 
 #define LARGEST 512 /* numbers of a head at most */
 
-/* Rows of queries, keys and values: queries rotated and scaled, keys rotated, values as they are. */
+/* Rows of queries, keys and values: queries rotated and scaled, keys rotated, values as they are. With a `cache`, keys and
+   values also go there; `written` says where, for each row and head in units of a head. */
 EXPORT void tinkex_rotate(int threads, int half, const void *qkv, const float *cos, const float *sin, float scale,
-                          void *out, long heads, long groups, long size, long rows) {
+                          void *out, long heads, long groups, long size, long rows, void *cache,
+                          const int64_t *written) {
     long width = (heads + 2 * groups) * size;
 #pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
     for (long n = 0; n < rows; n++) {
@@ -269,8 +271,11 @@ EXPORT void tinkex_rotate(int threads, int half, const void *qkv, const float *c
             else
                 memcpy(to, turned, 4 * (size_t)size);
         }
-        long values = n * width + (heads + groups) * size;
+        long values = n * width + (heads + groups) * size, keys = n * width + heads * size;
         memcpy(at(out, values, half), at(qkv, values, half), (size_t)(groups * size * (half ? 2 : 4)));
+        for (long g = 0; g < 2 * groups && cache; g++)
+            memcpy(at(cache, written[n * 2 * groups + g] * size, half), at(out, keys + g * size, half),
+                   (size_t)(size * (half ? 2 : 4)));
     }
 }
 

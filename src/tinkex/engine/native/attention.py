@@ -65,7 +65,7 @@ class NativeAttention:
         self._rotate = compiled["tinkex_rotate"]
         self._rotate.argtypes = [
             *(c_int, c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p),
-            *(c_long, c_long, c_long, c_long),
+            *(c_long, c_long, c_long, c_long, c_void_p, c_void_p),
         ]
         self._attend = compiled["tinkex_attend"]
         self._attend.argtypes = [c_int, c_int, heads, rows, c_long, c_void_p, c_void_p]
@@ -77,13 +77,24 @@ class NativeAttention:
         for function in (self._rotate, self._attend, self._attend_back):
             function.restype = None
 
-    def rotate(self, qkv_ND: Tensor, shape: HeadShape, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
-        """Rows of rotated and scaled queries, rotated keys, and values, in the type of `qkv_ND`."""
+    def rotate(
+        self,
+        qkv_ND: Tensor,
+        shape: HeadShape,
+        cos_NE: Tensor,
+        sin_NE: Tensor,
+        kept: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Rows of rotated and scaled queries, rotated keys, and values, in the type of `qkv_ND`.
+
+        Keys and values are also written to a cache if `kept` names it, with the place of each head of each row.
+        """
         out = torch.empty_like(qkv_ND)
         self._rotate(
             *_begin(qkv_ND),
             *(qkv_ND.data_ptr(), cos_NE.data_ptr(), sin_NE.data_ptr(), shape.size**-0.5),
             *(out.data_ptr(), shape.heads, shape.groups, shape.size, len(qkv_ND)),
+            *((None, None) if kept is None else (kept[0].data_ptr(), kept[1].data_ptr())),
         )
         return out
 
@@ -106,10 +117,11 @@ class NativeAttention:
         table: Tensor,
     ) -> Tensor:
         """Mixed values of rows whose keys and values lie in pages; `table` lists the pages of all sequences."""
-        keys, values = cache_2GPSE[0], cache_2GPSE[1]
+        keys, group = cache_2GPSE.data_ptr(), cache_2GPSE.stride(1)
+        values = keys + cache_2GPSE.stride(0) * cache_2GPSE.element_size()
         heads = _Heads(
-            *(rotated_ND.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(rotated_ND.shape[1], shape.size, keys[0].numel(), keys.shape[2]),
+            *(rotated_ND.data_ptr(), keys, values),
+            *(rotated_ND.shape[1], shape.size, group, cache_2GPSE.shape[3]),
             *(table.data_ptr(), shape),
         )
         return self._mixed(rotated_ND, rows, heads)

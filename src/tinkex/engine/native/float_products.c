@@ -118,10 +118,7 @@ INLINE void few(const float *x, const float *w, const float *bias, float *y, lon
 typedef void (*Few)(const float *x, const float *w, const float *bias, float *y, long N, long K, long count);
 #define OF_FEW(R) \
     static void few_##R(const float *x, const float *w, const float *bias, float *y, long N, long K, long count) { \
-        if (count == LANES) \
-            few(x, w, bias, y, N, K, LANES, R); \
-        else \
-            few(x, w, bias, y, N, K, count, R); \
+        few(x, w, bias, y, N, K, count, R); \
     }
 OF_FEW(1) OF_FEW(2) OF_FEW(3) OF_FEW(4) OF_FEW(5) OF_FEW(6)
 #if FEW == 12

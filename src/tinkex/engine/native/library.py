@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -74,17 +75,20 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as made:
         linked = Path(made, "kernels.so")
         objects = [Path(made, source.name).with_suffix(".o") for source in SOURCES]
-        commands: list[list[str | Path]] = [
-            [*command, "-c", source, "-o", compiled]
-            for source, compiled in zip(SOURCES, objects, strict=True)
-        ]
+        with ThreadPoolExecutor() as threads:
+            compiled = [
+                threads.submit(_run, *command, "-c", str(source), "-o", str(made_of_it))
+                for source, made_of_it in zip(SOURCES, objects, strict=True)
+            ]
+        for each in compiled:
+            each.result()
         # Linked without -fopenmp, which would bring a second runtime with threads of its own.
-        commands.append([command[0], "-shared", *objects, "-lm", "-o", linked])
-        for arguments in commands:
-            subprocess.run(  # noqa: S603
-                arguments, capture_output=True, check=True, text=True, timeout=_SECONDS
-            )
+        _run(command[0], "-shared", *map(str, objects), "-lm", "-o", str(linked))
         linked.replace(path)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=True, text=True, timeout=_SECONDS)  # noqa: S603
 
 
 def _directory() -> Path:
