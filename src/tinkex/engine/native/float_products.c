@@ -175,6 +175,8 @@ static void pack_rows(const float *x, long row, long rows, long deep, float *out
         long inputs = MIN(deep - k, SIDE);
         if (inputs == SIDE) {
             UNROLL for (int i = 0; i < SIDE; i++)
+                _mm_prefetch((const char *)(x + i * row + k + 64), _MM_HINT_T0);
+            UNROLL for (int i = 0; i < SIDE; i++)
                 r[i] = i < rows ? _mm256_loadu_si256((const __m256i *)(x + i * row + k)) : _mm256_setzero_si256();
             transpose_8(r);
             UNROLL for (int i = 0; i < SIDE; i++)
