@@ -27,7 +27,7 @@ from tinkex.server.service import Settings
 from tinkex.server.worker import _ELSEWHERE
 from tinkex.testing import service
 
-from .api import Api
+from .api import Api, Sampler
 
 STAND_IN = Path(__file__).parent.parent / "data" / "vllm_stand_in"
 
@@ -87,6 +87,27 @@ def test_samples_of_many_adapters_are_each_of_its_own(running):
             (sequence,) = api.retrieve(promise)["sequences"]
             assert sequence["tokens"] == expected(running.data_dir, paths[which], [5, 6], seed, 4)
             assert sequence["stop_reason"] == "length"
+
+
+def test_adapter_that_two_samplers_share_outlives_the_first(running):
+    """VLLM reads an adapter again that it has evicted, from the files that it was opened with."""
+    with Api(running.url) as api:
+        model = api.model()
+        model.step()
+        path = model.save("shared", "save_weights_for_sampler")
+        first, second = (api.sampler(model_path=path) for _ in range(2))
+        own = expected(running.data_dir, path, [5, 6], 1, 4)
+        for sampler in (first, second):
+            assert sampler.tokens([5, 6], seed=1, max_tokens=4) == [own]
+        end_session(api, first)
+        assert second.tokens([5, 6], seed=1, max_tokens=4) == [own]
+        end_session(api, second)
+        assert list((running.data_dir / "samplers").iterdir()) == []
+
+
+def end_session(api: Api, sampler: Sampler) -> None:
+    session_id = sampler.sampler_id.partition(":")[0]
+    api.told(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
 
 
 def test_several_samples_top_logprobs_and_prompt_logprobs(running):
