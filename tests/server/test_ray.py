@@ -407,7 +407,7 @@ def test_vllm_that_does_not_start_is_said_at_once(cache_dir, tmp_path):
         missing = tmp_path / "python"
         missing.write_text("#!/bin/sh\nexit 1\n")
         missing.chmod(0o755)
-        with pytest.raises(Exception, match="ended while it was starting"):
+        with pytest.raises(ConfigError, match="ended before its engine was ready"):
             async with on_cluster(nodes("a"), cache_dir, vllm=missing):
                 pass
 

@@ -130,14 +130,43 @@ def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
         assert restarts == {"engine-0": 0, "vllm": 1}
 
 
+def test_vllm_is_started_again_when_only_its_core_has_died(running):
+    """VLLM itself lives on then, and fails every request."""
+    with Api(running.url) as api:
+        sampler = api.sampler()
+        before = sampler.tokens([5, 6], seed=3)
+        (leader,) = vllm_pids()
+        (core,) = [
+            pid for pid in group(leader) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+        ]
+        os.kill(core, signal.SIGKILL)
+        assert sampler.tokens([5, 6], seed=3) == before
+        restarts = {each["name"]: each["restarts"] for each in api.got("healthz")["engines"]}
+        assert restarts == {"engine-0": 0, "vllm": 1}
+
+
+def test_invalid_prompt_and_broken_adapter_fail_their_own_request(running):
+    with Api(running.url) as api:
+        answer = api.sampler().sample([5, 10**6])
+        assert "outside the vocabulary" in answer["error"]
+        assert answer["category"] == "user"
+        model = api.model()
+        model.forward_backward()
+        api.retrieve(model.optim_step(learning_rate=1e300))
+        path = model.save("broken", "save_weights_for_sampler")
+        answer = api.sampler(model_path=path).sample([5, 6])
+        assert "does not give finite logits" in answer["error"]
+        assert answer["category"] == "user"
+
+
 def test_processes_that_vllm_starts_end_with_it(running):
     (first,) = vllm_pids()
-    children = _group(first)
+    children = group(first)
     assert len(children) > 1
     os.kill(first, signal.SIGKILL)
     with Api(running.url) as api:
         assert api.sampler().tokens([5, 6])  # vLLM has been started again
-    assert _group(first) == []
+    assert group(first) == []
 
 
 def test_shared_memory_of_a_killed_vllm_is_removed(running):
@@ -197,7 +226,7 @@ def test_file_that_has_taken_the_name_of_an_older_one_is_not_removed():
         each.close()
 
 
-def _group(leader: int) -> list[int]:
+def group(leader: int) -> list[int]:
     """The processes of a group that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -244,6 +273,16 @@ def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
         pass
 
 
+def test_sampler_python_that_is_no_python_is_named_in_the_refusal(tmp_path):
+    python = Path("/bin/true")
+    with (
+        pytest.raises(ConfigError, match="/bin/true ended before its engine was ready") as refused,
+        service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
+    ):
+        pass
+    assert refused.value.field == "sampler_python"
+
+
 def test_start_fails_with_the_reason_if_vllm_cannot_load_the_architecture(python, tmp_path):
     known = prepare(parse_spec("tinkex/tiny"), tmp_path / "cache").directory
     odd = shutil.copytree(known, tmp_path / "odd")
@@ -279,6 +318,7 @@ def test_vllm_serves_one_base_model(python, tmp_path):
 def test_settings_of_vllm_are_checked(tmp_path):
     for wrong, field in (
         ({"sampler_python": tmp_path / "nothing"}, "sampler_python"),
+        ({"sampler_python": Path(sys.executable)}, "sampler_python"),  # without vLLM
         ({"vllm_max_rank": 0}, "vllm_max_rank"),
         ({"vllm_memory_share": 1.5}, "vllm_memory_share"),
     ):

@@ -13,7 +13,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -23,7 +24,7 @@ import numpy as np
 from tinkex.errors import ConfigError, InvalidInputError, NotFoundError
 
 from .base_models import PreparedModel
-from .checks import check_base
+from .checks import check_base, check_job, not_finite
 from .values import (
     AdamStep,
     LoraSpec,
@@ -85,6 +86,8 @@ class VllmEngine:
         self._max_rank = options.max_rank
         self._numbers = itertools.count(1)
         self._samplers: dict[str, Any] = {}  # LoRA requests, or None for the base model
+        #: Ids of adapters with weights that are not finite: vLLM would draw any token from them.
+        self._broken: set[int] = set()
         self._running: dict[str, _Running] = {}
 
     # -- samplers ----------------------------------------------------------------------------
@@ -111,7 +114,8 @@ class VllmEngine:
         name = f"{directories.content_name(directory)}-{secrets.token_hex(4)}"
         lora = LoRARequest(name, next(self._numbers), str(directory))
         try:
-            self._engine.add_lora(lora)
+            with _ends_with_its_core():
+                self._engine.add_lora(lora)
         except Exception as error:
             # Without this, vLLM would serve the base model for tensors that it does not know.
             reason = re.sub(r"\s+", " ", str(error.__cause__ or error))[:300]
@@ -120,33 +124,37 @@ class VllmEngine:
                 f"{self._max_rank} now; without --sampler vllm our own engine samples from every adapter",
                 field="path",
             ) from error
+        if not _is_finite(directory):
+            self._broken.add(lora.lora_int_id)
         return lora
 
     def close_sampler(self, sampler_id: str) -> None:
         lora = self._samplers.pop(sampler_id, None)
         if lora is not None:
-            self._engine.remove_lora(lora.lora_int_id)
+            self._broken.discard(lora.lora_int_id)
+            with _ends_with_its_core():
+                self._engine.remove_lora(lora.lora_int_id)
 
     # -- sampling ----------------------------------------------------------------------------
 
     def add_sample(self, job_id: str, job: SampleJob) -> None:
         if job.sampler_id not in self._samplers:
             raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
-        room = self._model.context_length - len(job.prompt_T)
-        if room < 1:
-            raise InvalidInputError(
-                f"the prompt has {len(job.prompt_T)} tokens, the context of the model "
-                f"{self._model.context_length}",
-                field="prompt",
-            )
+        context = self._model.context_length
+        check_job(
+            job,
+            vocab_size=self._model.vocab_size,
+            context_length=context,
+            detokenize=lambda _: "",  # vLLM has its own tokenizer
+        )
+        lora = self._samplers[job.sampler_id]
+        if lora is not None and lora.lora_int_id in self._broken:
+            raise not_finite(job, lora)
         prompt = {"prompt_token_ids": [int(token) for token in job.prompt_T]}
         for index in range(job.num_samples):
-            self._engine.add_request(
-                f"{job_id}/{index}",
-                prompt,
-                self._params(job, index, room),
-                lora_request=self._samplers[job.sampler_id],
-            )
+            params = self._params(job, index, context - len(job.prompt_T))
+            with _ends_with_its_core():
+                self._engine.add_request(f"{job_id}/{index}", prompt, params, lora_request=lora)
         self._running[job_id] = _Running(job, [_Sequence() for _ in range(job.num_samples)])
 
     def _params(self, job: SampleJob, index: int, room: int) -> Any:
@@ -176,7 +184,8 @@ class VllmEngine:
         running = self._running.pop(job_id, None)
         if running is not None:
             names = [f"{job_id}/{index}" for index in range(running.job.num_samples)]
-            self._engine.abort_request(names)
+            with _ends_with_its_core():
+                self._engine.abort_request(names)
 
     @property
     def sampling(self) -> bool:
@@ -201,6 +210,10 @@ class VllmEngine:
             running.prompt_logprobs = output.prompt_logprobs
         for token, choices in zip(new.token_ids, new.logprobs or (), strict=True):
             logprob = float(choices[token].logprob)
+            if not math.isfinite(logprob):
+                self.cancel_sample(job_id)
+                lora = self._samplers.get(running.job.sampler_id)
+                return [SampleEvent(job_id, error=not_finite(running.job, lora))]
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             likeliest = None
@@ -259,6 +272,29 @@ class VllmEngine:
 
     def _refuse(self) -> NoReturn:
         raise TypeError("vLLM only samples")
+
+
+@contextmanager
+def _ends_with_its_core() -> Iterator[None]:
+    """End this process if the one that computes for vLLM has died, so that both are started again.
+
+    vLLM only fails each call from then on. In the middle of `step` its error ends this process anyway.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise SystemExit(f"a process of vLLM has died: {error}") from error
+
+
+def _is_finite(directory: Path) -> bool:
+    from safetensors.numpy import load_file
+
+    from . import directories
+
+    weights = load_file(directory / directories.WEIGHTS)
+    return all(bool(np.isfinite(tensor).all()) for tensor in weights.values())
 
 
 def _engine_of(model: PreparedModel, dtype: str, options: VllmOptions) -> Any:

@@ -8,6 +8,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 
 @dataclass
 class Logprob:
@@ -45,6 +47,7 @@ def weights_of(directory: str) -> str:
 class LLMEngine:
     arguments: Any
     shared: SharedMemory
+    core: Any
     loras: dict[int, str] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -55,10 +58,14 @@ class LLMEngine:
             raise ValueError(f"Model architectures {config['architectures']} are not supported")
         # As vLLM starts its workers, which exchange values with it through shared memory.
         shared = SharedMemory(create=True, size=64)
-        subprocess.Popen(["sleep", "1000"])
-        return cls(arguments, shared)
+        return cls(arguments, shared, subprocess.Popen(["sleep", "1000"]))
+
+    def ensure_alive(self) -> None:
+        if self.core.poll() is not None:
+            raise EngineDeadError("EngineCore encountered an issue.")
 
     def add_lora(self, lora: Any) -> bool:
+        self.ensure_alive()
         config = json.loads(Path(lora.lora_path, "adapter_config.json").read_text())
         if config["r"] > self.arguments.max_lora_rank:
             raise ValueError(f"LoRA rank {config['r']} is greater than max_lora_rank")
@@ -69,6 +76,7 @@ class LLMEngine:
         return self.loras.pop(number, None) is not None
 
     def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> str:
+        self.ensure_alive()
         weights = "base"
         if lora_request is not None:
             # Evicted adapters are read again from their path, as vLLM does.

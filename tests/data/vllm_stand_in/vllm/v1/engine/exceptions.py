@@ -1,0 +1,2 @@
+class EngineDeadError(Exception):
+    """The process that computes has died."""
