@@ -6,8 +6,8 @@ Compared with our own engine on the same weights: prompt logprobs, greedy tokens
 from __future__ import annotations
 
 import os
+import select
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tinkex.testing import service
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from ..many_adapters import PER_MOMENT, sampled_while_training
-from ..server.test_vllm import group, vllm_pids
+from ..server.test_vllm import command, group, open_pidfd, vllm_pids
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ADAPTERS, MOMENTS = 12, 21
@@ -104,7 +104,7 @@ def test_every_sample_is_of_its_own_adapter(python, small, tmp_path):
 
 
 def test_vllm_is_started_again_when_one_of_its_processes_is_killed(python, small, tmp_path):
-    """While it is idle: then nothing but the next request can notice it."""
+    """While it is idle: vLLM notices only at the next request, and may then wait for ever."""
     model, settings = f"small={small}", {"data_dir": tmp_path, "dtype": "float32"}
     vllm = {"sampler": "vllm", "sampler_python": python, "vllm_eager": True}
     with service("torch", (model,), **vllm, **settings) as running:
@@ -114,8 +114,9 @@ def test_vllm_is_started_again_when_one_of_its_processes_is_killed(python, small
         prompt, params = ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=4, seed=3)
         before = sampler.sample(prompt, 1, params).result().sequences[0].tokens
         (leader,) = vllm_pids()
-        for pid in group(leader):
-            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+        (core,) = [pid for pid in group(leader) if b"EngineCore" in command(pid)]
+        with open_pidfd(leader) as ended:
+            os.kill(core, signal.SIGKILL)
+            assert select.select([ended], [], [], 60)[0]
         assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == before
         assert {each.name: each.restarts for each in client.health().engines or []}["vllm"] == 1

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
@@ -83,6 +86,7 @@ class VllmEngine:
         self._model = model
         self._known = {model.name: model}
         self._engine = _engine_of(model, dtype, options)
+        _end_with_its_processes()
         self._max_rank = options.max_rank
         self._numbers = itertools.count(1)
         self._samplers: dict[str, Any] = {}  # LoRA requests, or None for the base model
@@ -114,8 +118,7 @@ class VllmEngine:
         name = f"{directories.content_name(directory)}-{secrets.token_hex(4)}"
         lora = LoRARequest(name, next(self._numbers), str(directory))
         try:
-            with _ends_with_its_core():
-                self._engine.add_lora(lora)
+            self._engine.add_lora(lora)
         except Exception as error:
             # Without this, vLLM would serve the base model for tensors that it does not know.
             reason = re.sub(r"\s+", " ", str(error.__cause__ or error))[:300]
@@ -132,8 +135,7 @@ class VllmEngine:
         lora = self._samplers.pop(sampler_id, None)
         if lora is not None:
             self._broken.discard(lora.lora_int_id)
-            with _ends_with_its_core():
-                self._engine.remove_lora(lora.lora_int_id)
+            self._engine.remove_lora(lora.lora_int_id)
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -153,8 +155,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": [int(token) for token in job.prompt_T]}
         for index in range(job.num_samples):
             params = self._params(job, index, context - len(job.prompt_T))
-            with _ends_with_its_core():
-                self._engine.add_request(f"{job_id}/{index}", prompt, params, lora_request=lora)
+            self._engine.add_request(f"{job_id}/{index}", prompt, params, lora_request=lora)
         self._running[job_id] = _Running(job, [_Sequence() for _ in range(job.num_samples)])
 
     def _params(self, job: SampleJob, index: int, room: int) -> Any:
@@ -184,8 +185,7 @@ class VllmEngine:
         running = self._running.pop(job_id, None)
         if running is not None:
             names = [f"{job_id}/{index}" for index in range(running.job.num_samples)]
-            with _ends_with_its_core():
-                self._engine.abort_request(names)
+            self._engine.abort_request(names)
 
     @property
     def sampling(self) -> bool:
@@ -274,18 +274,20 @@ class VllmEngine:
         raise TypeError("vLLM only samples")
 
 
-@contextmanager
-def _ends_with_its_core() -> Iterator[None]:
-    """End this process if the one that computes for vLLM has died, so that both are started again.
+def _end_with_its_processes() -> None:
+    """End this process when one that computes for vLLM has died, so that the service starts all of them again.
 
-    vLLM only fails each call from then on. In the middle of `step` its error ends this process anyway.
+    vLLM would fail every call from then on, or wait for ever for the answer to one.
     """
-    from vllm.v1.engine.exceptions import EngineDeadError
+    computing = multiprocessing.active_children()
 
-    try:
-        yield
-    except EngineDeadError as error:
-        raise SystemExit(f"a process of vLLM has died: {error}") from error
+    def watch() -> None:
+        connection.wait([process.sentinel for process in computing])
+        print("A process of vLLM has died.", file=sys.stderr, flush=True)  # noqa: T201 - the service's log
+        os._exit(1)
+
+    if computing:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _is_finite(directory: Path) -> bool:

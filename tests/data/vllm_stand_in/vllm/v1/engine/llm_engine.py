@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import subprocess
+import multiprocessing
+import time
 from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
-
-from vllm.v1.engine.exceptions import EngineDeadError
 
 
 @dataclass
@@ -47,7 +46,6 @@ def weights_of(directory: str) -> str:
 class LLMEngine:
     arguments: Any
     shared: SharedMemory
-    core: Any
     loras: dict[int, str] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -58,14 +56,12 @@ class LLMEngine:
             raise ValueError(f"Model architectures {config['architectures']} are not supported")
         # As vLLM starts its workers, which exchange values with it through shared memory.
         shared = SharedMemory(create=True, size=64)
-        return cls(arguments, shared, subprocess.Popen(["sleep", "1000"]))
-
-    def ensure_alive(self) -> None:
-        if self.core.poll() is not None:
-            raise EngineDeadError("EngineCore encountered an issue.")
+        core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
+        core.daemon = True
+        core.start()
+        return cls(arguments, shared)
 
     def add_lora(self, lora: Any) -> bool:
-        self.ensure_alive()
         config = json.loads(Path(lora.lora_path, "adapter_config.json").read_text())
         if config["r"] > self.arguments.max_lora_rank:
             raise ValueError(f"LoRA rank {config['r']} is greater than max_lora_rank")
@@ -76,7 +72,6 @@ class LLMEngine:
         return self.loras.pop(number, None) is not None
 
     def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> str:
-        self.ensure_alive()
         weights = "base"
         if lora_request is not None:
             # Evicted adapters are read again from their path, as vLLM does.

@@ -1,2 +1,0 @@
-class EngineDeadError(Exception):
-    """The process that computes has died."""
