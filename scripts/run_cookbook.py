@@ -1,8 +1,9 @@
 """Run the unit tests of tinker-cookbook with the official SDK and with tinkex in its place.
 
 python scripts/run_cookbook.py [--only official|tinkex] [pytest arguments…]
+python scripts/run_cookbook.py --engines N [--only official|tinkex]
 
-The environment is made once under .scratch/cookbook and kept until `make clean`. Prints a summary as
+With --engines, recipes of the cookbook run instead, against a service of this machine with N engines. The environment is made once under .scratch/cookbook and kept until `make clean`. Prints a summary as
 JSON; the exit code is 1 if a test passes with the official SDK and not with ours. Tests that need the
 network fail with both and say nothing about either.
 """
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from xml.etree import ElementTree as ET
 
+import cookbook_recipes  # type: ignore[import-not-found]  # beside this file when it runs
+
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".scratch" / "cookbook"
 VERSION = "0.5.8"
 SOURCES = HOME / f"tinker_cookbook-{VERSION}"
+EXAMPLES = SOURCES / "tinker_cookbook" / "example_data"
 PYTHON = HOME / "env" / "bin" / "python"
 
 REQUIREMENTS = (
@@ -48,8 +52,8 @@ SELECTED = (("tinker_cookbook",), ("tests/downstream_compat",))
 LEFT_OUT = "tinker_cookbook/capture/store/client_test.py::test_ensure_daemon_claims_before_reuse"
 #: The commands that run the tests with each SDK.
 RUNNERS = {
-    "official": ("-m", "pytest"),
-    "tinkex": ("-m", "tinkex.as_tinker", "-m", "pytest"),
+    "official": ("-m",),
+    "tinkex": ("-m", "tinkex.as_tinker", "-m"),
 }
 TEST_TIMEOUT = 120  # seconds for one test
 RUN_TIMEOUT = 3600  # seconds for all tests with one SDK
@@ -109,7 +113,7 @@ def run_pytest(runner: Sequence[str], targets: Sequence[str], output: IO[str]) -
     report = HOME / "report.xml"
     report.unlink(missing_ok=True)
     command = [
-        *(str(PYTHON), *runner),
+        *(str(PYTHON), *runner, "pytest"),
         # Native tracebacks: for longer ones pytest parses sources, which can fail on Python 3.11.
         *("-q", "--tb=native", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
         *(f"--timeout={TEST_TIMEOUT}", f"--junitxml={report}", f"--deselect={LEFT_OUT}"),
@@ -181,11 +185,29 @@ def compare(official: Outcomes, tinkex: Outcomes) -> dict[str, list[str]]:
     }
 
 
+def run_recipes(engines: str, sdks: Sequence[str]) -> int:
+    """Run the recipes with each SDK; 1 if one does not come to its end."""
+    runs = HOME / "recipes"
+    shutil.rmtree(runs, ignore_errors=True)
+    with cookbook_recipes.serving(runs, engines) as service:
+        found = {
+            sdk: cookbook_recipes.run(
+                [str(PYTHON), *RUNNERS[sdk]], service, runs / sdk, EXAMPLES, environment()
+            )
+            for sdk in sdks
+        }
+    print(json.dumps({"engines": engines, **found}, indent=2))
+    return 0 if all(one["passed"] for of_sdk in found.values() for one in of_sdk.values()) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=RUNNERS, help="run with one of the two SDKs")
+    parser.add_argument("--engines", help="run recipes against a service with so many engines")
     options, extra = parser.parse_known_args()
     prepare()
+    if options.engines:
+        return run_recipes(options.engines, [options.only] if options.only else list(RUNNERS))
     outcomes: dict[str, Outcomes] = {}
     summary: dict[str, Any] = {}
     for sdk in [options.only] if options.only else RUNNERS:

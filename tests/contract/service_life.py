@@ -1,4 +1,6 @@
-"""Runs one training run from start to end and prints its results: `python service_life.py MODULE BASE_URL MODEL`.
+"""Runs one training run from start to end and prints its results.
+
+    python service_life.py MODULE BASE_URL MODEL [CHAPTER…]
 
 MODULE is an official release or our package; its own interpreter runs this script. So the script uses features that all
 releases have, and checks for any other feature before using it. It asserts nothing: each chapter prints its results, why
@@ -665,7 +667,10 @@ def main() -> None:
     facts, sys.stdout = sys.stdout, sys.stderr
     life = Life(*sys.argv[1:4])
     found: dict[str, Any] = {"version": life.tinker.__version__}
+    wanted = sys.argv[4:] or [chapter.__name__ for chapter in CHAPTERS]
     for chapter in CHAPTERS:
+        if chapter.__name__ not in wanted:
+            continue
         try:
             found[chapter.__name__] = chapter(life)
         except LeftOut as reason:

@@ -102,16 +102,15 @@ def serving(home: Path, *options: str) -> Iterator[str]:
 def life(request: pytest.FixtureRequest) -> Life:
     on_pool = request.param == ON_POOL
     service: str = request.getfixturevalue("pool" if on_pool else "service")
-    client: str = "tinkex" if on_pool else request.param
+    return lived("tinkex" if on_pool else request.param, service)
+
+
+def lived(client: str, service: str, *chapters: str) -> Life:
+    """The life of a client with a service: all chapters, or these."""
     ours = client == "tinkex"
+    python = sys.executable if ours else environment(client)
     finished = subprocess.run(
-        [
-            sys.executable if ours else environment(client),
-            SCRIPT,
-            "tinkex" if ours else "tinker",
-            service,
-            MODEL,
-        ],
+        [python, SCRIPT, "tinkex" if ours else "tinker", service, MODEL, *chapters],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -41,7 +41,7 @@ from tinkex.engine.calls import (
     Token,
     UnloadModel,
 )
-from tinkex.engine.process import Loop, Ready, Setup, encode_frame, serve
+from tinkex.engine.process import Loop, Ready, Setup, _check_gpu, encode_frame, serve
 from tinkex.engine.values import (
     AdamStep,
     Example,
@@ -53,7 +53,7 @@ from tinkex.engine.values import (
     SampleJob,
     TracedGraph,
 )
-from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.errors import ConfigError, InvalidInputError, NotFoundError
 
 BASE = PreparedModel("base", Path("nowhere"), 32, 23, "none", False, ())
 PATIENCE = 30.0  # seconds that a thread or process may take to end
@@ -672,3 +672,12 @@ def test_process_reports_why_it_cannot_start(cache_dir):
         pipe.send(fake(cache_dir, "two words"))
         assert isinstance(pipe.frame().error, InvalidInputError)
         assert last_words(process) == (0, b"")
+
+
+def test_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are():
+    _check_gpu("cpu", 0)
+    _check_gpu("cuda", 1)
+    _check_gpu("cuda:1", 2)
+    for device, count in (("cuda", 0), ("cuda:2", 2)):
+        with pytest.raises(ConfigError, match=f"{device} is not there: torch finds {count} "):
+            _check_gpu(device, count)

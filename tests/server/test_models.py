@@ -87,6 +87,31 @@ def test_request_for_a_model_that_is_unloaded_meanwhile_is_refused_alone(tmp_pat
     asyncio.run(scenario())
 
 
+def test_model_of_a_session_that_ends_while_it_is_loaded_does_not_stay_in_the_engine(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path) as (made, client):
+            opened = await told(client, "create_session", {"tags": [], "sdk_version": "0"})
+            session_id = opened["session_id"]
+            create, reached, ended = made.engine.create_model, asyncio.Event(), asyncio.Event()
+
+            async def create_later(*args: Any) -> Any:
+                reached.set()
+                await ended.wait()
+                return await create(*args)
+
+            made.engine.create_model = create_later
+            body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tinkex/tiny"}
+            assert (await client.post("create_model", json=body)).status_code == 200
+            await reached.wait()
+            await made.models.close_session(session_id)
+            ended.set()
+            while made.models.running:  # noqa: ASYNC110 - nothing tells that a turn has ended
+                await asyncio.sleep(0.01)
+            assert made.engine.status()[0].models == 0
+
+    asyncio.run(scenario())
+
+
 def test_creating_a_model_from_a_checkpoint_finishes_after_a_restart(tmp_path):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):

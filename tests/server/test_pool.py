@@ -243,6 +243,26 @@ def test_a_request_that_kills_engines_fails_alone_and_kills_only_one(cache_dir):
     run(main())
 
 
+def test_work_that_waits_for_an_engine_waits_on_when_another_joins(cache_dir):
+    """Otherwise it would call the dead engine, and count as what killed it."""
+
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            dead = pool.trainer.home("m")
+            assert dead is not None
+            kill(pool, dead.name)
+            await died(lease)
+            waiting = asyncio.create_task(pool.members.enter(dead))
+            await asyncio.sleep(0)
+            joins = next(each for each in pool.members if each is not dead)
+            pool.members.add(joins)
+            await waiting
+            assert dead.up
+
+    run(main())
+
+
 def test_health_says_when_no_engine_is_left(cache_dir):
     async def main():
         async with pooled(cache_dir) as pool:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinkex.engine import bridge
 from tinkex.engine.actor import ActorDepot, EngineActor, HostFacts
 from tinkex.engine.actors import (
     ActorHandle,
@@ -406,7 +407,7 @@ def test_vllm_that_does_not_start_is_said_at_once(cache_dir, tmp_path):
         missing = tmp_path / "python"
         missing.write_text("#!/bin/sh\nexit 1\n")
         missing.chmod(0o755)
-        with pytest.raises(Exception, match="ended while it was starting"):
+        with pytest.raises(ConfigError, match="ended before its engine was ready"):
             async with on_cluster(nodes("a"), cache_dir, vllm=missing):
                 pass
 
@@ -430,6 +431,48 @@ def test_a_sample_that_waits_goes_to_an_engine_that_has_joined_meanwhile(cache_d
             await old.engine.stop()
             await pool._join(pool._new())
             assert len((await waiting).tokens[0]) == 4
+
+    run(main())
+
+
+def test_work_of_a_lost_node_is_done_elsewhere_though_its_engine_never_comes_back(
+    cache_dir, monkeypatch
+):
+    """With a fixed number of engines a lost one stays a member, and waits for room."""
+    monkeypatch.setattr(bridge, "PLACEMENT", 0.05)
+
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir, 2) as pool:
+            await pool.sampler.open_sampler("s", TINY, None)
+            await pool.trainer.create_model("m", TINY, SPEC)
+            for each in actors.placed:
+                each.deaf = True  # calls are lost, so that all of them are in flight
+
+            async def train():
+                if pool.trainer.home("m") is None:
+                    await pool.trainer.create_model("m", TINY, SPEC)
+                return await pool.trainer.run_pass("m", request())
+
+            job = SampleJob("s", np.arange(3), max_tokens=4, seed=1)
+            working = [
+                asyncio.create_task(pool.persist(train)),
+                *(
+                    asyncio.create_task(pool.persist(lambda: pool.sampler.sample(job)))
+                    for _ in range(2)
+                ),
+            ]
+            await until(
+                lambda: sum(each.engine.check_health() == "working" for each in pool.members) == 2
+            )
+            for each in actors.placed:
+                each.deaf = False
+            actors.lose_node("b")
+            (there,) = [each for each in actors.placed if each.node == "a"]
+            actors.kill(there)  # this engine is started again
+            for done in asyncio.as_completed(working):
+                await done
+            assert sorted(each.up for each in pool.status()) == [False, True]
 
     run(main())
 

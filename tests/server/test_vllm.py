@@ -27,7 +27,7 @@ from tinkex.server.service import Settings
 from tinkex.server.worker import _ELSEWHERE
 from tinkex.testing import service
 
-from .api import Api
+from .api import Api, Sampler
 
 STAND_IN = Path(__file__).parent.parent / "data" / "vllm_stand_in"
 
@@ -89,6 +89,27 @@ def test_samples_of_many_adapters_are_each_of_its_own(running):
             assert sequence["stop_reason"] == "length"
 
 
+def test_adapter_that_two_samplers_share_outlives_the_first(running):
+    """VLLM reads an adapter again that it has evicted, from the files that it was opened with."""
+    with Api(running.url) as api:
+        model = api.model()
+        model.step()
+        path = model.save("shared", "save_weights_for_sampler")
+        first, second = (api.sampler(model_path=path) for _ in range(2))
+        own = expected(running.data_dir, path, [5, 6], 1, 4)
+        for sampler in (first, second):
+            assert sampler.tokens([5, 6], seed=1, max_tokens=4) == [own]
+        end_session(api, first)
+        assert second.tokens([5, 6], seed=1, max_tokens=4) == [own]
+        end_session(api, second)
+        assert list((running.data_dir / "samplers").iterdir()) == []
+
+
+def end_session(api: Api, sampler: Sampler) -> None:
+    session_id = sampler.sampler_id.partition(":")[0]
+    api.told(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+
+
 def test_several_samples_top_logprobs_and_prompt_logprobs(running):
     with Api(running.url) as api:
         sampler = api.sampler()
@@ -109,14 +130,43 @@ def test_killed_vllm_is_started_again_and_samples_are_repeated(running):
         assert restarts == {"engine-0": 0, "vllm": 1}
 
 
+def test_vllm_is_started_again_when_only_its_core_has_died(running):
+    """VLLM itself lives on then, and fails every request or waits for ever."""
+    with Api(running.url) as api:
+        sampler = api.sampler()
+        before = sampler.tokens([5, 6], seed=3)
+        (leader,) = vllm_pids()
+        (core,) = [pid for pid in group(leader) if b"spawn_main" in command(pid)]
+        with open_pidfd(leader) as ended:
+            os.kill(core, signal.SIGKILL)
+            assert select.select([ended], [], [], 60)[0]
+        assert sampler.tokens([5, 6], seed=3) == before
+        restarts = {each["name"]: each["restarts"] for each in api.got("healthz")["engines"]}
+        assert restarts == {"engine-0": 0, "vllm": 1}
+
+
+def test_invalid_prompt_and_broken_adapter_fail_their_own_request(running):
+    with Api(running.url) as api:
+        answer = api.sampler().sample([5, 10**6])
+        assert "outside the vocabulary" in answer["error"]
+        assert answer["category"] == "user"
+        model = api.model()
+        model.forward_backward()
+        api.retrieve(model.optim_step(learning_rate=1e300))
+        path = model.save("broken", "save_weights_for_sampler")
+        answer = api.sampler(model_path=path).sample([5, 6])
+        assert "does not give finite logits" in answer["error"]
+        assert answer["category"] == "user"
+
+
 def test_processes_that_vllm_starts_end_with_it(running):
     (first,) = vllm_pids()
-    children = _group(first)
+    children = group(first)
     assert len(children) > 1
     os.kill(first, signal.SIGKILL)
     with Api(running.url) as api:
         assert api.sampler().tokens([5, 6])  # vLLM has been started again
-    assert _group(first) == []
+    assert group(first) == []
 
 
 def test_shared_memory_of_a_killed_vllm_is_removed(running):
@@ -176,7 +226,7 @@ def test_file_that_has_taken_the_name_of_an_older_one_is_not_removed():
         each.close()
 
 
-def _group(leader: int) -> list[int]:
+def group(leader: int) -> list[int]:
     """The processes of a group that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -190,8 +240,11 @@ def _group(leader: int) -> list[int]:
 def vllm_pids(parent: int | None = None) -> list[int]:
     children = Path(f"/proc/{parent or os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-    return [pid for pid, command in commands.items() if _ELSEWHERE.encode() in command]
+    return [pid for pid in pids if _ELSEWHERE.encode() in command(pid)]
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_adapter_that_vllm_cannot_hold_is_an_error_not_the_base_model(running):
@@ -221,6 +274,16 @@ def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
         service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
     ):
         pass
+
+
+def test_sampler_python_that_is_no_python_is_named_in_the_refusal(tmp_path):
+    python = Path("/bin/true")
+    with (
+        pytest.raises(ConfigError, match="/bin/true ended before its engine was ready") as refused,
+        service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
+    ):
+        pass
+    assert refused.value.field == "sampler_python"
 
 
 def test_start_fails_with_the_reason_if_vllm_cannot_load_the_architecture(python, tmp_path):
@@ -258,6 +321,7 @@ def test_vllm_serves_one_base_model(python, tmp_path):
 def test_settings_of_vllm_are_checked(tmp_path):
     for wrong, field in (
         ({"sampler_python": tmp_path / "nothing"}, "sampler_python"),
+        ({"sampler_python": Path(sys.executable)}, "sampler_python"),  # without vLLM
         ({"vllm_max_rank": 0}, "vllm_max_rank"),
         ({"vllm_memory_share": 1.5}, "vllm_memory_share"),
     ):

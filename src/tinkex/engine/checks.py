@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
 
 from .values import Array, Example, SampleJob
 
@@ -23,6 +23,7 @@ __all__ = [
     "check_job",
     "check_loss",
     "check_same_base",
+    "not_finite",
 ]
 
 
@@ -207,3 +208,14 @@ def _check_tokens(tokens: Array, vocab_size: int, at: str) -> None:
         raise InvalidInputError(
             f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}", field=at
         )
+
+
+def not_finite(job: SampleJob, adapter: object) -> RequestFailedError:
+    """The error of a request whose model computes no probabilities."""
+    whose = "base model" if adapter is None else "adapter"
+    return RequestFailedError(
+        f"The {whose} of sampler {job.sampler_id!r:.200} does not give finite logits: its weights are NaN, "
+        "infinite or far too large, usually because the learning rate was too high. "
+        "Sample from an earlier checkpoint, or train again with a smaller learning rate.",
+        category=RequestErrorCategory.User,
+    )

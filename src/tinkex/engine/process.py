@@ -472,6 +472,7 @@ def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     device = device_for(setup.device)
+    _check_gpu(device, torch.cuda.device_count())
     engine = TorchEngine(
         models,
         device=device,
@@ -483,6 +484,17 @@ def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
     for model in models:
         engine.load(model)
     return engine, Ready(models, device, engine.dtypes, engine.token_budget, kernels=engine.kernels)
+
+
+def _check_gpu(device: str, count: int) -> None:
+    """Refuse a GPU that is not there, instead of torch's error at the first allocation."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= count:
+        raise ConfigError(
+            f"{device} is not there: torch finds {count} CUDA devices on this machine. Is the driver installed, and "
+            "is this torch built for CUDA? CUDA_VISIBLE_DEVICES hides devices too",
+            field="device",
+        )
 
 
 def _set_up_vllm(setup: Setup, models: Sequence[PreparedModel]) -> tuple[Engine, Ready]:

@@ -19,7 +19,7 @@ from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailed
 
 from . import drawing
 from .batch_scheduler import BatchScheduler, Fork, Step
-from .checks import check_job
+from .checks import check_job, not_finite
 from .continuations import Continuation, SamplingRequest
 from .decoder import decoder_for
 from .devices import choices_for
@@ -104,7 +104,7 @@ class Sampler:
         if job.constraint is not None:
             self._check_constraint(job.constraint)
         if adapter is not None and not adapter.is_finite:
-            raise _not_finite(job, adapter)
+            raise not_finite(job, adapter)
         limit = self._base.context_length - len(job.prompt_T)
         if job.max_tokens is not None:
             limit = min(limit, job.max_tokens)
@@ -183,7 +183,7 @@ class Sampler:
         events: list[SampleEvent],
     ) -> None:
         for request in failed:
-            request.failure = _not_finite(request.job, request.adapter)
+            request.failure = not_finite(request.job, request.adapter)
         forks = self._scheduler.advance(step.chunks)
         self._runner.fork(forks)
         drawing_for = [chunk.continuation for chunk in step.chunks if chunk.completes]
@@ -209,7 +209,7 @@ class Sampler:
             if one.request.limit <= 0:
                 one.stop_reason = "length"
             elif not isfinite(drawn.logprobs[row]):
-                one.request.failure = _not_finite(one.request.job, one.request.adapter)
+                one.request.failure = not_finite(one.request.job, one.request.adapter)
             else:
                 self._append(one, drawn.tokens[row], drawn.logprobs[row], logits_BV[row], events)
                 one.kept_mass.append(drawn.kept_mass[row])
@@ -318,16 +318,6 @@ def _too_long(length: int) -> RequestFailedError:
         f"There is too little memory to sample after {length} tokens, even one sequence alone; "
         "send a shorter prompt.",
         category=RequestErrorCategory.Server,
-    )
-
-
-def _not_finite(job: SampleJob, adapter: object) -> RequestFailedError:
-    whose = "base model" if adapter is None else "adapter"
-    return RequestFailedError(
-        f"The {whose} of sampler {job.sampler_id!r:.200} does not give finite logits: its weights are NaN, "
-        "infinite or far too large, usually because the learning rate was too high. "
-        "Sample from an earlier checkpoint, or train again with a smaller learning rate.",
-        category=RequestErrorCategory.User,
     )
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import secrets
+import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
@@ -23,7 +27,7 @@ import numpy as np
 from tinkex.errors import ConfigError, InvalidInputError, NotFoundError
 
 from .base_models import PreparedModel
-from .checks import check_base
+from .checks import check_base, check_job, not_finite
 from .values import (
     AdamStep,
     LoraSpec,
@@ -82,9 +86,12 @@ class VllmEngine:
         self._model = model
         self._known = {model.name: model}
         self._engine = _engine_of(model, dtype, options)
+        _end_with_its_processes()
         self._max_rank = options.max_rank
         self._numbers = itertools.count(1)
         self._samplers: dict[str, Any] = {}  # LoRA requests, or None for the base model
+        #: Ids of adapters with weights that are not finite: vLLM would draw any token from them.
+        self._broken: set[int] = set()
         self._running: dict[str, _Running] = {}
 
     # -- samplers ----------------------------------------------------------------------------
@@ -120,11 +127,14 @@ class VllmEngine:
                 f"{self._max_rank} now; without --sampler vllm our own engine samples from every adapter",
                 field="path",
             ) from error
+        if not _is_finite(directory):
+            self._broken.add(lora.lora_int_id)
         return lora
 
     def close_sampler(self, sampler_id: str) -> None:
         lora = self._samplers.pop(sampler_id, None)
         if lora is not None:
+            self._broken.discard(lora.lora_int_id)
             self._engine.remove_lora(lora.lora_int_id)
 
     # -- sampling ----------------------------------------------------------------------------
@@ -132,21 +142,20 @@ class VllmEngine:
     def add_sample(self, job_id: str, job: SampleJob) -> None:
         if job.sampler_id not in self._samplers:
             raise NotFoundError(f"There is no sampler {job.sampler_id!r:.200}.")
-        room = self._model.context_length - len(job.prompt_T)
-        if room < 1:
-            raise InvalidInputError(
-                f"the prompt has {len(job.prompt_T)} tokens, the context of the model "
-                f"{self._model.context_length}",
-                field="prompt",
-            )
+        context = self._model.context_length
+        check_job(
+            job,
+            vocab_size=self._model.vocab_size,
+            context_length=context,
+            detokenize=lambda _: "",  # vLLM has its own tokenizer
+        )
+        lora = self._samplers[job.sampler_id]
+        if lora is not None and lora.lora_int_id in self._broken:
+            raise not_finite(job, lora)
         prompt = {"prompt_token_ids": [int(token) for token in job.prompt_T]}
         for index in range(job.num_samples):
-            self._engine.add_request(
-                f"{job_id}/{index}",
-                prompt,
-                self._params(job, index, room),
-                lora_request=self._samplers[job.sampler_id],
-            )
+            params = self._params(job, index, context - len(job.prompt_T))
+            self._engine.add_request(f"{job_id}/{index}", prompt, params, lora_request=lora)
         self._running[job_id] = _Running(job, [_Sequence() for _ in range(job.num_samples)])
 
     def _params(self, job: SampleJob, index: int, room: int) -> Any:
@@ -201,6 +210,10 @@ class VllmEngine:
             running.prompt_logprobs = output.prompt_logprobs
         for token, choices in zip(new.token_ids, new.logprobs or (), strict=True):
             logprob = float(choices[token].logprob)
+            if not math.isfinite(logprob):
+                self.cancel_sample(job_id)
+                lora = self._samplers.get(running.job.sampler_id)
+                return [SampleEvent(job_id, error=not_finite(running.job, lora))]
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             likeliest = None
@@ -259,6 +272,31 @@ class VllmEngine:
 
     def _refuse(self) -> NoReturn:
         raise TypeError("vLLM only samples")
+
+
+def _end_with_its_processes() -> None:
+    """End this process when one that computes for vLLM has died, so that the service starts all of them again.
+
+    vLLM would fail every call from then on, or wait for ever for the answer to one.
+    """
+    computing = multiprocessing.active_children()
+
+    def watch() -> None:
+        connection.wait([process.sentinel for process in computing])
+        print("A process of vLLM has died.", file=sys.stderr, flush=True)  # noqa: T201 - the service's log
+        os._exit(1)
+
+    if computing:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _is_finite(directory: Path) -> bool:
+    from safetensors.numpy import load_file
+
+    from . import directories
+
+    weights = load_file(directory / directories.WEIGHTS)
+    return all(bool(np.isfinite(tensor).all()) for tensor in weights.values())
 
 
 def _engine_of(model: PreparedModel, dtype: str, options: VllmOptions) -> Any:

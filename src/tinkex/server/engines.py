@@ -72,7 +72,7 @@ def vllm_member(setup: Setup, python: Path | None, *, deadline: float) -> Member
     """A sampler that is a process of this machine, run by an interpreter that has vLLM."""
     own = replace(setup, engine="vllm")
     worker = Worker(own, name="vllm", python=python or Path(sys.executable), deadline=deadline)
-    return Member(Supervisor(worker), trains=False, draws=can_draw)
+    return Member(Supervisor(worker), trains=False, draws=can_draw, reads_again=True)
 
 
 def ray_members(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 
 from tinkex.engine.interface import EngineDiedError, EngineStatus
@@ -27,6 +27,8 @@ class Member:
     samples: bool = True
     #: Which jobs this engine samples exactly as the torch engine would; None for all.
     draws: Callable[[SampleJob], bool] | None = None
+    #: Whether it reads the files of an open adapter again, as vLLM does after evicting it from memory.
+    reads_again: bool = False
     drift: Drift = field(default_factory=Drift)
     load: Load = field(default_factory=Load)
     suspects: SuspectGroup = field(default_factory=SuspectGroup)
@@ -45,6 +47,11 @@ class Member:
     @property
     def up(self) -> bool:
         return self.engine.up and not self.gone
+
+    @property
+    def stranded(self) -> bool:
+        """Whether it has left, or died and could not be started again."""
+        return self.gone or self.engine.stranded
 
     def status(self) -> list[EngineStatus]:
         """The engine's own status, with the length of the queue that the pool keeps for it."""
@@ -91,17 +98,21 @@ class Members:
         visit = current_visit()
         if visit is not None:
             await visit.enter(member)
-        if not member.up:
-            await self._wait_for([member])
-        if member.gone:
-            raise EngineDiedError("The engine has left the pool.", cause_known=True)
+        while not member.up:
+            if member.stranded:
+                raise EngineDiedError("The engine cannot be started now.", cause_known=True)
+            await self._first(member.engine.wait_tried())
 
     def quarantine(self) -> Member | None:
-        """The engine that has to retry the current work, because it died during the last attempt."""
+        """The engine that has to retry the current work, because it died during the last attempt.
+
+        None if it cannot be started, as on a machine that is lost: then another engine retries the work.
+        """
         visit = current_visit()
         if visit is None or visit.quarantine is None:
             return None
-        return self._members.get(visit.quarantine)
+        member = self._members.get(visit.quarantine)
+        return None if member is None or member.stranded else member
 
     async def some_up(self, fits: Callable[[Member], bool]) -> list[Member]:
         """The engines that can work and fit; waits until there is one."""
@@ -110,13 +121,13 @@ class Members:
             working = [member for member in fitting if member.up]
             if working:
                 return working
-            await self._wait_for(fitting)
+            await self._first(*(member.engine.wait_up() for member in fitting))
 
-    async def _wait_for(self, members: list[Member]) -> None:
-        """Wait until one of these engines is up, or an engine joins or leaves."""
+    async def _first(self, *events: Coroutine[object, object, None]) -> None:
+        """Wait until one of these is over, or an engine joins or leaves."""
         self._changed.clear()
-        waiting = [asyncio.ensure_future(member.engine.wait_up()) for member in members]
-        waiting.append(asyncio.ensure_future(self._changed.wait()))  # type: ignore[arg-type]
+        waiting: list[asyncio.Task[object]] = [asyncio.ensure_future(event) for event in events]
+        waiting.append(asyncio.ensure_future(self._changed.wait()))
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:

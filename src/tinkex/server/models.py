@@ -303,6 +303,9 @@ class Models:
         promise.started_at = self._promises.clock()
         try:
             await self._run(model, promise)
+            if self._models.get(model.model_id) is not model and not promise.operation.ends_model:
+                # Its session ended while this request ran, which may have loaded it.
+                await self._engine.trainer.unload_model(model.model_id)
         finally:
             used = turn.end()
             self._shares.end(model.owner, expected, used)

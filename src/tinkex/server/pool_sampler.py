@@ -7,11 +7,14 @@ can never be served under another's name, and a name is never used again for oth
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -45,6 +48,8 @@ class _Opened:
     lease: EngineLease | None = None
     users: int = 0
     size: int = 0  # of its files
+    #: Its files, for an engine that may read them again when the sampler it was opened for is gone.
+    files: Path | None = None
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -66,7 +71,8 @@ class PoolSampler:
         self._trainer = trainer
         self._samplers: dict[str, _Adapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._opened: dict[Member, OrderedDict[str, _Opened]] = {}
+        #: Without engines that have left the pool.
+        self._opened: WeakKeyDictionary[Member, OrderedDict[str, _Opened]] = WeakKeyDictionary()
 
     # -- samplers ----------------------------------------------------------------------------
 
@@ -115,8 +121,7 @@ class PoolSampler:
         for member, opened in list(self._opened.items()):
             held = opened.get(adapter.name)
             if held is not None and not held.users:
-                del opened[adapter.name]
-                await member.engine.close_sampler(adapter.name)
+                await self._close(member, adapter.name)
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -212,8 +217,11 @@ class PoolSampler:
                     if opened.lease is not None:  # the engine was restarted: its cache is empty
                         member.load.prefixes.clear()
                     await member.engine.catalog.model(adapter.base_model, "base_model")
+                    directory = adapter.directory
+                    if directory is not None and member.reads_again:
+                        directory = await self._own_files(opened, directory)
                     opened.lease = await member.engine.open_sampler(
-                        adapter.name, adapter.base_model, adapter.directory, trained_as=trained_as
+                        adapter.name, adapter.base_model, directory, trained_as=trained_as
                     )
                     if adapter.directory is not None:
                         opened.size = await asyncio.to_thread(
@@ -223,13 +231,29 @@ class PoolSampler:
         finally:
             opened.users -= 1
 
+    async def _own_files(self, opened: _Opened, directory: Path) -> Path:
+        """Files of an adapter that stay while it is open; several samplers share it, and each may be deleted first.
+
+        The name is hidden: a service that starts removes what a killed one has left.
+        """
+        if opened.files is None:
+            files = directory.with_name(f".{secrets.token_hex(8)}")
+            await asyncio.to_thread(directories.link, directory, files)
+            opened.files = files
+        return opened.files
+
+    async def _close(self, member: Member, name: str) -> None:
+        opened = self._held(member).pop(name)
+        await member.engine.close_sampler(name)
+        if opened.files is not None:
+            await asyncio.to_thread(shutil.rmtree, opened.files, ignore_errors=True)
+
     def _held(self, member: Member) -> OrderedDict[str, _Opened]:
         return self._opened.setdefault(member, OrderedDict())
 
     async def _close_unused(self, member: Member) -> None:
         while (name := self._to_close(member)) is not None:
-            del self._held(member)[name]
-            await member.engine.close_sampler(name)
+            await self._close(member, name)
 
     def _to_close(self, member: Member) -> str | None:
         """An adapter that an engine need not keep open; chosen anew for each, because closing takes time."""

@@ -213,6 +213,8 @@ class Settings:
             raise ConfigError(
                 f"{self.sampler_python} is not an executable file", field="sampler_python"
             )
+        if self.sampler_python is not None and self.sampler != "vllm":
+            raise ConfigError("is for vLLM; give --sampler vllm too", field="sampler_python")
         self._check_ray()
         if not 1 <= self.vllm_max_rank <= MAX_RANK:
             raise ConfigError(f"must be between 1 and {MAX_RANK}", field="vllm_max_rank")

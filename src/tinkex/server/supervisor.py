@@ -87,6 +87,8 @@ class Supervisor:
         self._line = Line()
         self._drawing = 0
         self._alive = asyncio.Event()
+        #: Whether it was started, or could not be, since it died.
+        self._tried = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._suspects = SuspectGroup()
         self._models: dict[str, _Lease] = {}
@@ -118,6 +120,7 @@ class Supervisor:
         while True:
             await self._worker.died.wait()
             self._alive.clear()
+            self._tried.clear()
             self._worker.life += 1
             logger.error("The engine's process has died; starting it again.")
             await self._worker.stop()
@@ -132,6 +135,7 @@ class Supervisor:
                     pause = min(pause * 2, self._longest_pause)
             self.trouble = ""
             self._alive.set()
+            self._tried.set()
 
     def _tell(self, error: Exception, pause: float) -> None:
         """Log why the engine does not start; a setting that does not fit needs no traceback."""
@@ -145,6 +149,7 @@ class Supervisor:
                 exc_info=None if known else error,
             )
         self.trouble = str(error)
+        self._tried.set()
 
     def check_health(self) -> EngineState:
         """The state of the engine; raises if it is dead or has been silent for half of its deadline."""
@@ -175,6 +180,17 @@ class Supervisor:
         if self._worker.died.is_set():  # `_watch` may not have run yet
             self._alive.clear()
         await self._alive.wait()
+
+    @property
+    def stranded(self) -> bool:
+        """Whether it has died and could not be started again so far."""
+        return bool(self.trouble) and not self.up
+
+    async def wait_tried(self) -> None:
+        """Wait until an engine that has died is up again, or could not be started."""
+        if self._worker.died.is_set() and not self.trouble:  # `_watch` may not have run yet
+            self._tried.clear()
+        await self._tried.wait()
 
     @property
     def ready(self) -> Ready:

@@ -31,6 +31,7 @@ from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
 from tinkex.engine.process import Ready, Setup, encode_frame, serve
 from tinkex.engine.progress import EngineProgress
 from tinkex.engine.values import SampledResult, SampleJob
+from tinkex.errors import ConfigError
 
 from .watch import Watch
 
@@ -124,6 +125,12 @@ class Worker:
         ready = await _frame(reader)
         if ready is None:
             await self.stop()
+            if self._python is not None:
+                raise ConfigError(
+                    f"{self._python} ended before its engine was ready; its error output, if any, is above. Is it a "
+                    "Python, and at least as new as this one?",
+                    field="sampler_python",
+                )
             raise self._death("The engine ended while it was starting; its error output is above.")
         if ready.error is not None:
             await self.stop()

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-import subprocess
+import multiprocessing
+import time
 from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -55,7 +56,9 @@ class LLMEngine:
             raise ValueError(f"Model architectures {config['architectures']} are not supported")
         # As vLLM starts its workers, which exchange values with it through shared memory.
         shared = SharedMemory(create=True, size=64)
-        subprocess.Popen(["sleep", "1000"])
+        core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
+        core.daemon = True
+        core.start()
         return cls(arguments, shared)
 
     def add_lora(self, lora: Any) -> bool:
