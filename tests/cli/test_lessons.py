@@ -51,9 +51,9 @@ def test_conversations_pairs_and_splits_are_read(write):
         conversation("a", "b"), b"", PAIR, {"question": "q", "answer": "r", "split": "test"}
     )
     first, second, third = read_records(file)
-    assert (first.line, first.is_pair, first.split) == (1, False, None)
+    assert (first.line, first.form, first.split) == (1, "conversation", None)
     assert [message["content"] for message in second.messages] == ["Hi?", "Yo."]
-    assert (third.line, third.is_pair, third.split) == (4, True, "eval")
+    assert (third.line, third.form, third.split) == (4, "pair", "eval")
 
 
 def test_bundled_data_is_found_by_name():
@@ -66,10 +66,14 @@ def test_bundled_data_is_found_by_name():
     [
         (b'{"prompt": ', "is not JSON: Expecting value at column 11"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
-        (b"[1]", "is not a JSON object but a list"),
+        (b"[", "is not JSON: Expecting value at column 2; each line must be one object"),
+        (b"Once upon a time", "`jq -Rc '{text: .}' FILE`"),
+        (b"[1]", "is not a JSON object but a list; each line must be one object"),
         (b"7", "is not a JSON object but a number"),
-        ({}, 'needs "messages", or "prompt" and "completion"; it has nothing'),
-        ({"text": "x"}, "it has 'text'"),
+        ({}, 'needs "messages", or "prompt" and "completion", or "text"; it has nothing'),
+        ({"conversations": []}, "it has 'conversations'"),
+        ({"text": ["x"]}, 'needs a "text" that is text, not a list'),
+        ({"text": ""}, '"text" is empty'),
         ({"prompt": "x"}, 'needs a "completion" that is text, not null'),
         ({"prompt": 1, "completion": "x"}, 'needs a "prompt" that is text, not a number'),
         ({"prompt": "x", "completion": ""}, '"completion" is empty'),
@@ -154,6 +158,13 @@ def test_pairs_can_be_learned_as_plain_text(tokenizer, write):
     (record,) = read_records(write(conversation("a", "b")))
     with pytest.raises(InvalidInputError, match="line 1: a conversation needs a chat template"):
         list(plain_lessons(record, tokenizer))
+
+
+def test_all_of_a_text_is_learned_up_to_the_end_token(tokenizer, write):
+    (record,) = read_records(write({"text": "Once.", "split": "test"}))
+    (lesson,) = plain_lessons(record, tokenizer)
+    assert (record.form, record.split) == ("text", "eval")
+    assert text_of(tokenizer, lesson, learned=True) == "Once.<|eos|>"
 
 
 def test_a_datum_predicts_the_next_token_and_counts_what_is_learned(tokenizer, write):

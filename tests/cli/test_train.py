@@ -233,6 +233,18 @@ def test_packing_fills_steps_by_tokens_and_the_summary_is_readable(tinkex_fake, 
     assert "tinker://" in told.out
 
 
+def test_lines_of_text_are_learned_without_a_template(tinkex_fake, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "Once upon a time."}\n{"text": "The end."}\n')
+    where = ["--base-url", tinkex_fake.url, "-o", tmp_path / "run"]
+    told = run("train", file, "--base-model", TINY, "--eval-fraction", 0, "--json", *where)
+    assert told.code == 0, told.err
+    bytes_and_ends = len("Once upon a time.") + len(
+        "The end."
+    )  # each byte and the end, less the first
+    assert json.loads(told.out)["tokens"] == bytes_and_ends * 3
+
+
 @pytest.mark.parametrize("address", ["local", None])
 def test_run_on_the_service_of_this_machine_is_shown_in_the_dashboard(
     address, tinkex_fake, data, tmp_path, monkeypatch
@@ -242,6 +254,8 @@ def test_run_on_the_service_of_this_machine_is_shown_in_the_dashboard(
     told = run("train", data, "--base-model", TINY, "--steps", 1, "--json", *where)
     summary = json.loads(told.out)
     assert f"{tinkex_fake.url}/#/run/{summary['model_id']}" in told.err
+    shown = tinkex_fake.client().http.get(f"/local/runs/{summary['model_id']}").result()
+    assert shown["name"] == data.stem
 
 
 def test_run_on_another_service_names_no_dashboard(tinkex_fake, data, tmp_path, monkeypatch):

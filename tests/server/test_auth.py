@@ -181,6 +181,23 @@ def test_an_unreadable_key_file_is_reported(tmp_path):
     assert caught.value.__suppress_context__
 
 
+def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text(f"alice: {ALICE}\nbob: {BOB}\n")
+    keys = Keys.from_file(file)
+    file.write_text(f"alice: {CAROL}\n")
+    assert keys.reload() == ["alice"]
+    assert keys.owner({"x-api-key": CAROL}) == "alice"
+    for gone in (ALICE, BOB):
+        with pytest.raises(AuthenticationError):
+            keys.owner({"x-api-key": gone})
+    file.write_text("")
+    with pytest.raises(ConfigError, match="holds no keys"):
+        keys.reload()
+    assert keys.owner({"x-api-key": CAROL}) == "alice"
+    assert Keys.open().reload() == []
+
+
 # --- where to listen
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,8 @@ from tinkex.testing import RunningService, service
 from .api import Api
 
 pytest.importorskip("torch")
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,14 @@ def test_every_metric_family_has_a_type_and_a_help_text(scrapes):
         name: kind for name, kind in families.items() if not name.endswith("_created")
     } == FAMILIES
     assert all(family.documentation for family in after.families.values())
+
+
+@pytest.mark.parametrize("page", ["deploying.md", "many-engines.md"])
+def test_metrics_that_a_guide_names_exist(scrapes, page):
+    named = set(re.findall(r"\btinkex_[a-z_]+", (GUIDES / page).read_text()))
+    kept = {sample.name for family in scrapes[1].families.values() for sample in family.samples}
+    assert named
+    assert {name for name in named - kept if not name.startswith("tinkex_sampler_")} == set()
 
 
 def test_queue_gauges_are_zero_when_all_requests_are_done(scrapes):

@@ -83,16 +83,17 @@ class Running:
             for_others = self.process.stdout.readline()
             assert f"base_url={told[2]}/v1 " in for_others
             assert for_others.endswith(f"base_url={told[2]}\n")
+            assert "dashboard" in self.process.stdout.readline()
         parts = urlsplit(told[2])
         assert parts.hostname is not None
         assert parts.port is not None
         self.address = (parts.hostname, parts.port)
         return told[2]
 
-    def get(self, path: str) -> tuple[int, str, bytes]:
+    def get(self, path: str, key: str = "") -> tuple[int, str, bytes]:
         connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
         with contextlib.closing(connection):
-            connection.request("GET", path)
+            connection.request("GET", path, headers={"x-api-key": key} if key else {})
             answer = connection.getresponse()
             return answer.status, answer.headers["content-type"], answer.read()
 
@@ -167,6 +168,20 @@ def test_a_service_prints_its_url_serves_and_stops_on_a_signal(start):
 
 
 @pytest.mark.heavy
+def test_sighup_reads_the_key_file_again(start, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("alice: tml-alice-1\nbob: tml-bob-0002\n")
+    running = start(f"--base-model={TINY}", f"--api-key-file={file}")
+    running.ready()
+    assert running.get("/api/v1/healthz", key="tml-bob-0002")[0] == 200
+    for text, told in (("", "The keys stay as they were"), ("alice: tml-alice-1", "read again")):
+        file.write_text(text)
+        running.process.send_signal(signal.SIGHUP)
+        assert told in running.process.stderr.readline()
+    assert running.get("/api/v1/healthz", key="tml-bob-0002")[0] == 401
+    assert running.get("/api/v1/healthz", key="tml-alice-1")[0] == 200
+
+
 def test_a_service_can_be_stopped_while_it_starts(start, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")

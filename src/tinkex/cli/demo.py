@@ -69,6 +69,7 @@ _ASKED_ANEW: Final = "What does Tolmery's flag show?"
 )
 @click.option(
     "--output",
+    "-o",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("tinkex-demo"),
     show_default=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,18 +36,21 @@ _SPLITS: Final = {
     "train": "train",
     **dict.fromkeys(("test", "eval", "valid", "validation", "dev"), "eval"),
 }
+#: For files in another format, such as one JSON list, or plain text.
+_WHOLE_LINES: Final = """each line must be one object; `jq -c '.[]' FILE` makes such lines of a JSON list, \
+`jq -Rc '{text: .}' FILE` of lines of text"""
 #: Lines that a message names; the others are only counted.
 _NAMED: Final = 5
 
 
 @dataclass(frozen=True)
 class DataLine:
-    """One line of the data; `split` is None if the line has none."""
+    """One line of the data; `split` is None if the line has none. A text is one message of the assistant."""
 
     line: int
     messages: tuple[Message, ...]
     split: str | None = None
-    is_pair: bool = False
+    form: Literal["conversation", "pair", "text"] = "conversation"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +120,11 @@ def _record(number: int, line: bytes) -> DataLine:
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        raise InvalidInputError(f"is not JSON: {error.msg} at column {error.colno}") from None
+        raise InvalidInputError(
+            f"is not JSON: {error.msg} at column {error.colno}; {_WHOLE_LINES}"
+        ) from None
     if not isinstance(content, dict):
-        raise InvalidInputError(f"is not a JSON object but {_kind(content)}")
+        raise InvalidInputError(f"is not a JSON object but {_kind(content)}; {_WHOLE_LINES}")
     split = _split(content.get("split"))
     if "messages" in content:
         return DataLine(number, _messages(content["messages"]), split)
@@ -130,9 +135,16 @@ def _record(number: int, line: bytes) -> DataLine:
                 raise InvalidInputError(f'"{answered}" is empty; nothing can be learned from it')
             pair = ({"role": "user", "content": prompt},)
             reply = {"role": "assistant", "content": completion}
-            return DataLine(number, (*pair, reply), split, is_pair=True)
+            return DataLine(number, (*pair, reply), split, "pair")
+    if "text" in content:
+        text = _text(content, "text")
+        if not text:
+            raise InvalidInputError('"text" is empty; nothing can be learned from it')
+        return DataLine(number, ({"role": "assistant", "content": text},), split, "text")
     known = ", ".join(map(repr, content)) or "nothing"
-    raise InvalidInputError(f'needs "messages", or "prompt" and "completion"; it has {known:.200}')
+    raise InvalidInputError(
+        f'needs "messages", or "prompt" and "completion", or "text"; it has {known:.200}'
+    )
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
@@ -200,14 +212,16 @@ def lessons_of(record: DataLine, tokenizer: Any, system: str | None = None) -> I
 
 
 def plain_lessons(record: DataLine, tokenizer: Any) -> Iterator[Lesson]:
-    """A pair without a chat template: the prompt, the completion, the end token."""
-    if not record.is_pair:
+    """A pair or a text without a chat template: the prompt of a pair, what is learned, the end token."""
+    if record.form == "conversation":
         raise InvalidInputError(
-            f"line {record.line}: a conversation needs a chat template; only pairs work without one",
+            f"line {record.line}: a conversation needs a chat template; pairs and texts work without one",
             field="data",
         )
-    prompt = list(tokenizer.encode(record.messages[0]["content"]))
-    completion = tokenizer.encode(record.messages[1]["content"], add_special_tokens=False)
+    *asked, answered = (message["content"] for message in record.messages)
+    # The tokenizer puts its token for the beginning, if it has one, before a text too.
+    prompt = list(tokenizer.encode("".join(asked)))
+    completion = tokenizer.encode(answered, add_special_tokens=False)
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     answer = [*completion, *ends]
     lesson = _lesson(record.line, prompt + answer, [False] * len(prompt) + [True] * len(answer))

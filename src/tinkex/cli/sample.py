@@ -41,6 +41,7 @@ __all__ = ["command"]
 @click.option("--seed", type=int, help="The same seed gives the same samples.")
 @click.option(
     "--output",
+    "-o",
     "file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write to a file instead of stdout.",

@@ -237,3 +237,4 @@ def _say_ready(served: str, url: str, *, leased: bool) -> None:
         click.echo(
             f"For OpenAI clients: base_url={url}/v1    For Anthropic clients: base_url={url}"
         )
+        click.echo("The same address in a browser is the dashboard. Ctrl-C stops the service.")

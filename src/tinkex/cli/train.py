@@ -35,6 +35,7 @@ __all__ = ["command"]
 
 _DEFAULTS: Final = RunSettings("", "")
 _DIRECTORY: Final = "tinkex-train"
+_NAME: Final = "train"
 _CURVE: Final = "loss.svg"
 _STOPPED: Final = 130  # the exit code that shells expect after Ctrl-C
 
@@ -119,9 +120,13 @@ _POSITIVE: Final = click.IntRange(min=1)
     show_default=True,
     help="Steps between checkpoints; the end is always saved.",
 )
-@click.option("--name", help="Name of the checkpoints.  [default: train]")
+@click.option(
+    "--name",
+    help=f"Name of the checkpoints, and of the run in the dashboard.  [default: {_NAME}, and the name of DATA]",
+)
 @click.option(
     "--output",
+    "-o",
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     help=f"Directory for {FILE} and the loss curve.  [default: {_DIRECTORY}]",
@@ -154,8 +159,9 @@ def command(
     """Fine-tune a model on DATA, a file with one JSON object per line.
 
     A line is a conversation, {"messages": [{"role": …, "content": …}, …]}, or a pair, {"prompt": …,
-    "completion": …}. Both use the model's chat template, and the assistant's messages are learned. A line
-    with "split": "test" is held out for evaluation. DATA tolmery comes with the package.
+    "completion": …}. Both use the model's chat template, and the assistant's messages are learned. Of a
+    line {"text": …} the whole text is learned, without a template. A line with "split": "test" is held out
+    for evaluation. DATA tolmery comes with the package.
 
     Ctrl-C saves a checkpoint and prints the command that resumes. With --dry-run nothing is trained or
     written: the output shows the tokens, and with --prices or --price the cost.
@@ -173,7 +179,7 @@ def command(
         if start is None:
             place = directory or Path(_DIRECTORY)
             overwrite |= dry_run
-            start = _fresh(place, data, settings, name or "train", overwrite=overwrite)
+            start = _fresh(place, data, settings, name or _NAME, overwrite=overwrite)
         if dry_run:
             expected = _expected(start, connection, eval_every, prices)
             output.record(_expected_facts(expected), expected)
@@ -332,9 +338,18 @@ def _client(service: ServiceClient, start: _Start) -> TrainingClient:
             train_mlp=settings.train_mlp,
             train_attn=settings.train_attn,
             train_unembed=settings.train_unembed,
+            user_metadata=_named(start),
         )
     say(f"Resuming after step {start.saved.step} from {start.saved.path} …")
-    return service.create_training_client_from_state_with_optimizer(start.saved.path)
+    return service.create_training_client_from_state_with_optimizer(
+        start.saved.path, user_metadata=_named(start)
+    )
+
+
+def _named(start: _Start) -> dict[str, str]:
+    """The name of the run in the dashboard: that of its checkpoints if the user chose one, else that of the data."""
+    name = start.run.name
+    return {"name": start.data.stem if name == _NAME else name}
 
 
 def _lessons(
@@ -344,7 +359,8 @@ def _lessons(
     from .lessons import lessons_of, plain_lessons, within
     from .training_plan import held_out
 
-    if settings.chat_template and not getattr(tokenizer, "chat_template", None):
+    templated = [settings.chat_template and record.form != "text" for record in records]
+    if any(templated) and not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
             f"{settings.base_model} has no chat template; --no-chat-template trains on pairs of plain text",
             field="base_model",
@@ -359,7 +375,7 @@ def _lessons(
     for index, record in enumerate(records):
         parts[index in aside].extend(
             lessons_of(record, tokenizer, settings.system)
-            if settings.chat_template
+            if templated[index]
             else plain_lessons(record, tokenizer)
         )
     kept, note = within([*parts[0], *parts[1]], limit, settings.too_long)

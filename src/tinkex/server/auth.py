@@ -39,11 +39,12 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keys:
     """The digests of a service's keys, by owner name; None if the service needs no key."""
 
     _digests: Mapping[str, bytes] | None = field(repr=False)
+    _file: Path | None = None
 
     @classmethod
     def open(cls) -> Keys:
@@ -58,13 +59,17 @@ class Keys:
         are called `key-1`, `key-2` and so on, in file order. Data belongs to the name, so give keys names
         if you will add or remove some later.
         """
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}", field=_FIELD) from error
-        except UnicodeDecodeError:  # its own message would show bytes of keys
-            raise ConfigError(f"{path} is not a UTF-8 text file", field=_FIELD) from None
-        return cls(_parse(path, text))
+        return cls(_read(path), path)
+
+    def reload(self) -> list[str]:
+        """Read the file again and return the names in it; the next request needs one of these keys.
+
+        A file that is wrong raises `ConfigError`, and the keys stay as they were.
+        """
+        if self._file is None:
+            return []
+        self._digests = _read(self._file)
+        return list(self._digests)
 
     @property
     def needed(self) -> bool:
@@ -100,6 +105,16 @@ def _key_of(headers: Mapping[str, str]) -> str:
         return key
     scheme, _, key = headers.get("authorization", "").strip().partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _read(path: Path) -> dict[str, bytes]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", field=_FIELD) from error
+    except UnicodeDecodeError:  # its own message would show bytes of keys
+        raise ConfigError(f"{path} is not a UTF-8 text file", field=_FIELD) from None
+    return _parse(path, text)
 
 
 def _parse(path: Path, text: str) -> dict[str, bytes]:

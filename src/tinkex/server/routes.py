@@ -224,7 +224,7 @@ async def get_api_key(call: Call) -> dict[str, Any]:
 @_handles
 async def delete_api_key(_: Call) -> None:
     raise PermissionDeniedError(
-        "The keys of this service are in its key file; remove the line there."
+        "The keys of this service are in its key file: remove the line there, and send the service SIGHUP."
     )
 
 

@@ -21,7 +21,7 @@ import uvicorn
 from tinkex.errors import ConfigError
 
 from .app import build_app
-from .auth import require_keys
+from .auth import Keys, require_keys
 from .connections import (
     BoundedProtocol,
     ConnectionLimits,
@@ -35,6 +35,8 @@ from .service import Service, Settings
 
 __all__ = ["ADDRESS_FILE", "ServiceThread", "run"]
 
+logger = logging.getLogger("tinkex.server")
+
 #: The file in the data directory of a running service that contains its URL.
 ADDRESS_FILE: Final = "service.json"
 
@@ -47,19 +49,30 @@ def run(
     leased: bool = False,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM or, if `leased`, until the last lease ends."""
+    """Serve until SIGINT or SIGTERM or, if `leased`, until the last lease ends. SIGHUP reads the key file again."""
     require_keys(host, settings.keys)
     raise_descriptor_limit()
     os.umask(UMASK)  # safe: this process only serves. The engine inherits the umask.
 
     async def serve() -> None:
-        stop = asyncio.Event()
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(name, stop.set)
+            loop.add_signal_handler(name, stop.set)
+        if settings.keys.needed:  # else SIGHUP ends the service, as a closed terminal should
+            loop.add_signal_handler(signal.SIGHUP, _reload, settings.keys)
         await _serve(settings, host, port, stop, leased=leased, on_ready=on_ready)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve())
+
+
+def _reload(keys: Keys) -> None:
+    try:
+        names = keys.reload()
+    except ConfigError as error:
+        logger.warning("The keys stay as they were: %s", error)
+    else:
+        logger.warning("The key file was read again; it has keys of %s", ", ".join(names))
 
 
 class ServiceThread:
