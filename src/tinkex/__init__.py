@@ -5,8 +5,9 @@ Names are imported on first use, so that `import tinkex` is fast.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tinkex._lazy import lazy_names
 
 from ._version import __version__ as __version__
 
@@ -147,20 +148,7 @@ _NAMES = {
         SampleResponse SamplingParams StopReason TensorData TensorDtype TrainingRun
     """,
 }
-_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted([*_HOME, *_MODULES, "__title__", "__version__"])  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    if (home := _HOME.get(name)) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home, __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+if not TYPE_CHECKING:  # to a type checker `__getattr__` means that every name exists
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__, _NAMES, [*_MODULES, "__title__", "__version__"]
+    )

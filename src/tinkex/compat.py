@@ -221,7 +221,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _root_names() -> list[str]:
-    return sorted({*tinkex.__all__, *_ROOT, "auth"} - {"config", "errors"})
+    return sorted({*dir(tinkex), *_ROOT, "auth"} - {"config", "errors"})
 
 
 def _knows(name: str) -> bool:
@@ -245,7 +245,7 @@ def _is_module_of_types(inner: str) -> bool:
 
 @cache
 def _snake_names() -> frozenset[str]:
-    types = [name for name in tinkex.types.__all__ if name[0].isupper()]
+    types = [name for name in dir(tinkex.types) if name[0].isupper()]
     return frozenset({*map(_snake, types), *_GROUPED})
 
 

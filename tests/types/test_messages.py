@@ -35,7 +35,7 @@ from tinkex.types._base import RequestModel, ResponseModel
 
 MODELS: list[type[BaseModel]] = [
     kind
-    for kind in (getattr(types, name) for name in types.__all__)
+    for kind in (getattr(types, name) for name in dir(types))
     if isinstance(kind, type) and issubclass(kind, BaseModel)
 ]
 COMPLETE = [kind for kind in MODELS if kind is not types.OptimParamsBase]  # a base has no values

@@ -45,7 +45,7 @@ from tinkex.types.tensors import tensor_to_object
 
 MODELS: list[type[BaseModel]] = [
     kind
-    for kind in (getattr(types, name) for name in types.__all__)
+    for kind in (getattr(types, name) for name in dir(types))
     if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not types.OptimParamsBase
 ]
 NAN = float("nan")

@@ -8,15 +8,8 @@ from dataclasses import fields
 from math import inf, isfinite
 from typing import Any, Final, get_args
 
+from tinkex import types
 from tinkex.errors import InvalidInputError
-from tinkex.types import (
-    ClientConfigResponse,
-    Datum,
-    EncodedTextChunk,
-    LossFnType,
-    SamplingParams,
-)
-from tinkex.types.sampling import EXTENSIONS
 
 from .retry import RetryConfig
 
@@ -34,29 +27,28 @@ __all__ = [
 ]
 
 _PER_POSITION: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
-_EXTENSIONS: Final = frozenset(EXTENSIONS)
 #: Losses that accept text settings; all other losses accept numbers only.
 _WITH_TEXT: Final = frozenset({"custom", "stable_reinforce"})
 
 
-def check_data(data: Sequence[Datum]) -> None:
-    if isinstance(data, Datum) or not isinstance(data, Sequence):
+def check_data(data: Sequence[types.Datum]) -> None:
+    if isinstance(data, types.Datum) or not isinstance(data, Sequence):
         raise InvalidInputError(
             f"expected a list of Datum, got {type(data).__name__}", field="data"
         )
     if not data:
         raise InvalidInputError("is empty: there is nothing to train on", field="data")
     for index, datum in enumerate(data):
-        if not isinstance(datum, Datum):
+        if not isinstance(datum, types.Datum):
             raise InvalidInputError(
                 f"expected Datum, got {type(datum).__name__}", field=f"data.{index}"
             )
         _check_lengths(datum, index)
 
 
-def _check_lengths(datum: Datum, index: int) -> None:
+def _check_lengths(datum: types.Datum, index: int) -> None:
     """Tensors that are read per position must have one row per token of the input."""
-    if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
+    if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in datum.model_input.chunks):
         return  # only the service knows how many positions an image takes
     expected = datum.model_input.length
     for name in _PER_POSITION & datum.loss_fn_inputs.keys():
@@ -71,9 +63,9 @@ def _check_lengths(datum: Datum, index: int) -> None:
 def check_loss(
     loss_fn: str, config: Mapping[str, float | str] | None
 ) -> dict[str, float | str] | None:
-    if loss_fn not in get_args(LossFnType):
+    if loss_fn not in get_args(types.LossFnType):
         raise InvalidInputError(
-            f"unknown loss {loss_fn!r:.80}; known losses: {', '.join(get_args(LossFnType))}",
+            f"unknown loss {loss_fn!r:.80}; known losses: {', '.join(get_args(types.LossFnType))}",
             field="loss_fn",
         )
     if config is None:
@@ -156,23 +148,21 @@ def check_timeout(timeout: Any) -> None:
         )
 
 
-def check_sampling_params(params: Any) -> SamplingParams:
+def check_sampling_params(params: Any) -> types.SamplingParams:
     if params is None:
-        return SamplingParams()
+        return types.SamplingParams()
     if isinstance(params, Mapping):
-        return SamplingParams(**params)
-    if not isinstance(params, SamplingParams):
+        return types.SamplingParams(**params)
+    if not isinstance(params, types.SamplingParams):
         raise InvalidInputError(
             f"expected SamplingParams, got {type(params).__name__}", field="sampling_params"
         )
     return params
 
 
-def check_extensions(params: SamplingParams, flags: ClientConfigResponse) -> None:
+def check_extensions(params: types.SamplingParams, flags: types.ClientConfigResponse) -> None:
     """Refuse extensions of `SamplingParams` that the service does not know: it would ignore them."""
-    if flags.sample_extensions or _EXTENSIONS.isdisjoint(params.model_fields_set):
-        return
-    if used := params.extensions:
+    if not flags.sample_extensions and (used := params.extensions):
         raise InvalidInputError(
             f"is an extension of the tinkex service, which this service does not offer; leave out {', '.join(used)}",
             field=f"sampling_params.{used[0]}",

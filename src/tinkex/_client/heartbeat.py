@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
+from tinkex import types
 from tinkex._wire.operations import operation
 from tinkex.errors import APIConnectionError, GoneError
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.types import SessionHeartbeatRequest
 
 from .notices import logger
 from .transport import Transport
@@ -54,7 +54,7 @@ class Heartbeat:
 
     async def beat(self) -> bool:
         """Send one heartbeat. Returns False if the heartbeat must stop."""
-        request = SessionHeartbeatRequest(session_id=self.session_id)
+        request = types.SessionHeartbeatRequest(session_id=self.session_id)
         try:
             await self.transport.send(operation("session_heartbeat"), request)
         except GoneError:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from tinkex._retry import retrying
-from tinkex._wire import json_codec
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex._wire.operations import Body, Operation, Pool
 from tinkex._wire.sse import ServerSentEvent, SSEDecoder
 from tinkex._wire.transform import Omit, coalesce, given, is_omit

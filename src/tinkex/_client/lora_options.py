@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
-from tinkex.types import LoraConfig
+from tinkex import types
 
 from .checks import check_count
 from .session import refusing_bad_values
@@ -23,7 +23,7 @@ RANK: Final[int] = _Default(32)
 TRAINED: Final[bool] = cast("bool", _Default(1))
 
 
-def lora_config(base: LoraConfig | None, **options: Any) -> LoraConfig:
+def lora_config(base: types.LoraConfig | None, **options: Any) -> types.LoraConfig:
     """`base`, overridden by the options that the caller passed, even if they equal the defaults."""
     given = {
         name: value
@@ -33,4 +33,4 @@ def lora_config(base: LoraConfig | None, **options: Any) -> LoraConfig:
     if "rank" in given:
         check_count("rank", given["rank"], 1)
     with refusing_bad_values():
-        return LoraConfig(**{**(base or LoraConfig()).model_dump(), **given})
+        return types.LoraConfig(**{**(base or types.LoraConfig()).model_dump(), **given})

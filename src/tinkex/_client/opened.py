@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinkex import types
 from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
 from tinkex.config import Config
-from tinkex.types import ClientConfigResponse, CreateSessionRequest
 
 from .budget import Budget, SampleBudget, sample_budget
 
@@ -22,13 +22,13 @@ __all__ = ["About", "Configured", "Numbers", "Opened"]
 class Configured:
     """The service's flags, and the limits derived from them."""
 
-    flags: ClientConfigResponse
+    flags: types.ClientConfigResponse
     sample_budget: SampleBudget
     response_room: Budget
     training_room: Budget
 
     @classmethod
-    def of(cls, flags: ClientConfigResponse, config: Config, clock: Clock) -> Configured:
+    def of(cls, flags: types.ClientConfigResponse, config: Config, clock: Clock) -> Configured:
         return cls(
             flags,
             sample_budget(config, clock, flags.sample_dispatch_bytes_semaphore_size),
@@ -53,8 +53,8 @@ class About:
     project_id: str | None
     display_name: str | None
 
-    def request(self, tags: list[str]) -> CreateSessionRequest:
-        return CreateSessionRequest(
+    def request(self, tags: list[str]) -> types.CreateSessionRequest:
+        return types.CreateSessionRequest(
             tags=tags,
             user_metadata=None if self.user_metadata is None else dict(self.user_metadata),
             sdk_version=PARITY_VERSION,

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tinkex._wire import json_codec
+from tinkex import types
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex._wire.operations import OPERATIONS, Body, Operation, query_of
 from tinkex.errors import DecodeError, InvalidInputError
-from tinkex.types import EmptyRequest, UntypedAPIFuture
 
 from .http import HTTPClient
 from .queue_state import Observer, observer_of
@@ -57,7 +57,7 @@ class OperationsClient:
 
     def submit(
         self, name: str, request: Any = None, *, timeout: float | None = None
-    ) -> APIFuture[UntypedAPIFuture | Any]:
+    ) -> APIFuture[types.UntypedAPIFuture | Any]:
         """Submit a queued operation; the future gives its promise, for `ServiceClient.poll`, or an immediate result."""
         row = _row(name)
         if not row.queued:
@@ -65,7 +65,7 @@ class OperationsClient:
         checked = _checked(row, request)
         session, deadline = self._session, self._session.deadline(timeout)
 
-        async def promised() -> UntypedAPIFuture | Any:
+        async def promised() -> types.UntypedAPIFuture | Any:
             await session.configured()
             session.transport.admit(row.pool)
             promise, _ = await session.promise(row, checked, deadline=deadline)
@@ -102,7 +102,7 @@ def _row(name: str) -> Operation[Any]:
 def _checked(row: Operation[Any], request: Any) -> Any:
     if isinstance(request, row.request):
         return request
-    if request is None and row.request is EmptyRequest:
+    if request is None and row.request is types.EmptyRequest:
         return None
     fields = {} if request is None else request
     if not isinstance(fields, Mapping):

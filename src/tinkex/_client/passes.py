@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from tinkex._wire import json_codec
+from tinkex import types
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex._wire.operations import Operation, operation
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.errors import APIConnectionError, TinkerError
-from tinkex.types import ForwardBackwardRequest, ForwardRequest
 
 from .transport import encode_training
 
@@ -37,12 +37,12 @@ class TrainingWire:
     confirmed: bool = False
 
     def encode(
-        self, request: ForwardBackwardRequest | ForwardRequest, *, zstd: bool
+        self, request: types.ForwardBackwardRequest | types.ForwardRequest, *, zstd: bool
     ) -> tuple[Operation[object], bytes, dict[str, str]]:
         """The operation, its body and the headers that describe the body."""
         if self.protobuf:
             return operation("forward_backward"), *encode_training(request, zstd=zstd)
-        name = "forward" if isinstance(request, ForwardRequest) else "forward_backward"
+        name = "forward" if isinstance(request, types.ForwardRequest) else "forward_backward"
         return operation(name), json_codec.encode(request), {"content-type": "application/json"}
 
     def may_fall_back(self, error: TinkerError) -> bool:

@@ -11,17 +11,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
-from tinkex._lazy import Lazy
+from tinkex import types
 from tinkex._retry import NotYetError, Tried, retrying
-from tinkex._wire import json_codec
 from tinkex._wire.failures import failure_from_body
+from tinkex._wire.lazy_codecs import json_codec, proto_codec
 from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, operation
 from tinkex.config import PollBackoffOption, poll_delay
@@ -38,12 +38,6 @@ from tinkex.errors import (
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import current_metadata
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.types import (
-    ForwardBackwardOutput,
-    QueueState,
-    SampleResponse,
-    UntypedAPIFuture,
-)
 
 from .budget import Budget
 from .poll_policy import (
@@ -56,11 +50,6 @@ from .poll_policy import (
 )
 from .queue_state import QueueWatch
 from .transport import RawResponse, Transport
-
-if TYPE_CHECKING:
-    from tinkex._wire import proto_codec
-else:
-    proto_codec = Lazy("tinkex._wire.proto_codec")
 
 __all__ = ["Poll"]
 
@@ -83,7 +72,7 @@ class Poll(Generic[R]):
 
     transport: Transport
     operation: Operation[R]
-    promise: UntypedAPIFuture
+    promise: types.UntypedAPIFuture
     room: Budget
     watch: QueueWatch
     deadline: float | None = None
@@ -240,23 +229,30 @@ class Poll(Generic[R]):
             result = json_codec.from_object(body, self.operation.result)
         except DecodeError as error:
             raise self._misunderstood(response, error) from error
-        if isinstance(result, SampleResponse):
+        if isinstance(result, types.SampleResponse):
             self._name_sequences(result)
         return result
 
-    def _name_sequences(self, result: SampleResponse) -> None:
+    def _name_sequences(self, result: types.SampleResponse) -> None:
         ids = self.promise.sample_sequence_ids or ()
         for sequence, sequence_id in zip(result.sequences, ids, strict=False):
             sequence.sequence_id = sequence_id
 
     def _read_binary(self, response: RawResponse) -> R:
-        reader = _BINARY_READERS.get(self.operation.result)
+        content, kind = response.content, self.operation.result
+        read: Any
         try:
-            if reader is None:
+            if kind is types.SampleResponse:
+                ids = self.promise.sample_sequence_ids
+                read = proto_codec.decode_sample_response(content, ids)
+            elif kind is types.ForwardBackwardOutput:
+                read = proto_codec.decode_forward_backward_output(content)
+            else:
                 raise DecodeError("protobuf was not expected here", field="body")
-            return reader(response.content, self.promise.sample_sequence_ids)  # type: ignore[no-any-return]
         except (DecodeError, InvalidInputError) as error:
             raise self._misunderstood(response, error) from error
+        result: R = read
+        return result
 
     def _misunderstood(self, response: RawResponse, error: TinkerError) -> TinkerError:
         complaint = self.transport.misunderstood(self.operation, response, error)
@@ -282,7 +278,7 @@ class Poll(Generic[R]):
     def _not_finished(self, body: Mapping[str, Any]) -> NotFinishedError:
         state = self.watch.see(body, self.promise.request_id)
         asked = body.get("retry_after_ms")
-        slow = state in _PAUSED or body.get("status") == "pending"
+        slow = (state is not None and state.paused) or body.get("status") == "pending"
         return NotFinishedError(
             asked=asked / 1000 if isinstance(asked, int | float) and asked >= 0 else None,
             first=FIRST_PAUSED_WAIT if slow else FIRST_WAIT,
@@ -340,24 +336,9 @@ def _failure(error: TinkerError) -> type[event_types.FutureFailure]:
             return event_types.FutureApiError
 
 
-_PAUSED: Final = {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
 # JSON as second choice: services before 0.18.1 support only JSON.
 _ACCEPT_BINARY: Final = f"{PROTOBUF}, application/json;q=0.5"
 
 
 def _is_proto(response: RawResponse) -> bool:
     return PROTOBUF in (response.headers.get("content-type") or "")
-
-
-def _forward_backward_output(data: bytes, _: Sequence[str] | None) -> ForwardBackwardOutput:
-    return proto_codec.decode_forward_backward_output(data)
-
-
-def _sample_response(data: bytes, sequence_ids: Sequence[str] | None) -> SampleResponse:
-    return proto_codec.decode_sample_response(data, sequence_ids)
-
-
-_BINARY_READERS: Final[dict[Any, Callable[[bytes, Sequence[str] | None], Any]]] = {
-    ForwardBackwardOutput: _forward_backward_output,
-    SampleResponse: _sample_response,
-}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from tinkex import types
 from tinkex.telemetry.bus import emit, wants
 from tinkex.telemetry.calls import current_metadata
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.types import QueueState
 
 from .notices import logger
 
@@ -30,13 +30,13 @@ _RATE_LIMIT = {
 _CAPACITY = "Tinker backend is running short on capacity, please wait"
 
 
-def resolve_reason(state: QueueState, kind: ClientKind, reason: str | None = None) -> str:
+def resolve_reason(state: types.QueueState, kind: ClientKind, reason: str | None = None) -> str:
     """Why a client waits: the reason given by the service, or else a default for the state."""
     if reason and reason.strip():
         return reason.strip()
-    if state is QueueState.PAUSED_RATE_LIMIT:
+    if state is types.QueueState.PAUSED_RATE_LIMIT:
         return _RATE_LIMIT[kind]
-    if state is QueueState.PAUSED_CAPACITY:
+    if state is types.QueueState.PAUSED_CAPACITY:
         return _CAPACITY
     return "unknown"
 
@@ -50,8 +50,8 @@ class QueueLogger:
         self._monotonic = monotonic
         self._last: float | None = None
 
-    def __call__(self, state: QueueState, reason: str | None = None) -> None:
-        if state is QueueState.ACTIVE:
+    def __call__(self, state: types.QueueState, reason: str | None = None) -> None:
+        if state is types.QueueState.ACTIVE:
             return
         now = self._monotonic()
         if self._last is None or now - self._last >= DEBOUNCE:
@@ -88,18 +88,20 @@ class QueueWatch:
     """Calls the observers once per change of the state or reason of one request."""
 
     observers: tuple[Observer, ...] = ()
-    _seen: tuple[QueueState, str | None] | None = None
+    _seen: tuple[types.QueueState, str | None] | None = None
 
-    def see(self, body: Any, request_id: str | None = None) -> QueueState | None:
+    def see(self, body: Any, request_id: str | None = None) -> types.QueueState | None:
         """Read the queue state from an answer body, if it has one."""
         if not isinstance(body, Mapping) or "queue_state" not in body:
             return None
         reason = body.get("queue_state_reason")
-        state = QueueState.parse(body["queue_state"])
+        state = types.QueueState.parse(body["queue_state"])
         self.tell(state, reason if isinstance(reason, str) else None, request_id)
         return state
 
-    def tell(self, state: QueueState, reason: str | None, request_id: str | None = None) -> None:
+    def tell(
+        self, state: types.QueueState, reason: str | None, request_id: str | None = None
+    ) -> None:
         if self._seen == (state, reason):
             return
         self._seen = (state, reason)

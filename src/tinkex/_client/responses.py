@@ -8,7 +8,7 @@ from datetime import timedelta
 from email.message import Message
 from typing import Any, Final, get_origin
 
-from tinkex._wire import json_codec
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex.errors import HTTPRequest, HTTPResponse, InvalidInputError
 
 __all__ = ["REDIRECTS", "APIResponse"]

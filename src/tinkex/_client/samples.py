@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from tinkex._retry import Tried
-from tinkex._wire import json_codec
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex._wire.operations import operation
 from tinkex.errors import APITimeoutError, BillingError, RateLimitError, TinkerError
 from tinkex.telemetry.bus import emit, wants

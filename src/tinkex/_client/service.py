@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
+from tinkex import types
+from tinkex._lazy import Lazy
 from tinkex._retry import Clock
 from tinkex._wire.operations import operation
 from tinkex.config import CircuitBreaker, Config, PollBackoffOption
@@ -18,20 +20,6 @@ from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
 from tinkex.telemetry.exceptions import concerns_tinkex
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.telemetry.reporter import Reporter
-from tinkex.types import (
-    AdamOptimizerConfig,
-    CreateCustomLossRequest,
-    CreateModelRequest,
-    CustomLossInputRank,
-    GetServerCapabilitiesResponse,
-    HealthResponse,
-    LoadWeightsRequest,
-    LoraConfig,
-    OptimizerConfig,
-    UntypedAPIFuture,
-    WeightsInfoRequest,
-)
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
 from ._generated import ServiceClientMethods
@@ -43,13 +31,30 @@ from .lora_options import lora_config as chosen_lora_config
 from .notices import logger
 from .operations import OperationsClient
 from .queue_state import Observer, QueueLogger, observer_of
-from .rest import RestClient
 from .retry import RetryConfig
 from .runtime import APIFuture
-from .sampling import SamplingClient
 from .session import FinishReason, Session, refusing_bad_values
-from .traced_loss import LossHandle, PerDatumLossFn, encoded, traced
-from .training import TrainingClient
+
+if TYPE_CHECKING:
+    from tinkex.telemetry.reporter import Reporter
+    from tinkex.types import (
+        CustomLossInputRank,
+        GetServerCapabilitiesResponse,
+        HealthResponse,
+        LoraConfig,
+        OptimizerConfig,
+    )
+
+    from . import rest, sampling, traced_loss, training
+    from .rest import RestClient
+    from .sampling import SamplingClient
+    from .traced_loss import LossHandle, PerDatumLossFn
+    from .training import TrainingClient
+else:  # a program imports only the clients that it makes
+    rest = Lazy("tinkex._client.rest")
+    sampling = Lazy("tinkex._client.sampling")
+    traced_loss = Lazy("tinkex._client.traced_loss")
+    training = Lazy("tinkex._client.training")
 
 __all__ = ["ServiceClient"]
 
@@ -193,20 +198,20 @@ class ServiceClient(ServiceClientMethods):
             user_metadata = session.config.user_metadata
         created = await session.run(
             "create_model",
-            CreateModelRequest(
+            types.CreateModelRequest(
                 session_id=session_id,
                 model_seq_id=model_seq_id,
                 base_model=base_model,
                 user_metadata=None if user_metadata is None else dict(user_metadata),
                 lora_config=lora_config,
-                optimizer_config=cast("Any", optimizer or AdamOptimizerConfig()),
+                optimizer_config=cast("Any", optimizer or types.AdamOptimizerConfig()),
             ),
             observers=(QueueLogger("Training", base_model, session.clock.monotonic),),
             deadline=deadline,
         )
         logger.info("Training client for %s is ready: %s", base_model, created.model_id)
         session.base_models[created.model_id] = base_model
-        return TrainingClient(session, model_seq_id, created.model_id)
+        return training.TrainingClient(session, model_seq_id, created.model_id)
 
     def _create_training_client_from_state(
         self,
@@ -276,7 +281,7 @@ class ServiceClient(ServiceClientMethods):
                 add_metadata(session_id=session_id, model_seq_id=model_seq_id)
             loaded = await session.run(
                 "load_weights",
-                LoadWeightsRequest(
+                types.LoadWeightsRequest(
                     session_id=session_id,
                     model_seq_id=model_seq_id,
                     base_model=base_model,
@@ -292,12 +297,12 @@ class ServiceClient(ServiceClientMethods):
             model_id = loaded.model_id or f"{session_id}:train:{model_seq_id}"
             if base_model is not None:
                 session.base_models[model_id] = base_model
-            return TrainingClient(session, model_seq_id, model_id)
+            return training.TrainingClient(session, model_seq_id, model_id)
         # weights_info has no token field. For a checkpoint of another account, that account's token is the key.
         headers = None if token is None else {"x-api-key": token}
         info = await session.call(
             "weights_info",
-            WeightsInfoRequest(tinker_path=path),
+            types.WeightsInfoRequest(tinker_path=path),
             headers=headers,
             deadline=deadline,
         )
@@ -329,7 +334,7 @@ class ServiceClient(ServiceClientMethods):
         `fn(logprobs, *inputs)` is called once with `torch.fx` proxies to record its operations. `input_ranks` is the
         number of dimensions of each input. If the service supports traced losses, the loss runs there in one pass.
         """
-        handle = traced(fn, input_ranks, "")
+        handle = traced_loss.traced(fn, input_ranks, "")
         self._session.deadline(timeout)
         return self._session.submit(self._create_custom_loss(handle, timeout), timeout=timeout)
 
@@ -338,12 +343,12 @@ class ServiceClient(ServiceClientMethods):
         handle = replace(handle, session_id=await session.opened())
         if not session.flags.custom_loss_server_side:
             return handle
-        request = CreateCustomLossRequest(
+        request = types.CreateCustomLossRequest(
             session_id=handle.session_id,
             custom_loss_seq_id=next(self._loss_seq),
             name=handle.name,
             inputs=list(handle.inputs),
-            graph=encoded(handle),
+            graph=traced_loss.encoded(handle),
         )
         deadline = session.deadline(timeout)
         created = await session.run("create_custom_loss", request, deadline=deadline)
@@ -366,8 +371,8 @@ class ServiceClient(ServiceClientMethods):
         """
         promise = {"request_id": request_id} if isinstance(request_id, str) else request_id
         with refusing_bad_values():
-            promised = UntypedAPIFuture.model_validate(promise)
-        row = replace(operation("retrieve_future"), result=dict, request_type=request_type)
+            promised = types.UntypedAPIFuture.model_validate(promise)
+        row = replace(operation("retrieve_future"), result_kind=dict, request_type=request_type)
         session, deadline = self._session, self._session.deadline(timeout)
         observers = () if queue_state_observer is None else (observer_of(queue_state_observer),)
 
@@ -397,7 +402,7 @@ class ServiceClient(ServiceClientMethods):
         timeout: float | None = None,
     ) -> APIFuture[SamplingClient]:
         """Create a sampler of a checkpoint or of a base model."""
-        return SamplingClient.create(
+        return sampling.SamplingClient.create(
             self._session,
             model_path=model_path,
             base_model=base_model,
@@ -408,7 +413,7 @@ class ServiceClient(ServiceClientMethods):
 
     def create_rest_client(self) -> RestClient:
         """Create a client for runs, checkpoints and sessions that shares this client's connections."""
-        return RestClient(self._session)
+        return rest.RestClient(self._session)
 
     def _get_server_capabilities(
         self, *, timeout: float | None = None
@@ -430,7 +435,7 @@ class ServiceClient(ServiceClientMethods):
         timeout: float | None = None,
     ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project; the result is the new path."""
-        return RestClient(self._session).copy_weights(
+        return rest.RestClient(self._session).copy_weights(
             path,
             self._project_id,
             ttl_seconds=ttl_seconds,

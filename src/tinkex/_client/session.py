@@ -18,9 +18,10 @@ from weakref import WeakSet, finalize, ref
 
 from pydantic import ValidationError
 
+from tinkex import types
 from tinkex._retry import Clock
 from tinkex._version import PARITY_VERSION
-from tinkex._wire import json_codec
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex._wire.operations import Operation, operation
 from tinkex.config import Config, PollBackoffOption
 from tinkex.errors import (
@@ -36,18 +37,6 @@ from tinkex.telemetry.exceptions import report_endings_to
 from tinkex.telemetry.lazy_events import event_types
 from tinkex.telemetry.logs import apply_log_level
 from tinkex.telemetry.reporter import Reporter
-from tinkex.types import (
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
-    ClientSessionFinishErrored,
-    ClientSessionFinishInterrupted,
-    ClientSessionFinishReason,
-    ClientSessionFinishSuccess,
-    FinishSessionRequest,
-    TelemetrySendRequest,
-    UntypedAPIFuture,
-)
 
 from .checks import check_timeout
 from .connection import LazyTransport
@@ -77,12 +66,6 @@ _UNOPENED_CLOSE_LIMIT: Final = 1.0
 _LOG_CLOSE_LIMIT: Final = 10.0
 #: Grace period for operations that enforce their own deadline, so that they can report the cause instead of a bare timeout.
 _GRACE: Final = 0.1
-
-_REASONS: Final[Mapping[str, type[ClientSessionFinishReason]]] = {
-    "success": ClientSessionFinishSuccess,
-    "errored": ClientSessionFinishErrored,
-    "interrupted": ClientSessionFinishInterrupted,
-}
 
 
 class Session:
@@ -121,8 +104,8 @@ class Session:
         self._numbers = Numbers()
         self._labels = Labels()
         #: The service's flags and limits; defaults until they are fetched.
-        self.service = Configured.of(ClientConfigResponse(), config, self.clock)
-        self.dynamic = ClientDynamicConfigResponse()
+        self.service = Configured.of(types.ClientConfigResponse(), config, self.clock)
+        self.dynamic = types.ClientDynamicConfigResponse()
         self.training_wire = TrainingWire()
         #: Model id → base model, for models trained here. Events name it, because prices depend on it.
         self.base_models: dict[str, str] = {}
@@ -247,7 +230,7 @@ class Session:
         return self._connection.made or self._connection.transport(self.metadata)
 
     @property
-    def flags(self) -> ClientConfigResponse:
+    def flags(self) -> types.ClientConfigResponse:
         return self.service.flags
 
     @property
@@ -277,11 +260,11 @@ class Session:
         await self._connection.locate()
         row = operation("client_config")
         self.transport.admit(row.pool)
-        request = ClientConfigRequest(sdk_version=PARITY_VERSION)
+        request = types.ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             flags = await self.transport.call(row, request)
         except NotFoundError:  # services before 0.18 have no flags
-            flags = ClientConfigResponse()
+            flags = types.ClientConfigResponse()
         self.service = Configured.of(flags, self.config, self.clock)
         self.transport.billing_window = flags.billing_exception_max_pause_duration_sec
         if flags.pjwt_auth_enabled:
@@ -335,7 +318,7 @@ class Session:
 
     async def _refresh(self) -> float | None:
         """Fetch the dynamic flags. Returns the seconds until the next fetch, or None if the service has none."""
-        request = ClientConfigRequest(sdk_version=PARITY_VERSION)
+        request = types.ClientConfigRequest(sdk_version=PARITY_VERSION)
         try:
             self.dynamic = await self.transport.call(operation("client_dynamic_config"), request)
         except NotFoundError:
@@ -370,7 +353,7 @@ class Session:
         *,
         headers: Mapping[str, str] | None = None,
         deadline: float | None = None,
-    ) -> tuple[UntypedAPIFuture | Any, float]:
+    ) -> tuple[types.UntypedAPIFuture | Any, float]:
         """Submit a queued operation. Returns its promise or an immediate result, and the seconds that took."""
         started = self.clock.monotonic()
         send = partial(self.transport.send, row, headers=headers, deadline=deadline)
@@ -388,7 +371,7 @@ class Session:
         poll_backoff: PollBackoffOption | None = None,
     ) -> T:
         """Wait for the promised result. An immediate result is returned unchanged."""
-        if not isinstance(promised, UntypedAPIFuture):
+        if not isinstance(promised, types.UntypedAPIFuture):
             return promised  # type: ignore[no-any-return]
         return await Poll(
             self.transport,
@@ -466,7 +449,7 @@ class Session:
         try:
             await self.transport.call(
                 operation("finish_session"),
-                FinishSessionRequest(reason=_REASONS[reason](), detail=detail),
+                types.FinishSessionRequest(reason=_finish_reason(reason), detail=detail),
                 path={"session_id": session_id},
                 deadline=self.clock.monotonic() + _CLOSE_LIMIT,
             )
@@ -492,6 +475,14 @@ def refusing_bad_values() -> Iterator[None]:
     except ValidationError as error:
         field, complaint = json_codec.first_complaint(error)
         raise InvalidInputError(complaint, field=field) from error
+
+
+def _finish_reason(reason: FinishReason) -> types.ClientSessionFinishReason:
+    if reason == "success":
+        return types.ClientSessionFinishSuccess()
+    if reason == "errored":
+        return types.ClientSessionFinishErrored()
+    return types.ClientSessionFinishInterrupted()
 
 
 # -- the session's own tasks ---------------------------------------------------------------------
@@ -545,7 +536,9 @@ class _Carrier:
             return living._submit_aside(work)
         return runtime().submit(work, APIFuture(), TaskGroup(), Context())
 
-    async def ship(self, batch: TelemetrySendRequest, key: str, deadline: float | None) -> None:
+    async def ship(
+        self, batch: types.TelemetrySendRequest, key: str, deadline: float | None
+    ) -> None:
         """Send a telemetry batch. Slow or failed sends are not reported to the user."""
         living = self._session()
         if living is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from tinkex._wire import json_codec
+from tinkex._wire.lazy_codecs import json_codec
 from tinkex.config import read_env
 from tinkex.errors import APIResponseValidationError, DecodeError, InvalidInputError
 from tinkex.types._tokenizer_files import (

@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from tinkex._lazy import Lazy
+from tinkex import types
 from tinkex._retry import Clock, Tried, retrying
 from tinkex._version import PARITY_VERSION, __version__
-from tinkex._wire import json_codec
 from tinkex._wire.compression import compress
 from tinkex._wire.failures import error_from_response
+from tinkex._wire.lazy_codecs import json_codec, proto_codec
 from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import Body, Operation, Pool, operation, query_of
 from tinkex._wire.transform import given, is_omit
@@ -43,7 +43,6 @@ from tinkex.errors import (
 from tinkex.telemetry.bus import emit, tell, wants
 from tinkex.telemetry.calls import attempt_events, current_call, next_id
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.types import EmptyResponse, UntypedAPIFuture
 
 from .auth import Auth
 from .breaker import Circuits
@@ -51,11 +50,6 @@ from .budget import Budget, slots
 from .http1 import HTTP1Client, HTTP1Response
 from .notices import Notices, logger
 from .retry import HTTPRetryPolicy
-
-if TYPE_CHECKING:
-    from tinkex._wire import proto_codec
-else:
-    proto_codec = Lazy("tinkex._wire.proto_codec")
 
 __all__ = ["RawResponse", "Transport", "clean_headers"]
 
@@ -202,7 +196,7 @@ class Transport:
 
     def read(self, operation: Operation[object], kind: type[R], response: RawResponse) -> R:
         """Decode the body of a successful answer. A body that does not fit the protocol is an error."""
-        if kind is EmptyResponse:  # success; the body does not matter
+        if kind is types.EmptyResponse:  # success; the body does not matter
             return kind()
         try:
             return json_codec.decode(response.content, kind)
@@ -214,7 +208,9 @@ class Transport:
         try:
             body = json_codec.parse(response.content)
             promised = isinstance(body, dict) and "request_id" in body
-            return json_codec.from_object(body, UntypedAPIFuture if promised else operation.result)
+            return json_codec.from_object(
+                body, types.UntypedAPIFuture if promised else operation.result
+            )
         except DecodeError as error:
             raise self.misunderstood(operation, response, error) from error
 

@@ -135,6 +135,8 @@ class Operation(Generic[R_co]):
 
     On the wire:
 
+    - `request_kind`, `result_kind`: the class of the request and of the result, or its name in `tinkex.types`. A class
+      that is named is imported at its first use, because most programs use few operations.
     - `queued`: the call is answered with a promise; `runner` executes it, `request_type` labels its polls.
     - `poll_pool`: the connections of polls for its result. Samples have their own: thousands of polls for samples must
       not delay the poll of a training step.
@@ -154,7 +156,7 @@ class Operation(Generic[R_co]):
 
     - `limits`: the largest body it reads.
     - `refused_field`: an invalid value of this field gets status 400. One of any other field gets 422.
-    - `answer_to_refused`: sent instead of an error when a request is refused. Clients resend refused telemetry, so the
+    - `drops_refused`: a refused request is answered like an accepted one. Clients resend refused telemetry, so the
       service accepts and drops it.
     - `statuses`: its statuses besides 200 and the errors that every operation shares.
     - `priority`: routes with the highest are tried first, so frequent calls have a high one.
@@ -170,8 +172,8 @@ class Operation(Generic[R_co]):
     name: str
     method: str
     path: str
-    request: type[Any]
-    result: type[R_co]
+    request_kind: type[Any] | str
+    result_kind: type[R_co] | str
     pool: Pool
     body: Body = Body.JSON
     theme: Theme | None = None  # None only for calls by path, which are in no table
@@ -188,7 +190,7 @@ class Operation(Generic[R_co]):
     pauses: bool = True
     limits: BodyLimits = BodyLimits()
     refused_field: str | None = None
-    answer_to_refused: BaseModel | None = None
+    drops_refused: bool = False
     statuses: tuple[int, ...] = ()
     priority: int = 0
     makes_model: bool = False
@@ -197,6 +199,14 @@ class Operation(Generic[R_co]):
     ends_model: bool = False
     in_parts: bool = False
     frees_journal: bool = False
+
+    @cached_property
+    def request(self) -> type[Any]:
+        return _class(self.request_kind)
+
+    @cached_property
+    def result(self) -> type[R_co]:
+        return _class(self.result_kind)
 
     @property
     def queued(self) -> bool:
@@ -212,6 +222,11 @@ class Operation(Generic[R_co]):
             return self.path
         given = values or {}
         return _PLACEHOLDER.sub(lambda match: _segment(match.group(1), given), self.path)
+
+
+def _class(kind: type[Any] | str) -> type[Any]:
+    named: type[Any] = getattr(types, kind) if isinstance(kind, str) else kind
+    return named
 
 
 def _segment(name: str, values: Mapping[str, str]) -> str:
@@ -231,10 +246,10 @@ def _row(
     summary: str,
     method: str,
     path: str,
-    request: type[Any],
-    result: type[R_co],
+    request: str,
+    result: str | type,
     **more: Any,
-) -> Operation[R_co]:
+) -> Operation[Any]:
     return Operation(name, method, f"/api/v1/{path}", request, result, summary=summary, **more)
 
 
@@ -242,38 +257,34 @@ def _get(
     name: str,
     summary: str,
     path: str,
-    result: type[R_co],
-    request: type[Any] = types.EmptyRequest,
+    result: str,
+    request: str = "EmptyRequest",
     **more: Any,
-) -> Operation[R_co]:
-    body = Body.NONE if request is types.EmptyRequest else Body.QUERY
+) -> Operation[Any]:
+    body = Body.NONE if request == "EmptyRequest" else Body.QUERY
     more.setdefault("pool", Pool.REST)
     return _row(name, summary, "GET", path, request, result, body=body, **more)
 
 
-def _put(
-    name: str, summary: str, request: type[Any], path: str, **more: Any
-) -> Operation[types.EmptyResponse]:
-    return _row(name, summary, "PUT", path, request, types.EmptyResponse, pool=Pool.REST, **more)
+def _put(name: str, summary: str, request: str, path: str, **more: Any) -> Operation[Any]:
+    return _row(name, summary, "PUT", path, request, "EmptyResponse", pool=Pool.REST, **more)
 
 
-def _delete(name: str, summary: str, path: str, **more: Any) -> Operation[types.EmptyResponse]:
-    kinds = (types.EmptyRequest, types.EmptyResponse)
+def _delete(name: str, summary: str, path: str, **more: Any) -> Operation[Any]:
+    kinds = ("EmptyRequest", "EmptyResponse")
     return _row(name, summary, "DELETE", path, *kinds, pool=Pool.REST, body=Body.NONE, **more)
 
 
 def _post(
-    name: str, summary: str, request: type[Any], result: type[R_co], path: str = "", **more: Any
-) -> Operation[R_co]:
+    name: str, summary: str, request: str, result: str | type, path: str = "", **more: Any
+) -> Operation[Any]:
     more.setdefault("pool", Pool.SESSION)
     return _row(name, summary, "POST", path or name, request, result, **more)
 
 
-def _queued(
-    name: str, summary: str, request: type[Any], result: type[R_co], **more: Any
-) -> Operation[R_co]:
+def _queued(name: str, summary: str, request: str, result: str, **more: Any) -> Operation[Any]:
     more = {"pool": Pool.TRAINING, "runner": ServicePart.MODELS} | more
-    label = request.__name__.removesuffix("Request")
+    label = request.removesuffix("Request")
     return _post(name, summary, request, result, request_type=label, **more)
 
 
@@ -290,7 +301,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "healthz",
             "Check that the service is healthy",
             "healthz",
-            types.HealthResponse,
+            "HealthResponse",
             pool=Pool.SESSION,
             priority=1,
         ),
@@ -298,22 +309,22 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "get_server_capabilities",
             "List the base models",
             "get_server_capabilities",
-            types.GetServerCapabilitiesResponse,
+            "GetServerCapabilitiesResponse",
             pool=Pool.SESSION,
         ),
         _post(
             "client_config",
             "Get the settings for clients",
-            types.ClientConfigRequest,
-            types.ClientConfigResponse,
+            "ClientConfigRequest",
+            "ClientConfigResponse",
             "client/config",
             window=False,
         ),
         _post(
             "client_dynamic_config",
             "Get the settings that may change while a client runs",
-            types.ClientConfigRequest,
-            types.ClientDynamicConfigResponse,
+            "ClientConfigRequest",
+            "ClientDynamicConfigResponse",
             "client/dynamic_config",
             retries=False,
             timeout=10.0,
@@ -321,12 +332,12 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "auth_token",
             "Exchange the key for a token",
-            types.EmptyRequest,
-            types.AuthTokenResponse,
+            "EmptyRequest",
+            "AuthTokenResponse",
             "auth/token",
             flag="pjwt_auth_enabled",
         ),
-        _get("get_api_key", "Describe the key in use", "auth/apikey/me", types.ApiKeyInfoResponse),
+        _get("get_api_key", "Describe the key in use", "auth/apikey/me", "ApiKeyInfoResponse"),
         _delete("delete_api_key", "Revoke the key in use", "auth/apikey/me", statuses=(403,)),
     ),
     *_themed(
@@ -334,8 +345,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "create_session",
             "Open a session",
-            types.CreateSessionRequest,
-            types.CreateSessionResponse,
+            "CreateSessionRequest",
+            "CreateSessionResponse",
             window=False,
             pauses=False,
             limits=_STORED,
@@ -343,8 +354,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "session_heartbeat",
             "Keep a session alive",
-            types.SessionHeartbeatRequest,
-            types.SessionHeartbeatResponse,
+            "SessionHeartbeatRequest",
+            "SessionHeartbeatResponse",
             retries=False,
             timeout=10.0,
             pauses=False,
@@ -354,28 +365,28 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "finish_session",
             "End a session",
-            types.FinishSessionRequest,
-            types.EmptyResponse,
+            "FinishSessionRequest",
+            "EmptyResponse",
             "sessions/{session_id}/finish",
         ),
         _get(
             "list_sessions",
             "List sessions",
             "sessions",
-            types.ListSessionsResponse,
-            types.ListSessionsRequest,
+            "ListSessionsResponse",
+            "ListSessionsRequest",
         ),
         _get(
             "get_session",
             "List the runs and samplers of a session",
             "sessions/{session_id}",
-            types.GetSessionResponse,
-            types.GetSessionRequest,
+            "GetSessionResponse",
+            "GetSessionRequest",
         ),
         _put(
             "assign_session_project",
             "Move a session to a project",
-            types.AssignSessionProjectRequest,
+            "AssignSessionProjectRequest",
             "sessions/{session_id}/project",
             refused_field="project_id",
         ),
@@ -383,13 +394,13 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "trace_export",
             "Get the trace of a session",
             "sessions/{session_id}/trace_export",
-            types.TraceExportResponse,
+            "TraceExportResponse",
         ),
         _post(
             "search_sessions",
             "Find sessions, newest first",
-            types.SessionSearchRequest,
-            types.SessionSearchResponse,
+            "SessionSearchRequest",
+            "SessionSearchResponse",
             "sessions/search",
             pool=Pool.REST,
         ),
@@ -399,8 +410,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "create_model",
             "Create an adapter",
-            types.CreateModelRequest,
-            types.CreateModelResponse,
+            "CreateModelRequest",
+            "CreateModelResponse",
             window=False,
             pauses=False,
             limits=_STORED,
@@ -410,23 +421,23 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "get_info",
             "Describe a model",
-            types.GetInfoRequest,
-            types.GetInfoResponse,
+            "GetInfoRequest",
+            "GetInfoResponse",
             pool=Pool.TRAINING,
         ),
         _queued(
             "unload_model",
             "Unload a model",
-            types.UnloadModelRequest,
-            types.UnloadModelResponse,
+            "UnloadModelRequest",
+            "UnloadModelResponse",
             ends_model=True,
             frees_journal=True,
         ),
         _queued(
             "forward",
             "Compute a loss without gradients",
-            types.ForwardRequest,
-            types.ForwardBackwardOutput,
+            "ForwardRequest",
+            "ForwardBackwardOutput",
             binary_result=True,
             limits=_PASS,
             in_parts=True,
@@ -435,8 +446,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "forward_backward",
             "Compute a loss and accumulate its gradients",
-            types.ForwardBackwardRequest,
-            types.ForwardBackwardOutput,
+            "ForwardBackwardRequest",
+            "ForwardBackwardOutput",
             body=Body.JSON_OR_PROTO,
             binary_result=True,
             limits=_PASS,
@@ -447,8 +458,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "optim_step",
             "Update the weights from the gradients",
-            types.OptimStepRequest,
-            types.OptimStepResponse,
+            "OptimStepRequest",
+            "OptimStepResponse",
             changes_model=True,
             uses_gradients=True,
             frees_journal=True,
@@ -457,8 +468,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "create_custom_loss",
             "Upload a loss traced by the client",
-            types.CreateCustomLossRequest,
-            types.CreateCustomLossResponse,
+            "CreateCustomLossRequest",
+            "CreateCustomLossResponse",
             runner=ServicePart.LOSSES,
             flag="custom_loss_server_side",
         ),
@@ -468,8 +479,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "load_weights",
             "Load a checkpoint into a model, or create a model from it",
-            types.LoadWeightsRequest,
-            types.LoadWeightsResponse,
+            "LoadWeightsRequest",
+            "LoadWeightsResponse",
             makes_model=True,
             changes_model=True,
             statuses=(403,),
@@ -477,31 +488,31 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _queued(
             "save_weights",
             "Save weights and optimizer state",
-            types.SaveWeightsRequest,
-            types.SaveWeightsResponse,
+            "SaveWeightsRequest",
+            "SaveWeightsResponse",
             frees_journal=True,
             refused_field="ttl_seconds",
         ),
         _queued(
             "save_weights_for_sampler",
             "Save the weights for sampling",
-            types.SaveWeightsForSamplerRequest,
-            types.SaveWeightsForSamplerResponseInternal,
+            "SaveWeightsForSamplerRequest",
+            "SaveWeightsForSamplerResponseInternal",
             frees_journal=True,
             refused_field="ttl_seconds",
         ),
         _queued(
             "save_weights_external",
             "Write adapter files for use elsewhere",
-            types.SaveWeightsExternalRequest,
-            types.SaveWeightsExternalResponseInternal,
+            "SaveWeightsExternalRequest",
+            "SaveWeightsExternalResponseInternal",
             refused_field="ttl_seconds",
         ),
         _post(
             "copy_weights",
             "Copy a checkpoint",
-            types.CopyWeightsRequest,
-            types.CopyWeightsResponse,
+            "CopyWeightsRequest",
+            "CopyWeightsResponse",
             pool=Pool.REST,
             refused_field="ttl_seconds",
             statuses=(403,),
@@ -509,8 +520,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "weights_info",
             "Describe a checkpoint",
-            types.WeightsInfoRequest,
-            types.WeightsInfoResponse,
+            "WeightsInfoRequest",
+            "WeightsInfoResponse",
             pool=Pool.TRAINING,
         ),
     ),
@@ -519,30 +530,30 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "create_sampling_session",
             "Open a sampler",
-            types.CreateSamplingSessionRequest,
-            types.CreateSamplingSessionResponse,
+            "CreateSamplingSessionRequest",
+            "CreateSamplingSessionResponse",
             window=False,
             pauses=False,
         ),
         _post(
             "join_sampling_session",
             "Share a sampler with another process",
-            types.JoinSamplingSessionRequest,
-            types.JoinSamplingSessionResponse,
+            "JoinSamplingSessionRequest",
+            "JoinSamplingSessionResponse",
             flag="sample_join_sampling_session",
         ),
         _get(
             "get_sampler",
             "Describe a sampler",
             "samplers/{sampler_id}",
-            types.GetSamplerResponse,
+            "GetSamplerResponse",
             pool=Pool.SAMPLING,
         ),
         _queued(
             "asample",
             "Sample",
-            types.SampleRequest,
-            types.SampleResponse,
+            "SampleRequest",
+            "SampleResponse",
             runner=ServicePart.SAMPLERS,
             pool=Pool.SAMPLING,
             poll_pool=Pool.SAMPLE_FUTURES,
@@ -554,8 +565,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "stream_sample",
             "Sample, token by token",
-            types.SampleRequest,
-            types.SampleStreamChunk,
+            "SampleRequest",
+            "SampleStreamChunk",
             pool=Pool.SAMPLING,
             retries=False,
             limits=_SAMPLE,
@@ -566,7 +577,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "retrieve_future",
             "Wait for a result",
-            types.FutureRetrieveRequest,
+            "FutureRetrieveRequest",
             object,
             pool=Pool.FUTURES,
             retries=False,
@@ -577,8 +588,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "retrieve_futures",
             "Wait for any result of a sampler",
-            types.FuturesRetrieveRequest,
-            types.FuturesRetrieveResponse,
+            "FuturesRetrieveRequest",
+            "FuturesRetrieveResponse",
             pool=Pool.SAMPLE_FUTURES,
             retries=False,
             timeout=45.0,
@@ -587,8 +598,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "cancel_future",
             "Cancel a request whose result is no longer needed",
-            types.CancelFutureRequest,
-            types.EmptyResponse,
+            "CancelFutureRequest",
+            "EmptyResponse",
             pool=Pool.FUTURES,
             retries=False,
             timeout=30.0,
@@ -601,35 +612,35 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "list_training_runs",
             "List training runs",
             "training_runs",
-            types.TrainingRunsResponse,
-            types.ListTrainingRunsRequest,
+            "TrainingRunsResponse",
+            "ListTrainingRunsRequest",
         ),
         _get(
             "get_training_run",
             "Describe a training run",
             "training_runs/{training_run_id}",
-            types.TrainingRun,
-            types.GetSessionRequest,
+            "TrainingRun",
+            "GetSessionRequest",
         ),
         _get(
             "list_checkpoints",
             "List the checkpoints of a run",
             "training_runs/{training_run_id}/checkpoints",
-            types.CheckpointsListResponse,
+            "CheckpointsListResponse",
         ),
         _get(
             "list_user_checkpoints",
             "List all checkpoints, newest first",
             "checkpoints",
-            types.CheckpointsListResponse,
-            types.ListCheckpointsRequest,
+            "CheckpointsListResponse",
+            "ListCheckpointsRequest",
         ),
         _delete("delete_checkpoint", "Delete a checkpoint", _CHECKPOINT),
         _post(
             "publish_checkpoint",
             "Publish a checkpoint for all users",
-            types.EmptyRequest,
-            types.EmptyResponse,
+            "EmptyRequest",
+            "EmptyResponse",
             f"{_CHECKPOINT}/publish",
             pool=Pool.REST,
             body=Body.NONE,
@@ -642,14 +653,14 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _put(
             "set_checkpoint_ttl",
             "Set the expiry time of a checkpoint",
-            types.SetCheckpointTtlRequest,
+            "SetCheckpointTtlRequest",
             f"{_CHECKPOINT}/ttl",
         ),
         _get(
             "get_checkpoint_archive_url",
             "Get the address of a checkpoint's archive",
             f"{_CHECKPOINT}/archive",
-            types.CheckpointArchiveUrlResponse,
+            "CheckpointArchiveUrlResponse",
             redirects=True,
             retries=False,
             statuses=(302,),
@@ -658,7 +669,7 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
             "get_external_weights_urls",
             "Get the addresses of exported files",
             f"{_CHECKPOINT}/external_weights_urls",
-            types.ExternalWeightsUrlsResponse,
+            "ExternalWeightsUrlsResponse",
         ),
     ),
     *_themed(
@@ -666,35 +677,35 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "telemetry",
             "Receive a client's events",
-            types.TelemetrySendRequest,
-            types.TelemetryResponse,
+            "TelemetrySendRequest",
+            "TelemetryResponse",
             pool=Pool.TELEMETRY,
             retries=False,
             timeout=5.0,
             limits=_EVENTS,
-            answer_to_refused=types.TelemetryResponse.model_construct(status="accepted"),
+            drops_refused=True,
         ),
         _get(
             "get_audit_log",
             "Read the audit log",
             "audit",
-            types.AuditLogResponse,
-            types.GetAuditLogRequest,
+            "AuditLogResponse",
+            "GetAuditLogRequest",
             redirects=True,
         ),
         _get(
             "get_billing_usage",
             "Read the usage",
             "billing/usage/events",
-            types.BillingUsageResponse,
-            types.GetBillingUsageRequest,
+            "BillingUsageResponse",
+            "GetBillingUsageRequest",
         ),
         _get(
             "get_current_checkpoint_storage_usage",
             "Read the storage that checkpoints use",
             "billing/usage/checkpoints/current",
-            types.CurrentCheckpointStorageUsageResponse,
-            types.GetCurrentCheckpointStorageUsageRequest,
+            "CurrentCheckpointStorageUsageResponse",
+            "GetCurrentCheckpointStorageUsageRequest",
         ),
     ),
     *_themed(
@@ -702,8 +713,8 @@ _ROWS: Final[tuple[Operation[Any], ...]] = (
         _post(
             "log_run",
             "Receive metrics and samples of a run from its training loop",
-            types.LogRequest,
-            types.LogResponse,
+            "LogRequest",
+            "LogResponse",
             "training_runs/{training_run_id}/log",
             pool=Pool.TELEMETRY,
             limits=_LOGGED,

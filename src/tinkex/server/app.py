@@ -333,9 +333,9 @@ def _route(
             )
             result = await handler(call)
         except Exception as error:
-            if row.answer_to_refused is not None and isinstance(error, TinkerError):
+            if row.drops_refused and isinstance(error, TinkerError):
                 logger.info("%s of %s is dropped: %s", row.name, owner, error)
-                dropped = json_codec.encode(row.answer_to_refused)
+                dropped = json_codec.encode(row.result())
                 return Response(dropped, media_type="application/json")
             response = _error_response(error, row.name)
             if _uses_up_its_number(row, response.status_code):

@@ -9,8 +9,9 @@ Names are imported on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tinkex._lazy import lazy_names
 
 if TYPE_CHECKING:
     from . import events as events
@@ -45,20 +46,5 @@ _NAMES = {
     ".reporter": "Reporter",
     ".usage": "Prices Rates Usage estimate",
 }
-_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted([*_HOME, "events"])  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name == "events":
-        return import_module(".events", __name__)
-    if (home := _HOME.get(name)) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home, __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+if not TYPE_CHECKING:  # to a type checker `__getattr__` means that every name exists
+    __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES, ["events"])

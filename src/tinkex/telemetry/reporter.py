@@ -25,19 +25,11 @@ from typing import Any, Final, Protocol, get_args
 from uuid import uuid4
 from weakref import WeakSet
 
+from tinkex import types
 from tinkex._retry import Clock, Tried, exponential, retrying
 from tinkex._version import PARITY_VERSION
 from tinkex.errors import ClientClosedError, GoneError, InvalidInputError, TinkerError
 from tinkex.telemetry.lazy_events import event_types
-from tinkex.types.telemetry import (
-    GenericEvent,
-    SessionEndEvent,
-    SessionStartEvent,
-    Severity,
-    TelemetryEvent,
-    TelemetrySendRequest,
-    UnhandledExceptionEvent,
-)
 
 from . import bus
 from .exceptions import report_endings_to, user_error_in, without_keys
@@ -46,7 +38,6 @@ __all__ = ["Limits", "Reporter"]
 
 _logger = logging.getLogger("tinkex")
 
-_SEVERITIES: Final = frozenset(get_args(Severity))
 _MAX_BACKOFF: Final = 8.0
 _MAX_DEPTH: Final = 6
 #: Grace period for work that enforces its own deadline, so that it can return its result.
@@ -61,7 +52,7 @@ class Ship(Protocol):
     """Sends one batch, with the same `key` for every attempt. Raises a TinkerError if the batch did not arrive."""
 
     def __call__(
-        self, batch: TelemetrySendRequest, key: str, deadline: float | None
+        self, batch: types.TelemetrySendRequest, key: str, deadline: float | None
     ) -> Awaitable[None]: ...
 
 
@@ -83,7 +74,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     key: str
-    events: list[TelemetryEvent]
+    events: list[types.TelemetryEvent]
 
 
 class Reporter:
@@ -120,7 +111,7 @@ class Reporter:
 
     def begin_anew(self) -> None:
         """Start with an empty queue, as a forked child must: the parent sends the events queued before."""
-        self._queue: deque[TelemetryEvent] = deque()
+        self._queue: deque[types.TelemetryEvent] = deque()
         self._announced = False
         self._index = 0
         self._batch: _Batch | None = None
@@ -138,7 +129,7 @@ class Reporter:
     ) -> bool:
         """Queue an event; False if the queue is full or the session is closed."""
         data = _plain(dict(event_data or {}))
-        return self._put(GenericEvent, severity, event_name=str(event_name), event_data=data)
+        return self._put(types.GenericEvent, severity, event_name=str(event_name), event_data=data)
 
     def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
         """Queue an exception and send it now."""
@@ -150,7 +141,7 @@ class Reporter:
         if mistake is not None:
             return self._put_mistake(mistake)
         return self._put(
-            UnhandledExceptionEvent,
+            types.UnhandledExceptionEvent,
             severity,
             error_type=type(exception).__name__,
             error_message=without_keys(str(exception)),
@@ -227,7 +218,7 @@ class Reporter:
         if owner and not self._announced:
             self._announced = True
             self._began = self._clock.monotonic()
-            self._put(SessionStartEvent, "INFO", first=True)
+            self._put(types.SessionStartEvent, "INFO", first=True)
         elif self._queue:
             self._begin_rounds()
         self.listen()
@@ -236,7 +227,7 @@ class Reporter:
         if self._announced:
             self._announced = False
             duration = timedelta(seconds=self._clock.monotonic() - self._began)
-            self._put(SessionEndEvent, "INFO", duration=str(duration))
+            self._put(types.SessionEndEvent, "INFO", duration=str(duration))
 
     async def close(self, timeout: float | None = None) -> bool:
         """End the report and send the rest; False if events are left after the limit."""
@@ -291,7 +282,7 @@ class Reporter:
 
     def _put(
         self,
-        kind: Callable[..., TelemetryEvent],
+        kind: Callable[..., types.TelemetryEvent],
         severity: str,
         *,
         first: bool = False,
@@ -299,8 +290,10 @@ class Reporter:
     ) -> bool:
         """Queue an event; a `first` event goes before those that wait, unless some are sent already."""
         severity = severity.upper()
-        if severity not in _SEVERITIES:
-            raise InvalidInputError(f"must be one of {sorted(_SEVERITIES)}", field="severity")
+        if severity not in get_args(types.Severity):
+            raise InvalidInputError(
+                f"must be one of {sorted(get_args(types.Severity))}", field="severity"
+            )
         with self._lock:
             if self._stopped or self._is_full():
                 return False
@@ -402,7 +395,7 @@ class Reporter:
 
     async def _send(self, batch: _Batch, deadline: float | None, _attempt: int) -> None:
         """Send a batch. Raises if a retry may help; a batch that is refused for good counts as sent and is dropped."""
-        request = TelemetrySendRequest(
+        request = types.TelemetrySendRequest(
             events=batch.events,
             platform=platform.system(),
             sdk_version=PARITY_VERSION,

@@ -29,6 +29,7 @@ __all__ = [
     "ClientDynamicConfigResponse",
     "EmptyRequest",
     "EmptyResponse",
+    "EngineHealth",
     "FutureCompletion",
     "FutureFailed",
     "FutureFinished",
@@ -80,6 +81,11 @@ class QueueState(Enum):
             return cls(str(value).strip().lower())
         except ValueError:
             return cls.UNKNOWN
+
+    @property
+    def paused(self) -> bool:
+        """Whether the request waits for a limit or for capacity."""
+        return self in {QueueState.PAUSED_RATE_LIMIT, QueueState.PAUSED_CAPACITY}
 
 
 class UntypedAPIFuture(ResponseModel):

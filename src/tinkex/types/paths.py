@@ -9,7 +9,7 @@ from tinkex.errors import InvalidPathError
 
 from ._base import ResponseModel
 
-__all__ = ["CheckpointType", "ParsedCheckpointTinkerPath", "console_url", "playground_url"]
+__all__ = ["CheckpointType", "ParsedCheckpointTinkerPath"]
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 

@@ -33,7 +33,6 @@ __all__ = [
     "TopkLogprobs",
     "check_precision_loss",
     "dtype_of",
-    "packed",
 ]
 
 TensorDtype: TypeAlias = Literal["int64", "float32"]
