@@ -79,6 +79,7 @@ bench: install
 	$(BIN)/python benchmarks/cli.py
 	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/dashboard.py
+	$(BIN)/python benchmarks/page_cost.py
 
 cookbook: install
 	$(BIN)/python scripts/run_cookbook.py
