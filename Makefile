@@ -81,6 +81,7 @@ bench: install
 	$(BIN)/python benchmarks/cli.py
 	$(BIN)/python benchmarks/telemetry.py
 	$(BIN)/python benchmarks/dashboard.py
+	$(BIN)/python benchmarks/page_cost.py
 
 # Tests of the public cookbook with both SDKs. ARGS='--engines 2' runs some of its recipes against a pool instead.
 cookbook: install

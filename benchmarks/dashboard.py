@@ -1,6 +1,8 @@
-"""Figures of the dashboard: sizes, first paint, delay of a new step, long plots, many checkpoints, cost for training.
+"""Figures of the dashboard: sizes, first paint, delay of a new step, long plots, many checkpoints, memory of the page.
 
-python benchmarks/dashboard.py [--quick] [--updates NUMBER] [--only memory|cost] [--model NAME]
+python benchmarks/dashboard.py [--quick] [--updates NUMBER] [--only memory]
+
+What an open page costs training is measured by page_cost.py.
 
 Needs playwright and a Chromium browser for what a page does; without them those figures are left out.
 """
@@ -8,7 +10,6 @@ Needs playwright and a Chromium browser for what a page does; without them those
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import tempfile
@@ -16,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -227,6 +228,8 @@ def _delay(url: str, page: Any) -> None:
         show("the same, slowest of 10", max(taken), "s", 1)
 
 
+#: The page waits two seconds between two readings of long curves; by this clock they pass in twenty milliseconds.
+_HASTE = "const now = performance.now.bind(performance); performance.now = () => now() * 100;"
 #: Parts of all updates after which the heap is measured. By the first, plots have as many points as they can have.
 _PARTS = (0.3, 0.5, 0.75, 1.0)
 
@@ -239,6 +242,7 @@ def _memory(browser: Any, updates: int) -> None:
         service = opened(Path(scratch))
         url = service.start()
         page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.add_init_script(_HASTE)
         read: list[str] = []
         page.on(
             "response",
@@ -282,103 +286,18 @@ def _show_heap(page: Any, updates: int) -> None:
     print(f"  {nodes:.0f} nodes of the document, {listeners:.0f} listeners", flush=True)
 
 
-def _cost(browser: Any, model: str) -> None:
-    """Time of steps with the page open, compared with the same steps without, alternating."""
-    with tempfile.TemporaryDirectory() as scratch:
-        service = ServiceThread(Settings(data_dir=Path(scratch), base_models=(model,)))
-        url = service.start()
-        try:
-            with tinkex.ServiceClient(base_url=url, api_key="tml-local") as client:
-                training = client.create_lora_training_client(model, rank=8)
-                _alternating(url, browser, training)
-        finally:
-            service.close()
-
-
-#: Pairs of turns, and seconds of each. Long ones would meet other work of the machine; short ones would measure noise.
-_TURNS, _TURN = 6, 5.0
-
-
-def _alternating(url: str, browser: Any, training: Any) -> None:
-    page, data = browser.new_page(viewport={"width": 1280, "height": 900}), _data()
-    _step(training, data)
-    _idle(page, "about:blank", "with an empty page, nothing trains")
-    _idle(page, f"{url}/#/run/{training.model_id}", "with the page of a run, nothing trains")
-    steps: dict[bool, list[float]] = {False: [], True: []}
-    used: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for turn in range(2 * _TURNS):
-        watched = turn % 2 == (turn // 2) % 2  # each kind is as often the first of its pair
-        page.goto(f"{url}/#/run/{training.model_id}" if watched else "about:blank")
-        page.wait_for_timeout(500)
-        before, start, count = _cpu(), time.perf_counter(), 0
-        while time.perf_counter() - start < _TURN:
-            _step(training, data)
-            count += 1
-        spent, after = time.perf_counter() - start, _cpu()
-        steps[watched].append(spent / count)
-        used[watched].append(((after[0] - before[0]) / spent, (after[1] - before[1]) / spent))
-    page.close()
-    ratios = [
-        with_page / without for with_page, without in zip(steps[True], steps[False], strict=True)
-    ]
-    print("  pairs:", " ".join(f"{(ratio - 1) * 100:+.1f} %" for ratio in ratios), flush=True)
-    show("a step without a page", statistics.median(steps[False]) * 1000, "ms")
-    show(
-        "slower with the page open, median of pairs", (statistics.median(ratios) - 1) * 100, "%", 2
-    )
-    without = statistics.median(use[1] for use in used[False])
-    show("CPU of the browser with an empty page", without * 100, "% of a core")
-    for place, name in enumerate(("service and client", "browser")):
-        more = statistics.median(use[place] for use in used[True]) - statistics.median(
-            use[place] for use in used[False]
-        )
-        show(f"CPU that {name} spend on the page", more * 100, "% of a core")
-
-
-def _idle(page: Any, address: str, what: str) -> None:
-    page.goto(address)
-    page.wait_for_timeout(2000)
-    before, start = _cpu(), time.perf_counter()
-    page.wait_for_timeout(_TURN * 1000)
-    spent = time.perf_counter() - start
-    show(f"CPU of the browser {what}", (_cpu()[1] - before[1]) / spent * 100, "% of a core")
-
-
-def _cpu() -> tuple[float, float]:
-    """CPU seconds of this process, which has the service and the client in it, and of the browser that it started."""
-    parents, browsers = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            fields, process = rest.split(), int(stat.parent.name)
-            parents[process] = int(fields[1])
-            if name.startswith(("chromium", "chrome")):
-                browsers[process] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-    mine = (spent for process, spent in browsers.items() if _descends(process, parents))
-    return time.process_time(), sum(mine)
-
-
-def _descends(process: int, parents: dict[int, int]) -> bool:
-    while process not in {0, os.getpid()}:
-        process = parents.get(process, 0)
-    return process != 0
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer runs and steps")
     parser.add_argument("--updates", type=int, default=3600, help="updates while memory is watched")
-    parser.add_argument("--only", choices=("memory", "cost"), help="one figure of a live page")
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="trained")
+    parser.add_argument("--only", choices=("memory",), help="one figure of a live page")
     options = parser.parse_args()
     has_browser = shutil.which("chromium") is not None and find_spec("playwright") is not None
     if not has_browser:
         print("there is no chromium, or no playwright: no figures of a page")
     if options.only is not None:
         with a_browser() as browser:
-            _memory(browser, options.updates) if options.only == "memory" else _cost(
-                browser, options.model
-            )
+            _memory(browser, options.updates)
         return
     runs, steps = (10, 1_000) if options.quick else (100, 10_000)
     sizes()
@@ -401,7 +320,6 @@ def main() -> None:
     if has_browser:
         with a_browser() as browser:
             _memory(browser, options.updates)
-            _cost(browser, options.model)
 
 
 if __name__ == "__main__":

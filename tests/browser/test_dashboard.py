@@ -538,6 +538,30 @@ def test_a_hidden_page_reads_nothing_until_it_is_seen_again(served, client, page
     expect(steps_shown(page)).to_have_text("5")
 
 
+def test_every_metric_of_a_run_has_a_plot(served, client, page):
+    training = trained(client, "very many", steps=1)
+    training.log(1, {f"metric {number:03}": 1.0 for number in range(120)}).result()
+    page.goto(run_url(served, training))
+    expect(page.get_by_role("figure", name="metric ")).to_have_count(120)
+
+
+def test_curves_with_more_steps_than_places_are_read_at_a_calm_pace(served, client, page):
+    training = trained(client, "long", steps=400)
+    page.add_init_script("window.performance.now = () => 1e6 + (window.passed ?? 0)")
+    page.goto(run_url(served, training))
+    expect(steps_shown(page)).to_have_text("400")
+    page.get_by_role("figure", name="loss,").locator("canvas").wait_for()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    more_steps(training, 1)
+    expect(steps_shown(page)).to_have_text("401")
+    assert asked == []  # the number is there, the curve moves by less than a pixel
+    page.evaluate("window.passed = 2000")
+    with page.expect_request(re.compile("/metrics")):
+        more_steps(training, 1)
+    expect(steps_shown(page)).to_have_text("402")
+
+
 def test_plots_out_of_sight_are_drawn_when_scrolled_to(served, client, page):
     training = trained(client, "many", steps=1)
     for step in (1, 2):

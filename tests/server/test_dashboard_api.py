@@ -182,7 +182,24 @@ def test_a_run_that_does_not_exist_is_not_found(api):
         assert "nobody:train:0" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("query", ["width=1", "width=9999", "axis=price", "start=x"])
+def test_metrics_beyond_those_of_one_answer_are_in_the_next(api, model):
+    names = [f"metric {number:03}" for number in range(120)]
+    assert log(api, model.model_id, {"step": 1, "metrics": dict.fromkeys(names, 1.0)}).is_success
+    parts = [local(api, f"runs/{model.model_id}/metrics", offset=n) for n in (0, 50, 100, 150)]
+    assert [name for part in parts for name in part["metrics"]] == names
+    assert all(part["names"] == names for part in parts)
+    assert [len(part["metrics"]) for part in parts] == [50, 50, 20, 0]
+
+
+def test_ten_thousand_metrics_in_one_report_are_refused(api, model):
+    many = {f"metric {number}": 1.0 for number in range(10_000)}
+    answer = log(api, model.model_id, {"step": 1, "metrics": many})
+    assert answer.status_code in {400, 422}
+    assert "at most 200 different metrics" in answer.json()["detail"]
+    assert local(api, f"runs/{model.model_id}/metrics")["names"] == []
+
+
+@pytest.mark.parametrize("query", ["width=1", "offset=-1", "width=9999", "axis=price", "start=x"])
 def test_bad_plots_are_refused(api, model, query):
     answer = api.http.get(f"/local/runs/{model.model_id}/metrics?{query}")
     assert answer.status_code in {400, 422}
@@ -239,6 +256,7 @@ def test_a_sample_of_ten_megabytes_is_cut_and_can_be_downloaded_whole(api, model
     assert whole.json()["text"] == text
     assert whole.headers["content-disposition"].startswith("attachment")
     assert api.http.get(f"/local/runs/{model.model_id}/samples/9").status_code == 404
+    assert local(api, f"runs/{model.model_id}")["bytes"] > 10 << 20
 
 
 def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):

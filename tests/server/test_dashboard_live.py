@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.server.dashboard.live import BEAT, SPACING, WAITS, Listener
+from tinkex.server.dashboard.live import BEAT, SPACING, STEADY, WAITS, Listener
 
 
 @pytest.fixture
@@ -57,6 +57,36 @@ def test_a_change_of_state_is_sent_with_the_metrics_of_its_step(clock):
     assert listener.seconds_left() == pytest.approx(WAITS["metrics"])
     assert listener.take(1) == {"run": {"state", "metrics"}}
     assert listener.take(1) == {}
+
+
+def test_between_two_steps_of_a_run_its_state_is_not_sent_alone(clock):
+    listener = told(clock)
+    listener.note("run", "metrics")
+    listener.take(1)
+    listener.note("run", "state")  # the requests of the next step
+    assert listener.seconds_left() == pytest.approx(STEADY)
+    clock.pass_time(2.0)
+    listener.note("run", "metrics")
+    assert listener.seconds_left() == pytest.approx(WAITS["metrics"])
+    assert listener.take(1) == {"run": {"state", "metrics"}}
+
+
+def test_the_state_of_another_run_does_not_wait_for_the_steps_of_this_one(clock):
+    listener = told(clock)
+    listener.note("run", "metrics")
+    listener.take(1)
+    listener.note("run", "state")
+    listener.note("other", "state")
+    assert listener.seconds_left() == pytest.approx(WAITS["state"])
+
+
+def test_the_state_of_a_run_that_stopped_making_steps_is_sent_soon(clock):
+    listener = told(clock)
+    listener.note("run", "metrics")
+    listener.take(1)
+    clock.pass_time(STEADY)
+    listener.note("run", "state")
+    assert listener.seconds_left() == pytest.approx(WAITS["state"])
 
 
 def test_without_changes_there_is_a_beat(clock):

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CALLS", "Dashboard", "LocalCall"]
 
+#: Curves in one answer.
+_MAX_CURVES: Final = 50
 #: Largest number of checkpoints that the playground lists.
 _MAX_CHOICES: Final = 1_000
 
@@ -52,9 +54,13 @@ class Page(RequestModel):
 
 
 class Plot(RequestModel):
-    """A part of some metrics: `names` are joined by newlines, `width` is how many points a plot has room for."""
+    """A part of some metrics: `names` are joined by newlines, `width` is how many points a plot has room for.
+
+    An answer has the curves of at most 50 metrics, from number `offset` on, and the names of all.
+    """
 
     names: str | None = None
+    offset: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     axis: Axis = "step"
     start: float | None = None
     end: float | None = None
@@ -192,7 +198,7 @@ def _plots(asked: DashboardRequest) -> dict[str, Any]:
     metrics = asked.service.run_metrics.run(asked.owner, asked.run_id)
     names = metrics.names if plot.names is None else plot.names.split("\n")
     found = {}
-    for name in names[:50]:
+    for name in names[plot.offset : plot.offset + _MAX_CURVES]:
         buckets = metrics.read(name, plot.axis, plot.start, plot.end, plot.width)
         if buckets is not None:
             found[name] = _curve(buckets, plot.axis) | {"points": metrics.count(name)}

@@ -23,6 +23,8 @@ __all__ = ["Listener", "Live"]
 
 #: Seconds for which a change waits for others. One of the state can wait for the metrics of the step that it belongs to.
 WAITS: Final = {"metrics": 0.05, "state": 1.0}
+#: Seconds for which a change of the state waits if a step of the run was sent less than this ago: the next step brings it.
+STEADY: Final = 3.0
 #: Seconds between two events at least. A new step must be on the screen a second after its result.
 SPACING: Final = 0.7
 #: Seconds after which a page hears something even if nothing changed: it shows that the connection lives.
@@ -39,22 +41,31 @@ class Listener:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._changed: dict[str, set[str]] = {}  # by run: what changed
+        self._stepped: dict[str, float] = {}  # by run: when its metrics were sent
         self._due: float | None = None
         self._sent = clock()
         self._sooner = asyncio.Event()
 
     def note(self, run_id: str, what: str) -> None:
         self._changed.setdefault(run_id, set()).add(what)
-        due = self._clock() + WAITS[what]
+        due = self._clock() + self._wait_of(run_id, what)
         if self._due is None or due < self._due:  # most changes come while an earlier one waits
             self._due = due
             self._sooner.set()
+
+    def _wait_of(self, run_id: str, what: str) -> float:
+        if what == "state" and self._clock() - self._stepped.get(run_id, -STEADY) < STEADY:
+            return STEADY
+        return WAITS[what]
 
     def take(self, most: int) -> dict[str, set[str]]:
         """The changes that are being sent now, of at most so many runs; the others are due with the next event."""
         changed = {run_id: self._changed.pop(run_id) for run_id in list(self._changed)[:most]}
         self._sent = self._clock()
         self._due = self._sent if self._changed else None
+        steady = {run: at for run, at in self._stepped.items() if self._sent - at < STEADY}
+        stepped = (run for run, what in changed.items() if "metrics" in what)
+        self._stepped = steady | dict.fromkeys(stepped, self._sent)
         return changed
 
     def seconds_left(self) -> float:

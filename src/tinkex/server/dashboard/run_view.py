@@ -17,6 +17,7 @@ from ..futures import Promise
 from ..inputs import lora_of
 from ..model import Model
 from ..store import RunRow, SessionRow
+from .samples import SampleLog
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -58,9 +59,11 @@ class RunViews:
         return await self._lines(owner, rows)
 
     async def _lines(self, owner: str, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
-        database, run_ids = self._service.database, [row.run_id for row in rows]
-        sessions = await database(database.store.sessions_by_id, {row.session_id for row in rows})
-        sizes = await database(database.store.checkpoint_totals, run_ids)
+        database = self._service.database
+        sessions, sizes = await asyncio.gather(  # one visit to the database
+            database(database.store.sessions_by_id, {row.session_id for row in rows}),
+            database(database.store.checkpoint_totals, [row.run_id for row in rows]),
+        )
         moments = list(map(self._moment, rows))
         return await asyncio.to_thread(
             lambda: [
@@ -95,7 +98,7 @@ class RunViews:
             "loss": None if last is None else _number(float(last["value"])),
             "spark": self._spark(owner, row.run_id),
             "checkpoints": count,
-            "bytes": size + metrics.bytes,
+            "bytes": size + metrics.bytes + SampleLog(metrics.directory).size,
         }
 
     def _moment(self, row: RunRow) -> dict[str, Any]:

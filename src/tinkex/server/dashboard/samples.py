@@ -70,6 +70,11 @@ class SampleLog:
 
     # -- reading -------------------------------------------------------------------------------
 
+    @property
+    def size(self) -> int:
+        """The size of both files."""
+        return sum(map(_size, (self._lines, self._index_file)))
+
     def steps(self) -> list[dict[str, Any]]:
         """The steps that have samples, with their number and mean reward."""
         index = self._index()
@@ -146,6 +151,13 @@ def shortened(sample: dict[str, Any]) -> dict[str, Any]:
             sample[name], cut = values[:SHOWN_TOKENS], True
     sample["cut"] = cut
     return sample
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _reward(sample: Mapping[str, Any]) -> float:

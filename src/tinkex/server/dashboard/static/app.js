@@ -124,7 +124,7 @@ function App() {
       ${link("", "Runs")} ${link("compare", "Compare")} ${link("play", "Playground")} ${link("service", "Service")}
       <a class="docs" href="/docs">API</a>
       <span class="connection ${connection}" role="status" title=${said}><span class="words">${said}</span></span>
-      ${hasKey() && html`<button class="small" onClick=${() => { setKey(null); location.reload(); }}>Forget key</button>`}
+      ${hasKey() && html`<button class="small forget" title="Forget key" aria-label="Forget key" onClick=${() => { setKey(null); location.reload(); }}><span class="words">Forget key</span></button>`}
       <button class="small" onClick=${nextTheme} aria-label=${`Colours: ${theme}. Change them.`} title="Colours">${{ auto: "◐", light: "☀", dark: "☾" }[theme]}</button>
     </nav></header>
     <main id="content" tabindex="-1">

@@ -64,7 +64,7 @@ function options(props, width, height, show, latest) {
   const first = curves[0]?.x[0];
   return {
     width, height, series, bands, legend: { show: false },
-    padding: [8, 12, 0, 0],
+    padding: [8, 18, 0, 0],
     cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : { range: spread } },
     axes: [

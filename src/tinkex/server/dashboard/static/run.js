@@ -9,19 +9,31 @@ const FIRST = ["loss", "tokens_per_second", "grad_norm", "learning_rate"];
 const UNITS = { tokens_per_second: "tokens/s" };
 
 // Reads at once and whenever `what` of these runs changes. `load` reads and returns a function that shows what it read: for
-// a change it is called together with all others, so that the page is drawn once. Of two readings the later is shown.
-export function useLive(ids, what, load, inputs) {
-  const last = useRef(0), current = useRef(load);
-  current.current = load;
+// a change it is called together with all others, so that the page is drawn once. Of two readings the later is shown. For
+// changes it reads again `pause` milliseconds after the last time at the earliest.
+export function useLive(ids, what, load, inputs, pause = 0) {
+  const last = useRef(0), current = useRef({}), began = useRef(0), later = useRef(null);
+  current.current = { load, pause };
   const read = async () => {
     const number = (last.current += 1);
-    const show = await current.current();
+    began.current = performance.now();
+    clearTimeout(later.current);
+    later.current = null;
+    const show = await current.current.load();
     return () => { if (number === last.current) show(); };
   };
-  useEffect(() => { read().then((show) => show()); return () => { last.current += 1; }; }, inputs);
-  useEffect(() => on("reading", ({ runs, again }) =>
-    again || runs.some((run) => ids.includes(run.id) && what.some((each) => run.changed.includes(each))) ? read() : null,
-  ), [ids.join(" "), what.join(" ")]);
+  const readNow = () => { read().then((show) => show()); };
+  const readInTime = () => {
+    const left = began.current + current.current.pause - performance.now();
+    if (left <= 0) return read();
+    later.current ??= setTimeout(readNow, left);
+    return null;
+  };
+  useEffect(() => { readNow(); return () => { last.current += 1; clearTimeout(later.current); later.current = null; }; }, inputs);
+  useEffect(() => on("reading", ({ runs, again }) => {
+    if (again) return read();
+    return runs.some((run) => ids.includes(run.id) && what.some((each) => run.changed.includes(each))) ? readInTime() : null;
+  }), [ids.join(" "), what.join(" ")]);
 }
 
 // A load for `useLive` that shows what `ask` finds, or its failure.
@@ -100,6 +112,20 @@ function DeleteRun({ run, onClose }) {
 
 // -- metrics -----------------------------------------------------------------------------------------
 
+// All metrics of a run; one answer has a part of them.
+async function curvesOf(id, asked) {
+  const first = await get(runPath(id, "/metrics"), asked);
+  const size = Object.keys(first.metrics).length, rest = [];
+  for (let offset = size; size && offset < first.names.length; offset += size) rest.push(get(runPath(id, "/metrics"), { ...asked, offset }));
+  const parts = [first, ...(await Promise.all(rest))];
+  return { ...first, metrics: Object.assign({}, ...parts.map((part) => part.metrics)) };
+}
+
+// Pixels of a plot for each point that is read; where a point stands for several steps, a band shows their extremes.
+const PIXELS = 2;
+// Milliseconds between two readings of curves with more points than that: a step moves them by less than a pixel.
+const CROWDED = 2000;
+
 export function Metrics({ ids, names = null, theme }) {
   const [axis, setAxis] = useState("step");
   const [smoothing, setSmoothing] = useState(0);
@@ -107,9 +133,10 @@ export function Metrics({ ids, names = null, theme }) {
   const [zoom, setZoom] = useState(null);
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  const width = useMemo(() => Math.round(Math.min(1200, innerWidth) / (innerWidth > 900 ? 2 : 1)), []);
+  const width = useMemo(() => Math.round(Math.min(1200, innerWidth) / (innerWidth > 900 ? 2 : 1) / PIXELS), []);
   const asked = { axis, width, start: zoom?.start, end: zoom?.end };
-  useLive(ids, ["metrics"], reading(() => Promise.all(ids.map((id) => get(runPath(id, "/metrics"), asked))), setFound, setError), [ids.join(" "), axis, zoom]);
+  const crowded = found?.every((one) => Object.values(one.metrics).some((curve) => curve.points > width));
+  useLive(ids, ["metrics"], reading(() => Promise.all(ids.map((id) => curvesOf(id, asked))), setFound, setError), [ids.join(" "), axis, zoom], crowded ? CROWDED : 0);
 
   const drawn = useRef(new Map());
   const plots = useMemo(() => {
