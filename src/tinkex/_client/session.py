@@ -162,11 +162,23 @@ class Session:
             raise _closed(work)
         return runtime().submit(work, APIFuture(), self._group, Context())
 
-    @staticmethod
-    def _fail_after(timeout: float, future: APIFuture[Any]) -> None:
-        error = APITimeoutError(message=f"The operation was not finished within {timeout:g} s.")
-        timer = asyncio.get_running_loop().call_later(timeout + _GRACE, fail, future, error)
+    def _fail_after(self, timeout: float, future: APIFuture[Any]) -> None:
+        def expire() -> None:
+            fail(future, self._expired(timeout))
+
+        timer = asyncio.get_running_loop().call_later(timeout + _GRACE, expire)
         future.add_done_callback(lambda _: runtime().post(timer.cancel))
+
+    def _expired(self, timeout: float) -> APITimeoutError:
+        """The error of work that waited too long; if it waited for the session to open, the cause is why it does not."""
+        message = f"The operation was not finished within {timeout:g} s."
+        transport = self._connection.made
+        cause = None if transport is None or self._current is not None else transport.retried
+        if cause is not None:
+            message = f"{message} No session could be opened until then: {cause}"
+        error = APITimeoutError(message=message)
+        error.__cause__ = cause
+        return error
 
     def start_call(
         self,

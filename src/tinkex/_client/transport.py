@@ -102,6 +102,8 @@ class Transport:
         # Userinfo moves into a header, so that no URL in a log or error contains a password.
         self._base_url, userinfo = _split_userinfo(config.base_url)
         self.notices = Notices(self._base_url, self.clock)
+        #: The last error after which a request was retried.
+        self.retried: TinkerError | None = None
         self.billing_window = 3600.0
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # the caller's own client, which the caller closes
@@ -188,6 +190,7 @@ class Transport:
         wait: float,
     ) -> None:
         """Report that a request failed, when it is retried and when the retries end."""
+        self.retried = error
         limit = policy.limit(error)
         if deadline is not None:
             left = deadline - self.clock.monotonic()
