@@ -67,7 +67,9 @@ def test_host_name_that_never_resolves_ends_as_connection_error(service):
 def test_timeout_before_the_session_is_open_names_what_prevents_it(service):
     waiting = FakeClock(long=0.0)  # the first retry waits for ever
     client = service(http_client=Nameless(10**9), clock=waiting)
-    with pytest.raises(APITimeoutError, match="session could be opened.*name resolution") as caught:
+    with pytest.raises(
+        APITimeoutError, match=r"session could be opened.*name resolution"
+    ) as caught:
         client.get_server_capabilities(timeout=0.05)
     assert isinstance(caught.value.__cause__, APIConnectionError)
 
