@@ -16,8 +16,9 @@ import uvloop
 
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
+from tinkex._wire.media_types import PROTOBUF
 
-PROTO = proto_codec.CONTENT_TYPE.encode()
+PROTO = PROTOBUF.encode()
 JSON = b"application/json"
 #: The promise of each path; the letter selects the result of its poll.
 PROMISES = {
