@@ -61,6 +61,12 @@ def test_the_gradient_of_rows_has_the_bits_of_a_product_with_the_transposed_weig
         )
 
 
+def test_no_rows(products):
+    weight = drawn(50, 64)
+    assert products.forward(drawn(0, 64), weight, None).shape == (0, 50)
+    assert products.back(drawn(0, 50), weight).shape == (0, 64)
+
+
 @pytest.mark.parametrize("rank", [1, 8, 16, 24, 60])
 def test_two_products_of_the_same_rows(products, rank):
     weight, a, b = drawn(146, 100), drawn(rank, 100, seed=1), drawn(146, rank, seed=2)

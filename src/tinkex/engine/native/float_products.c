@@ -139,7 +139,9 @@ static float *scratch(long count) {
     if (count > size) {
         free(kept);
         kept = aligned_alloc(64, (size_t)(count + 15) / 16 * 64);
-        size = kept ? count : 0;
+        if (!kept)
+            abort();
+        size = count;
     }
     return kept;
 }
@@ -319,6 +321,8 @@ INLINE Target from_row(Target target, long row) {
 EXPORT void tinkex_float_product(
     int threads, const float *x, const float *w, const float *bias, float *y, long M, long N, long K, int across,
     const float *w2, float *y2, long N2) {
+    if (M == 0)
+        return;
     int many = across || M > FEW || N2;
     Target targets[2] = {{w, bias, across ? 1 : K, across ? N : 1, y, N}, {w2, 0, across ? 1 : K, across ? N2 : 1, y2, N2}};
     long units = many ? panels_of(targets) + panels_of(targets + 1) : (N + LANES - 1) / LANES;
