@@ -192,8 +192,8 @@ static void pack_rows(const float *x, long row, long rows, long deep, float *out
 }
 
 /* What one call works on: `deep` inputs of packed rows, a packed panel, and the sums so far: those in y, or at the first
-   inputs one row for all. `next` are the sums that are needed after these; `ahead` is where weights are fetched that will
-   be, a cache line for each input. Both may be null. */
+   inputs one row for all. `next` are the sums that are needed after these, or null. `ahead` are the weights of the next
+   panel, `ahead_row` numbers from output to output; for each input, `lines` of their LINES cache lines are fetched. */
 typedef struct {
     const float *x;
     const lanes *panel;
@@ -202,13 +202,24 @@ typedef struct {
     float *y;
     long y_row, deep;
     const float *next, *ahead;
-    long ahead_step;
+    long ahead_row, lines;
 } Block;
 
-INLINE void block(const Block *b, const int rows, const int wide, const int fetching) {
+/* One input of a block. */
+INLINE void add_input(const float *x, const lanes *panel, const int rows, const int wide, lanes sums[ROWS][WIDE]) {
+    lanes w[WIDE];
+    UNROLL for (int v = 0; v < wide; v++)
+        w[v] = panel[v];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < wide; v++)
+            sums[r][v] = multiplied(sums[r][v], x[r], w[v]);
+}
+
+INLINE void block(const Block *b, const int rows, const int wide, const int lines) {
     lanes sums[ROWS][WIDE];
     const float *x = b->x;
     const lanes *panel = b->panel;
+    long k = 0, fetched = lines ? PANEL : 0;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < wide; v++)
             sums[r][v] = load(b->from + r * b->from_row + v * LANES);
@@ -216,16 +227,16 @@ INLINE void block(const Block *b, const int rows, const int wide, const int fetc
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < wide; v++)
                 _mm_prefetch((const char *)(b->next + r * b->y_row + v * LANES), _MM_HINT_T0);
-    _Pragma("GCC unroll 4") for (long k = 0; k < b->deep; k++, x += SIDE, panel += WIDE) {
-        lanes w[WIDE];
-        if (fetching)
-            _mm_prefetch((const char *)(b->ahead + k * b->ahead_step), _MM_HINT_T1);
-        UNROLL for (int v = 0; v < wide; v++)
-            w[v] = panel[v];
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < wide; v++)
-                sums[r][v] = multiplied(sums[r][v], x[r], w[v]);
+    for (long n = 0; n < fetched; n++) {
+        const float *ahead = b->ahead + n * b->ahead_row;
+        _Pragma("GCC unroll 4") for (long end = k + b->deep / PANEL; k < end; k++, x += SIDE, panel += WIDE, ahead += PANEL) {
+            UNROLL for (int line = 0; line < lines; line++)
+                _mm_prefetch((const char *)(ahead + line * 16), _MM_HINT_T1);
+            add_input(x, panel, rows, wide, sums);
+        }
     }
+    _Pragma("GCC unroll 4") for (; k < b->deep; k++, x += SIDE, panel += WIDE)
+        add_input(x, panel, rows, wide, sums);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < wide; v++)
             memcpy(b->y + r * b->y_row + v * LANES, &sums[r][v], sizeof(lanes));
@@ -237,7 +248,9 @@ INLINE void block(const Block *b, const int rows, const int wide, const int fetc
             block(b, R, 1, 0); \
         else if (wide < WIDE) \
             block(b, R, 2, 0); \
-        else if (b->ahead) \
+        else if (b->lines == 2) \
+            block(b, R, WIDE, 2); \
+        else if (b->lines == 1) \
             block(b, R, WIDE, 1); \
         else \
             block(b, R, WIDE, 0); \
@@ -269,8 +282,9 @@ static void multiply_edge(Block b, long rows, long count) {
         memcpy(y + r * y_row, edge + r * PANEL, 4 * (size_t)count);
 }
 
-/* One panel of the result, for the inputs from k on that are packed in `x`. Its last blocks fetch the next panel. */
-static void panel(const Target *target, long p, long rows, long k, long deep, const float *x, long x_block) {
+/* One panel of the result, for the inputs from k on that are packed in `x`. Its blocks fetch the next panel between them. */
+static void panel(
+    const Target *target, long p, long rows, long k, long deep, const float *x, long x_block, const float *ahead) {
     lanes packed[DEEP * WIDE];
     long n = p * PANEL, N = target->N, count = MIN(PANEL, N - n), blocks = (rows + ROWS - 1) / ROWS;
     const float *w = target->w + n * target->row + k * target->step;
@@ -279,11 +293,12 @@ static void panel(const Target *target, long p, long rows, long k, long deep, co
         memcpy(bias_or_zero, target->bias + n, 4 * (size_t)count);
     pack(w, target->row, target->step, count, deep, packed);
     for (long i = 0; i < blocks; i++) {
-        long top = rows * i / blocks, bottom = rows * (i + 1) / blocks, line = blocks > FETCHING ? -1 : i + LINES - blocks;
+        long top = rows * i / blocks, bottom = rows * (i + 1) / blocks;
+        long line = LINES * i / blocks, lines = LINES * (i + 1) / blocks - line;
         float *y = target->y + top * N + n;
         Block b = {x + i * x_block, packed, k ? y : bias_or_zero, k ? N : 0, y, N, deep,
                    k && i + 1 < blocks ? y + (bottom - top) * N : 0,
-                   line < 0 ? 0 : w + PANEL * target->row + line * 16, target->row == 1 ? target->step : PANEL};
+                   ahead + line * 16, target->row, target->step == 1 && blocks <= FETCHING ? lines : 0};
         if (count == PANEL)
             BLOCK_OF[bottom - top - 1](&b, WIDE);
         else
@@ -302,12 +317,15 @@ static void panels(const float *x, const Target *targets, long rows, long K, lon
         for (long i = 0; i < blocks; i++)
             pack_rows(x + rows * i / blocks * K + begin, K, rows * (i + 1) / blocks - rows * i / blocks, end - begin,
                       packed + i * slab * SIDE);
-        for (long p = first; p < last; p++)
+        for (long p = first; p < last; p++) {
+            const Target *target = targets + (p >= most);
+            long own = p >= most ? p - most : p;
+            const float *w = target->w + own * PANEL * target->row;
             for (long k = begin; k < end; k += DEEP) {
-                const Target *target = targets + (p >= most);
-                panel(target, p >= most ? p - most : p, rows, k, MIN(DEEP, end - k), packed + (k - begin) * SIDE,
-                      slab * SIDE);
+                long next = k + DEEP < end ? (k + DEEP) * target->step : PANEL * target->row + begin * target->step;
+                panel(target, own, rows, k, MIN(DEEP, end - k), packed + (k - begin) * SIDE, slab * SIDE, w + next);
             }
+        }
     }
 }
 
