@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from tinkex.errors import RequestFailedError
 from tinkex.testing import service
 from tinkex.types import AdamParams
 
+from ..processes import children, command
 from .api import Api, Model, datum, proto_datum
 
 GOOD = [[datum((20, 21, 9), (21, 9, 3))], [datum((30, 31, 9), (31, 9, 3))], [datum()]]
@@ -172,11 +172,7 @@ def test_a_pass_survives_a_restart_between_its_requests(tinkex_fake, tmp_path):
 
 def engines() -> set[int]:
     """The engine processes that this process has started."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-    return {
-        pid for pid in children if b"tinkex.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return {pid for pid in children() if b"tinkex.engine" in command(pid)}
 
 
 def test_a_pass_survives_the_death_of_the_engine_between_its_requests(tinkex_tiny, tmp_path):

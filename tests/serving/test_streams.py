@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
 from tinkex.testing import service
 
+from ..processes import children
 from .conftest import Http
 from .test_openai import CHAT, HI, TEXT
 
@@ -36,12 +36,6 @@ def own(endless):
     ):
         (engine,) = children() - before
         yield running, http, engine
-
-
-def children() -> set[int]:
-    """The process ids of this process's children."""
-    files = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for file in files for pid in file.read_text().split()}
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
