@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,14 @@ from .devices import SMALL_MODEL, choices_for, dtype_for
 from .grammars import Grammars
 from .helping import Helping
 from .kernels import TorchKernels
+from .llama import is_llama
 from .llama_files import read_llama
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
 from .parcels import Depot, Parcel, PublishedAdapter
 from .sampler import Sampler
 from .shards import ShardSums
+from .shared_weights import Join, SharedWeights
 from .traced import TracedLoss
 from .trainer import (
     Gradients,
@@ -89,8 +92,10 @@ class TorchEngine:
         cache_bytes: int | None = None,
         loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
         depot: Depot | None = None,
+        shared_weights: SharedWeights | None = None,
     ) -> None:
         self._helping = None if depot is None else Helping(depot)
+        self._shared_weights = shared_weights
         self._known = {model.name: model for model in models}
         self._device, self._dtype, self._native = device, dtype, native
         self._detokenize = detokenize
@@ -385,9 +390,10 @@ class TorchEngine:
             network: Any = read_llama(model, device=self._device, dtype=dtype)
             if network is None:
                 network = base_models.load(model, device=self._device, dtype=dtype)
-            language = LanguageModel(
-                network, context_length=model.context_length, native=self._native
-            )
+            with self._joining(model, network) as join:
+                language = LanguageModel(
+                    network, context_length=model.context_length, native=self._native, join=join
+                )
             sampler = Sampler(
                 language,
                 end_tokens=model.eos_token_ids,
@@ -400,6 +406,13 @@ class TorchEngine:
             for loaded in self._loaded.values():
                 loaded.sampler.cache_bytes = self._cache_bytes / len(self._loaded)
         return self._loaded[model.directory]
+
+    def _joining(self, model: PreparedModel, network: Any) -> AbstractContextManager[Join]:
+        """Where the weights of a model are kept: in memory that engines share, or in this process."""
+        if self._shared_weights is None or not is_llama(network.config):
+            return nullcontext(torch.cat)
+        files = sorted(model.directory.glob("*.safetensors"))
+        return self._shared_weights.joining(files, list(network.parameters()))
 
     def _use_threads(self, loaded: _Loaded) -> None:
         """Set the model's number of threads; it is fixed per model, because the last bit of sums depends on it."""

@@ -21,6 +21,7 @@ from .kernels import TorchKernels, rms_norm
 from .lora import Adapter, LoraLinear
 from .native.attention import HeadShape
 from .products import AdaptedRows, Factors, TorchProducts
+from .shared_weights import Join
 
 __all__ = [
     "HeadNorm",
@@ -56,12 +57,14 @@ class Rows:
 class Projection:
     """Linear layers that read the same input, fused into one."""
 
-    def __init__(self, layers: Mapping[str, LoraLinear], products: TorchProducts) -> None:
+    def __init__(
+        self, layers: Mapping[str, LoraLinear], products: TorchProducts, join: Join
+    ) -> None:
         self.products = products
         self.names = list(layers)
         parts = list(layers.values())
         self.sizes = [part.out_features for part in parts]
-        self.weight = torch.cat([part.weight.data for part in parts])
+        self.weight = join([part.weight.data for part in parts])
         biases = [part.bias for part in parts if part.bias is not None]
         self.bias = torch.cat([bias.data for bias in biases]) if biases else None
         # The layers become views of the fused weight, so that memory holds the weights only once.
@@ -165,7 +168,9 @@ class HeadNorm:
 class LlamaLayer:
     """One layer: projections, norms and attention heads."""
 
-    def __init__(self, name: str, module: Any, config: Any, products: TorchProducts) -> None:
+    def __init__(
+        self, name: str, module: Any, config: Any, products: TorchProducts, join: Join
+    ) -> None:
         attention, mlp = module.self_attn, module.mlp
         prefix = f"{name}.self_attn"
         self.qkv = Projection(
@@ -174,13 +179,15 @@ class LlamaLayer:
                 for part in ("q_proj", "k_proj", "v_proj")
             },
             products,
+            join,
         )
-        self.out = Projection({f"{prefix}.o_proj": attention.o_proj}, products)
+        self.out = Projection({f"{prefix}.o_proj": attention.o_proj}, products, join)
         self.gate_up = Projection(
             {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")},
             products,
+            join,
         )
-        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj}, products)
+        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj}, products, join)
         self.before = _norm_of(module.input_layernorm)
         self.after = _norm_of(module.post_attention_layernorm)
         self.q_norm = HeadNorm.of(getattr(attention, "q_norm", None))
@@ -201,14 +208,14 @@ class LlamaLayer:
 
 
 class LlamaBody:
-    """The layers of a Llama model, its embedding and its last norm."""
+    """The layers of a Llama model, its embedding and its last norm. `join` puts the weights into memory."""
 
-    def __init__(self, model: Any, kernels: TorchKernels) -> None:
+    def __init__(self, model: Any, kernels: TorchKernels, join: Join) -> None:
         self.kernels = kernels
         self.module: Any = getattr(model, model.base_model_prefix)
         prefix = model.base_model_prefix
         self.layers = [
-            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config, kernels.products)
+            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config, kernels.products, join)
             for index, layer in enumerate(self.module.layers)
         ]
         first = self.layers[0]
@@ -221,9 +228,9 @@ class LlamaBody:
         self._angles_change = kind in {"dynamic", "longrope"}
         self._rotations = self.norm[0].new_empty(0), self.norm[0].new_empty(0)
         self.dtype: torch.dtype = self.layers[0].dtype
-        self._leave_the_file(model)
+        self._leave_the_file(model, join)
 
-    def _leave_the_file(self, model: Any) -> None:
+    def _leave_the_file(self, model: Any, join: Join) -> None:
         """Copy the weights that are not fused: then nothing keeps the mapped file, and memory holds one copy."""
         fused = {
             projection.weight.untyped_storage().data_ptr()
@@ -232,7 +239,7 @@ class LlamaBody:
         }
         for parameter in model.parameters():
             if parameter.data.untyped_storage().data_ptr() not in fused:
-                parameter.data = parameter.data.clone()
+                parameter.data = join([parameter.data])
 
     def rotations(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of some positions, each N × E in float32; looked up, because a step of sampling needs few."""

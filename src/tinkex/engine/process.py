@@ -468,11 +468,15 @@ def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
 
     from .devices import device_for
     from .engine import TorchEngine
+    from .shared_weights import SharedWeights
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     device = device_for(setup.device)
     _check_gpu(device, torch.cuda.device_count())
+    shared = None
+    if setup.depot is not None and device == "cpu" and hasattr(os, "posix_fallocate"):
+        shared = SharedWeights(setup.depot)
     engine = TorchEngine(
         models,
         device=device,
@@ -480,6 +484,7 @@ def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
         detokenize=_Detokenizer(),
         loss_limits=setup.loss_limits,
         depot=depot if setup.depot is None else FileDepot(setup.depot),
+        shared_weights=shared,
     )
     for model in models:
         engine.load(model)

@@ -27,6 +27,7 @@ from .native import kernels_for
 from .optim import AdamW
 from .pending import PendingPass
 from .shards import ShardSums, add_in_order, divide
+from .shared_weights import Join
 from .traced import CUSTOM
 from .traced_cost import TracedSum
 from .unembedding import target_logprobs, unembedded
@@ -53,7 +54,14 @@ _LOGIT_ROWS: Final = 256
 class LanguageModel:
     """A base model, split into body, unembedding and wrapped linear layers."""
 
-    def __init__(self, model: Any, *, context_length: int, native: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context_length: int,
+        native: bool | None = None,
+        join: Join = torch.cat,
+    ) -> None:
         self.model = model
         self.layers: dict[str, LoraLinear] = wrap(model)
         self.body: Any = getattr(model, model.base_model_prefix)
@@ -61,7 +69,7 @@ class LanguageModel:
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.kernels = kernels_for(self.device, self.dtype, native=native)
-        self.llama = LlamaBody(model, self.kernels) if is_llama(model.config) else None
+        self.llama = LlamaBody(model, self.kernels, join) if is_llama(model.config) else None
         self.config = model.config
         self.context_length = context_length
         self.vocab_size: int = self.unembed.out_features
