@@ -95,6 +95,48 @@ def test_models_spread_over_the_engines(cache_dir):
     run(main())
 
 
+def test_model_that_is_unloaded_before_its_engine_is_asked_to_load_it_does_not_stay_there(
+    cache_dir, monkeypatch
+):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            turn = take_turn(pool, "m")
+            reached, go_on = asyncio.Event(), asyncio.Event()
+            for member in pool.members:
+                known = member.engine.catalog.model
+
+                async def slow(*args, known=known):
+                    reached.set()
+                    await go_on.wait()
+                    return await known(*args)
+
+                monkeypatch.setattr(member.engine.catalog, "model", slow)
+            creating = asyncio.create_task(pool.trainer.create_model("m", TINY, SPEC))
+            await reached.wait()
+            await pool.trainer.unload_model("m")
+            go_on.set()
+            await creating
+            await pool.trainer.unload_model("m")
+            turn.end()
+            assert [engine.models for engine in pool.status()] == [0, 0]
+            assert [member.load.models for member in pool.members] == [0, 0]
+
+    run(main())
+
+
+def test_model_that_is_unloaded_while_it_is_loaded_is_not_counted(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            creating = asyncio.create_task(pool.trainer.create_model("m", TINY, SPEC))
+            workers = [member.engine._worker for member in pool.members]
+            while not any(worker.busy for worker in workers):  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0)
+            await asyncio.gather(pool.trainer.unload_model("m"), creating)
+            assert [engine.models for engine in pool.status()] == [0, 0]
+
+    run(main())
+
+
 def take_turn(pool: EnginePool, model_id: str):
     (spot,) = pool.trainer.spots([model_id])
     assert spot is not None
