@@ -14,7 +14,7 @@ from tinkex.errors import RateLimitError
 from tinkex.server.auth import Keys
 from tinkex.server.bodies import read_body_limit
 from tinkex.server.dashboard.api import CALLS
-from tinkex.server.dashboard.live import MAX_LISTENERS, Live
+from tinkex.server.dashboard.live import BEAT, MAX_LISTENERS, Live
 from tinkex.server.quotas import KeyLimits
 from tinkex.server.serving import aliases
 from tinkex.server.serving.generation import TokenCounts
@@ -161,12 +161,12 @@ def test_pages_that_listen_are_counted_before_they_read():
         live = Live()
 
         def listen():
-            return live.listen("ann", no_runs, dict, asyncio.Event())
+            return live.listen("ann", no_runs, dict, lambda: False)
 
         leaving = [listen()[1] for _ in range(MAX_LISTENERS)]
         with pytest.raises(RateLimitError):
             listen()
-        live.listen("bob", no_runs, dict, asyncio.Event())
+        live.listen("bob", no_runs, dict, lambda: False)
         leaving[0]()
         listen()
 
@@ -193,6 +193,32 @@ def test_open_streams_count_as_requests_in_flight(tmp_path):
             assert bob.http.get("/local/runs").status_code == 200
         while ann.http.get("/local/runs").status_code == 429:  # until the service has noticed
             pass
+
+
+def test_open_page_hears_nothing_more_once_its_key_is_revoked(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("ann: tml-key-of-ann\nbob: tml-key-of-bob\n")
+    keys = Keys.from_file(file)
+    with (
+        service("fake", keys=keys) as running,
+        Api(running.url, "tml-key-of-ann") as ann,
+        Api(running.url, "tml-key-of-bob") as bob,
+    ):
+        run = ann.model().model_id
+        with ExitStack() as opened:
+            of_ann, of_bob = (
+                opened.enter_context(each.http.stream("GET", "/local/events", timeout=2 * BEAT))
+                for each in (ann, bob)
+            )
+            heard = {each: each.iter_lines() for each in (of_ann, of_bob)}
+            for lines in heard.values():
+                assert next(lines) == "event: hello"
+            file.write_text("ann: tml-new-key-of-ann\nbob: tml-key-of-bob\n")
+            keys.reload()
+            with Api(running.url, "tml-new-key-of-ann") as renewed:
+                log(renewed, run, {"step": 1, "metrics": {"loss": 1.0}})
+            assert next((line for line in heard[of_ann] if line.startswith("event")), None) is None
+            assert "event: beat" in heard[of_bob]
 
 
 def test_cached_tokens_do_not_count_what_the_request_itself_has_read():

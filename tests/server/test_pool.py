@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from tinkex.cli.serve import command as serve_command
+from tinkex.engine import directories
 from tinkex.engine.interface import IN_LINE, EngineDiedError, Spot
 from tinkex.engine.process import Setup
 from tinkex.engine.shared_memory import SharedMemory
@@ -89,6 +91,48 @@ def test_models_spread_over_the_engines(cache_dir):
             await pool.trainer.unload_model("m0")
             await pool.trainer.create_model("m6", TINY, SPEC)
             assert [engine.models for engine in pool.status()] == [2, 2, 2]
+
+    run(main())
+
+
+def test_model_that_is_unloaded_before_its_engine_is_asked_to_load_it_does_not_stay_there(
+    cache_dir, monkeypatch
+):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            turn = take_turn(pool, "m")
+            reached, go_on = asyncio.Event(), asyncio.Event()
+            for member in pool.members:
+                known = member.engine.catalog.model
+
+                async def slow(*args, known=known):
+                    reached.set()
+                    await go_on.wait()
+                    return await known(*args)
+
+                monkeypatch.setattr(member.engine.catalog, "model", slow)
+            creating = asyncio.create_task(pool.trainer.create_model("m", TINY, SPEC))
+            await reached.wait()
+            await pool.trainer.unload_model("m")
+            go_on.set()
+            await creating
+            await pool.trainer.unload_model("m")
+            turn.end()
+            assert [engine.models for engine in pool.status()] == [0, 0]
+            assert [member.load.models for member in pool.members] == [0, 0]
+
+    run(main())
+
+
+def test_model_that_is_unloaded_while_it_is_loaded_is_not_counted(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            creating = asyncio.create_task(pool.trainer.create_model("m", TINY, SPEC))
+            workers = [member.engine._worker for member in pool.members]
+            while not any(worker.busy for worker in workers):  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0)
+            await asyncio.gather(pool.trainer.unload_model("m"), creating)
+            assert [engine.models for engine in pool.status()] == [0, 0]
 
     run(main())
 
@@ -392,6 +436,50 @@ def test_an_adapter_used_again_while_another_is_closed_stays_open(cache_dir, tmp
             go_on.set()
             await tidying
             assert closed == names[:1]
+
+    run(main())
+
+
+@pytest.mark.parametrize("during", ["link", "close"])
+def test_files_of_an_engine_that_reads_them_again_are_removed_after_a_cancelled_call(
+    cache_dir, tmp_path, monkeypatch, during
+):
+    reached, go_on, link = threading.Event(), threading.Event(), directories.link
+
+    def slow_link(source: Path, target: Path) -> None:
+        reached.set()
+        go_on.wait()
+        link(source, target)
+
+    async def slow_close(engine: Supervisor, name: str) -> None:
+        reached.set()
+        await asyncio.to_thread(go_on.wait)
+        await Supervisor.close_sampler(engine, name)
+
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            place = await trained(pool, "m", tmp_path / "m", 1)
+            if during == "link":
+                monkeypatch.setattr(directories, "link", slow_link)
+            for member in pool.members:
+                member.reads_again = True
+                if during == "close":
+                    closing = partial(slow_close, member.engine)
+                    monkeypatch.setattr(member.engine, "close_sampler", closing)
+
+            async def use():
+                await pool.sampler.open_sampler("s", TINY, place)
+                await pool.sampler.close_sampler("s")
+
+            using = asyncio.create_task(use())
+            await asyncio.to_thread(reached.wait)
+            using.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(using, return_exceptions=True)
+            for member in pool.members:
+                await pool.sampler._close_unused(member)
+            assert list(tmp_path.iterdir()) == [place]
 
     run(main())
 

@@ -182,6 +182,7 @@ def test_sighup_reads_the_key_file_again(start, tmp_path):
     assert running.get("/api/v1/healthz", key="tml-alice-1")[0] == 200
 
 
+@pytest.mark.heavy
 def test_a_service_can_be_stopped_while_it_starts(start, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "slow"}))
     (tmp_path / "tokenizer.json").write_text("{}")

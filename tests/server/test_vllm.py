@@ -27,6 +27,7 @@ from tinkex.server.service import Settings
 from tinkex.server.worker import _ELSEWHERE
 from tinkex.testing import service
 
+from ..processes import children, command
 from .api import Api, Sampler
 
 STAND_IN = Path(__file__).parent.parent / "data" / "vllm_stand_in"
@@ -161,8 +162,8 @@ def test_invalid_prompt_and_broken_adapter_fail_their_own_request(running):
 
 def test_processes_that_vllm_starts_end_with_it(running):
     (first,) = vllm_pids()
-    children = group(first)
-    assert len(children) > 1
+    started = group(first)
+    assert len(started) > 1
     os.kill(first, signal.SIGKILL)
     with Api(running.url) as api:
         assert api.sampler().tokens([5, 6])  # vLLM has been started again
@@ -238,13 +239,7 @@ def group(leader: int) -> list[int]:
 
 
 def vllm_pids(parent: int | None = None) -> list[int]:
-    children = Path(f"/proc/{parent or os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if _ELSEWHERE.encode() in command(pid)]
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return [pid for pid in children(parent) if _ELSEWHERE.encode() in command(pid)]
 
 
 def test_adapter_that_vllm_cannot_hold_is_an_error_not_the_base_model(running):

@@ -16,7 +16,8 @@ from tinkex.testing import service
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from ..many_adapters import PER_MOMENT, sampled_while_training
-from ..server.test_vllm import command, group, open_pidfd, vllm_pids
+from ..processes import command
+from ..server.test_vllm import group, open_pidfd, vllm_pids
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ADAPTERS, MOMENTS = 12, 21

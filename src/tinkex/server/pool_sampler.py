@@ -236,17 +236,26 @@ class PoolSampler:
 
         The name is hidden: a service that starts removes what a killed one has left.
         """
-        if opened.files is None:
-            files = directory.with_name(f".{secrets.token_hex(8)}")
-            await asyncio.to_thread(directories.link, directory, files)
-            opened.files = files
-        return opened.files
+        if opened.files is not None:
+            return opened.files
+        files = directory.with_name(f".{secrets.token_hex(8)}")
+        work = asyncio.to_thread(directories.link, directory, files)
+        linking = asyncio.ensure_future(work)
+        try:
+            await asyncio.shield(linking)
+        finally:  # if this is cancelled, the thread goes on, and its files must be known to be removed
+            await asyncio.wait([linking])
+            if linking.exception() is None:
+                opened.files = files
+        return files
 
     async def _close(self, member: Member, name: str) -> None:
         opened = self._held(member).pop(name)
-        await member.engine.close_sampler(name)
-        if opened.files is not None:
-            await asyncio.to_thread(shutil.rmtree, opened.files, ignore_errors=True)
+        try:
+            await member.engine.close_sampler(name)
+        finally:
+            if opened.files is not None:
+                await asyncio.to_thread(shutil.rmtree, opened.files, ignore_errors=True)
 
     def _held(self, member: Member) -> OrderedDict[str, _Opened]:
         return self._opened.setdefault(member, OrderedDict())

@@ -189,29 +189,24 @@ class PoolTrainer:
 
     async def create_model(self, model_id: str, base_model: str, spec: LoraSpec) -> EngineLease:
         home = await self._new_home(model_id, base_model)
-        home.lease = await home.member.engine.create_model(model_id, base_model, spec)
-        home.between_steps = True
-        return home
+        lease = await home.member.engine.create_model(model_id, base_model, spec)
+        return await self._moved_in(home, lease, between_steps=True)
 
     async def restore_model(
         self, model_id: str, base_model: str, directory: Path, *, optimizer: bool
     ) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         engine = home.member.engine
-        home.lease = await engine.restore_model(
-            model_id, base_model, directory, optimizer=optimizer
-        )
-        home.between_steps = True
-        return home
+        lease = await engine.restore_model(model_id, base_model, directory, optimizer=optimizer)
+        return await self._moved_in(home, lease, between_steps=True)
 
     async def restore_snapshot(
         self, model_id: str, base_model: str, directory: Path
     ) -> EngineLease:
         home = await self._new_home(model_id, base_model)
         engine = home.member.engine
-        home.lease = await engine.restore_snapshot(model_id, base_model, directory)
-        home.between_steps = False  # it may have gradients
-        return home
+        lease = await engine.restore_snapshot(model_id, base_model, directory)
+        return await self._moved_in(home, lease, between_steps=False)  # it may have gradients
 
     async def _new_home(self, model_id: str, base_model: str) -> _Home:
         """An engine for a model that is loaded now; a suspected request stays with the engine that died."""
@@ -228,6 +223,13 @@ class PoolTrainer:
         await self._members.enter(member)
         await member.engine.catalog.model(base_model, "base_model")
         home.base_model = base_model
+        return home
+
+    async def _moved_in(self, home: _Home, lease: EngineLease, *, between_steps: bool) -> _Home:
+        """Note that a model is on its engine."""
+        home.lease, home.between_steps = lease, between_steps
+        if self._homes.get(home.model_id) is not home:  # it was unloaded meanwhile
+            await home.member.engine.unload_model(home.model_id)
         return home
 
     async def unload_model(self, model_id: str) -> None:

@@ -276,6 +276,7 @@ class Supervisor:
         self._models.pop(model_id, None)
         with suppress(EngineDiedError):  # its death has freed everything
             await self._worker.call(calls.UnloadModel(model_id))
+        self._models.pop(model_id, None)  # a call that loads it may have been in flight
 
     async def run_pass(self, model_id: str, request: PassJob) -> PassResult:
         self._check_held(self._models.get(model_id))

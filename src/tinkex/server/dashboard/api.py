@@ -297,13 +297,15 @@ def _now(service: Service) -> dict[str, Any]:
 
 
 async def get_events(asked: DashboardRequest) -> Response:
-    views = asked.dashboard.views
+    views, service, owner = asked.dashboard.views, asked.service, asked.owner
+    keys = service.settings.keys
+    key = keys.digest(owner)
     events, leave = asked.dashboard.live.listen(
-        asked.owner,
-        lambda run_ids: views.some(asked.owner, run_ids),
-        lambda: _now(asked.service),
-        asked.service.stopping,
-        [model.model_id for model in asked.service.models if model.owner == asked.owner],
+        owner,
+        lambda run_ids: views.some(owner, run_ids),
+        lambda: _now(service),
+        lambda: service.stopping.is_set() or keys.digest(owner) != key,  # the key may be revoked
+        [model.model_id for model in service.models if model.owner == owner],
     )
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return EventStream(events, headers, leave)

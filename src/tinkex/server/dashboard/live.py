@@ -105,10 +105,10 @@ class Live:
         owner: str,
         describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
         now: Callable[[], dict[str, Any]],
-        stopping: asyncio.Event,
+        over: Callable[[], bool],
         unsettled: Iterable[str] = (),
     ) -> tuple[AsyncIterator[bytes], Callable[[], None]]:
-        """The events of an owner's runs, until the service stops, and what ends listening; refused if too many listen.
+        """The events of an owner's runs until it is over, and what ends listening; refused if too many listen.
 
         `unsettled` are runs whose state may change without a request of theirs, as at the end of a session.
         """
@@ -119,7 +119,7 @@ class Live:
         clock = asyncio.get_running_loop().time
         listener = Listener(clock)  # counted at once: thousands may ask before the first one reads
         self._listeners.setdefault(owner, set()).add(listener)
-        events = _events(listener, describe, now, stopping, set(unsettled), clock)
+        events = _events(listener, describe, now, over, set(unsettled), clock)
         return events, lambda: self._leave(owner, listener)
 
     def _leave(self, owner: str, listener: Listener) -> None:
@@ -132,14 +132,14 @@ async def _events(
     listener: Listener,
     describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
     now: Callable[[], dict[str, Any]],
-    stopping: asyncio.Event,
+    over: Callable[[], bool],
     unsettled: set[str],
     clock: Callable[[], float],
 ) -> AsyncIterator[bytes]:
     looked = clock()
     yield _event("hello", now())
-    while not stopping.is_set():
-        await listener.wait()
+    await listener.wait()
+    while not over():
         changed = listener.take(_MAX_RUNS)
         asked = list(changed)
         if beat := clock() - looked >= BEAT:
@@ -156,6 +156,7 @@ async def _events(
             yield _event("runs", {"runs": runs})
         if beat or not runs:
             yield _event("beat", now())
+        await listener.wait()
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:
