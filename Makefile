@@ -53,6 +53,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --strict tests/typed/user_script.py  # as for a user: without pydantic's plugin
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python scripts/generate_async.py --check

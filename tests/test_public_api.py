@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -95,6 +95,13 @@ def test_modules_of_types_are_attributes_without_being_imported_first():
     assert printed_by(
         "import tinkex; print(tinkex.types.sampling.SamplingParams().max_tokens)"
     ) == ["None"]
+
+
+@pytest.mark.parametrize(
+    "method", ["create_rest_client", "get_telemetry", "health", "telemetry_reporter"]
+)
+def test_annotations_of_names_imported_later_can_be_read(method):
+    assert isinstance(get_type_hints(getattr(tinkex.ServiceClient, method))["return"], type)
 
 
 # -- modules -------------------------------------------------------------------------------------

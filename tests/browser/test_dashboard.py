@@ -545,6 +545,14 @@ def test_every_metric_of_a_run_has_a_plot(served, client, page):
     expect(page.get_by_role("figure", name="metric ")).to_have_count(120)
 
 
+def test_metrics_may_be_called_like_what_every_object_has(served, client, page):
+    odd, plain = trained(client, "odd", steps=1), trained(client, "plain", steps=1)
+    odd.log(1, {"constructor": 1.0, "__proto__": 2.0}).result()
+    page.goto(f"{served.url}/#/compare?runs={odd.model_id},{plain.model_id}")
+    expect(page.get_by_role("figure", name="constructor, ")).to_be_visible()
+    expect(page.get_by_role("figure", name="__proto__, ")).to_be_visible()
+
+
 def test_curves_with_more_steps_than_places_are_read_at_a_calm_pace(served, client, page):
     training = trained(client, "long", steps=400)
     page.add_init_script("window.performance.now = () => 1e6 + (window.passed ?? 0)")

@@ -67,7 +67,7 @@ def test_bundled_data_is_found_by_name():
         (b'{"prompt": ', "is not JSON: Expecting value at column 11"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
         (b"[", "is not JSON: Expecting value at column 2; each line must be one object"),
-        (b"Once upon a time", "`jq -Rc '{text: .}' FILE`"),
+        (b"Once upon a time", """`jq -Rc 'select(. != "") | {text: .}' FILE`"""),
         (b"[1]", "is not a JSON object but a list; each line must be one object"),
         (b"7", "is not a JSON object but a number"),
         ({}, 'needs "messages", or "prompt" and "completion", or "text"; it has nothing'),
@@ -82,6 +82,11 @@ def test_bundled_data_is_found_by_name():
         ({"messages": [{"role": "user"}]}, 'messages.0 needs a "content" that is text, not null'),
         (conversation("x"), "has no message of the assistant"),
         (PAIR | {"split": "dessert"}, '"split" must be one of train, test'),
+        (PAIR | {"split": ["test"]}, "validation, dev, not ['test']"),
+        (PAIR | {"prompt": "\ud83d"}, '"prompt" has \\ud83d, half of a character'),
+        (conversation("x", "\ude00"), '"messages.1.content" has \\ude00, half of a character'),
+        (b'{"n": %s}' % (b"1" * 5000), "has a number of thousands of digits"),
+        (b"[" * 100_000, "has thousands of objects or lists inside each other"),
     ],
 )
 def test_error_for_broken_line_names_its_number_and_reason(write, line, reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -243,6 +244,16 @@ def test_lines_of_text_are_learned_without_a_template(tinkex_fake, tmp_path):
         "The end."
     )  # each byte and the end, less the first
     assert json.loads(told.out)["tokens"] == bytes_and_ends * 3
+
+
+def test_the_name_of_a_file_may_be_any_bytes(tinkex_fake, data, tmp_path):
+    named = data.rename(tmp_path / os.fsdecode(b"\xe9t\xe9.jsonl"))
+    told = train(tinkex_fake, named, tmp_path / "run", "--steps", 1)
+    assert told.code == 0, told.err
+    summary = json.loads(told.out)
+    assert summary["settings"]["data"] == str(named)
+    shown = tinkex_fake.client().http.get(f"/local/runs/{summary['model_id']}").result()
+    assert shown["name"] == "?t?"
 
 
 @pytest.mark.parametrize("address", ["local", None])

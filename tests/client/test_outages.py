@@ -12,10 +12,12 @@ import tinkex
 from tinkex._client.http1 import HTTP1Client
 from tinkex.errors import APIConnectionError, APITimeoutError
 
-from ..scripted import Answer, FakeClock, Raw, promise
+from ..scripted import Answer, FakeClock, Hang, Raw, promise
 from .helpers import POLL, STEP, answer_training, new_trainer
 
 DONE = Answer({"metrics": {"x": 1.0}})
+RUNS = "GET /api/v1/training_runs"
+CURSOR = {"offset": 0, "limit": 20, "total_count": 0}
 
 
 class Nameless:
@@ -72,6 +74,18 @@ def test_timeout_before_the_session_is_open_names_what_prevents_it(service):
     ) as caught:
         client.get_server_capabilities(timeout=0.05)
     assert isinstance(caught.value.__cause__, APIConnectionError)
+
+
+def test_timeout_after_the_service_answered_names_no_earlier_failure(server, service):
+    server.on(RUNS, Answer({}, 500), Answer({"training_runs": [], "cursor": CURSOR}), Hang())
+    rest = service().create_rest_client()
+    rest.list_training_runs().result(10)  # retried; reading opens no session
+    for _ in range(50):  # as many as there are connections
+        rest.list_training_runs()
+    with pytest.raises(APITimeoutError, match=r"not finished within 0\.05 s") as caught:
+        rest.list_training_runs(timeout=0.05).result(10)
+    assert "session" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 def test_invalid_host_name_is_connection_error(clock):

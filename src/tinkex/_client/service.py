@@ -20,6 +20,7 @@ from tinkex.telemetry.bus import wants
 from tinkex.telemetry.calls import add_metadata
 from tinkex.telemetry.exceptions import concerns_tinkex
 from tinkex.telemetry.lazy_events import event_types
+from tinkex.telemetry.reporter import Reporter
 from tinkex.types.paths import CONSOLE, ParsedCheckpointTinkerPath
 
 from ._generated import ServiceClientMethods
@@ -36,17 +37,14 @@ from .runtime import APIFuture
 from .session import FinishReason, Session, refusing_bad_values
 
 if TYPE_CHECKING:
-    from tinkex.telemetry.reporter import Reporter
     from tinkex.types import (
         CustomLossInputRank,
         GetServerCapabilitiesResponse,
-        HealthResponse,
         LoraConfig,
         OptimizerConfig,
     )
 
     from . import rest, sampling, traced_loss, training
-    from .rest import RestClient
     from .sampling import SamplingClient
     from .traced_loss import LossHandle, PerDatumLossFn
     from .training import TrainingClient
@@ -411,7 +409,7 @@ class ServiceClient(ServiceClientMethods):
             timeout=timeout,
         )
 
-    def create_rest_client(self) -> RestClient:
+    def create_rest_client(self) -> rest.RestClient:
         """Create a client for runs, checkpoints and sessions that shares this client's connections."""
         return rest.RestClient(self._session)
 
@@ -421,9 +419,11 @@ class ServiceClient(ServiceClientMethods):
         """The models that the service offers."""
         return self._session.start_call("get_server_capabilities", timeout=timeout)
 
-    def health(self, *, timeout: float | None = None) -> HealthResponse:
+    def health(self, *, timeout: float | None = None) -> types.HealthResponse:
         """Raise unless the service reports that it is healthy."""
-        checked: HealthResponse = self._session.start_call("healthz", timeout=timeout).result()
+        checked: types.HealthResponse = self._session.start_call(
+            "healthz", timeout=timeout
+        ).result()
         return checked
 
     def copy_weights(

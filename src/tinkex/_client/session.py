@@ -173,7 +173,7 @@ class Session:
         """The error of work that waited too long; if it waited for the session to open, the cause is why it does not."""
         message = f"The operation was not finished within {timeout:g} s."
         transport = self._connection.made
-        cause = None if transport is None or self._current is not None else transport.retried
+        cause = None if transport is None else transport.unopened
         if cause is not None:
             message = f"{message} No session could be opened until then: {cause}"
         error = APITimeoutError(message=message)
@@ -277,6 +277,7 @@ class Session:
             flags = await self.transport.call(row, request)
         except NotFoundError:  # services before 0.18 have no flags
             flags = types.ClientConfigResponse()
+        self.transport.unopened = None
         self.service = Configured.of(flags, self.config, self.clock)
         self.transport.billing_window = flags.billing_exception_max_pause_duration_sec
         if flags.pjwt_auth_enabled:
@@ -292,6 +293,7 @@ class Session:
             call = partial(transport.call, row)
             request = self._about.request(list(self.config.tags))
             created = await self._labels.send(row.name, request, call)
+            transport.unopened = None
             self.session_id = created.session_id
             for message, say in (
                 (created.info_message, logger.info),

@@ -79,6 +79,8 @@ _CIRCUITS: Final = {
     Pool.TRAINING: "training",
     Pool.SAMPLING: "sampling",
 }
+#: The operations without which no session is open.
+_OPENING: Final = frozenset({"client_config", "create_session"})
 
 
 class RawResponse(Protocol):
@@ -102,8 +104,8 @@ class Transport:
         # Userinfo moves into a header, so that no URL in a log or error contains a password.
         self._base_url, userinfo = _split_userinfo(config.base_url)
         self.notices = Notices(self._base_url, self.clock)
-        #: The last error after which a request was retried.
-        self.retried: TinkerError | None = None
+        #: The last error after which a request that opens the session was retried; None once it succeeded.
+        self.unopened: TinkerError | None = None
         self.billing_window = 3600.0
         self._clients: dict[Pool, Any] = {}
         self._borrowed: Any = None  # the caller's own client, which the caller closes
@@ -190,7 +192,8 @@ class Transport:
         wait: float,
     ) -> None:
         """Report that a request failed, when it is retried and when the retries end."""
-        self.retried = error
+        if what in _OPENING:
+            self.unopened = error
         limit = policy.limit(error)
         if deadline is not None:
             left = deadline - self.clock.monotonic()

@@ -38,7 +38,7 @@ _SPLITS: Final = {
 }
 #: For files in another format, such as one JSON list, or plain text.
 _WHOLE_LINES: Final = """each line must be one object; `jq -c '.[]' FILE` makes such lines of a JSON list, \
-`jq -Rc '{text: .}' FILE` of lines of text"""
+`jq -Rc 'select(. != "") | {text: .}' FILE` of lines of text"""
 #: Lines that a message names; the others are only counted.
 _NAMED: Final = 5
 
@@ -123,6 +123,10 @@ def _record(number: int, line: bytes) -> DataLine:
         raise InvalidInputError(
             f"is not JSON: {error.msg} at column {error.colno}; {_WHOLE_LINES}"
         ) from None
+    except ValueError:
+        raise InvalidInputError("has a number of thousands of digits") from None
+    except RecursionError:
+        raise InvalidInputError("has thousands of objects or lists inside each other") from None
     if not isinstance(content, dict):
         raise InvalidInputError(f"is not a JSON object but {_kind(content)}; {_WHOLE_LINES}")
     split = _split(content.get("split"))
@@ -158,6 +162,7 @@ def _messages(messages: Any) -> tuple[Message, ...]:
                 raise InvalidInputError(
                     f'messages.{index} needs a "{name}" that is text, not {_kind(message.get(name))}'
                 )
+            _check_characters(message[name], f"messages.{index}.{name}")
     if not any(message["role"] == "assistant" and message["content"] for message in messages):
         raise InvalidInputError("has no message of the assistant; nothing can be learned from it")
     return tuple(messages)
@@ -167,13 +172,24 @@ def _text(content: dict[str, Any], name: str) -> str:
     value = content.get(name)
     if not isinstance(value, str):
         raise InvalidInputError(f'needs a "{name}" that is text, not {_kind(value)}')
+    _check_characters(value, name)
     return value
+
+
+def _check_characters(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise InvalidInputError(
+            f'"{name}" has {half}, half of a character without its other half'
+        ) from None
 
 
 def _split(value: Any) -> str | None:
     if value is None:
         return None
-    if value not in _SPLITS:
+    if not isinstance(value, str) or value not in _SPLITS:
         raise InvalidInputError(f'"split" must be one of {", ".join(_SPLITS)}, not {value!r:.80}')
     return _SPLITS[value]
 

@@ -67,7 +67,10 @@ class Output:
         say(told)
 
     def payload(self, payload: Any) -> None:
-        click.echo(json.dumps(plain(payload), indent=2, ensure_ascii=False))
+        text = json.dumps(plain(payload), indent=2, ensure_ascii=False)
+        click.echo(
+            text.encode(errors="backslashreplace").decode()
+        )  # names of files may not be UTF-8
 
 
 def laid_out(

@@ -348,8 +348,8 @@ def _client(service: ServiceClient, start: _Start) -> TrainingClient:
 
 def _named(start: _Start) -> dict[str, str]:
     """The name of the run in the dashboard: that of its checkpoints if the user chose one, else that of the data."""
-    name = start.run.name
-    return {"name": start.data.stem if name == _NAME else name}
+    name = start.run.name if start.run.name != _NAME else start.data.stem
+    return {"name": name.encode(errors="replace").decode()}  # a file's name may not be UTF-8
 
 
 def _lessons(

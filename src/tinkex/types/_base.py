@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
@@ -43,6 +43,14 @@ class _RefusesBadValues(ModelMetaclass):
             raise InvalidInputError(complaint, field=field) from error
 
 
+if (
+    TYPE_CHECKING
+):  # only pydantic's own metaclass tells type checkers that the fields of a class are its arguments
+    _OfRequests = ModelMetaclass
+else:
+    _OfRequests = _RefusesBadValues
+
+
 class _WireModel(BaseModel):
     model_config = ConfigDict(
         frozen=True,
@@ -60,7 +68,7 @@ class _WireModel(BaseModel):
         return data
 
 
-class RequestModel(_WireModel, metaclass=_RefusesBadValues):
+class RequestModel(_WireModel, metaclass=_OfRequests):
     """Written by a caller: a misspelt field is an error."""
 
     model_config = ConfigDict(extra="forbid")

@@ -6,7 +6,7 @@ import { Samples } from "./samples.js";
 
 const TABS = [["metrics", "Metrics"], ["samples", "Samples"], ["checkpoints", "Checkpoints"], ["configuration", "Configuration"]];
 const FIRST = ["loss", "tokens_per_second", "grad_norm", "learning_rate"];
-const UNITS = { tokens_per_second: "tokens/s" };
+const UNITS = new Map([["tokens_per_second", "tokens/s"]]);
 
 // Reads at once and whenever `what` of these runs changes. `load` reads and returns a function that shows what it read: for
 // a change it is called together with all others, so that the page is drawn once. Of two readings the later is shown. For
@@ -118,7 +118,8 @@ async function curvesOf(id, asked) {
   const size = Object.keys(first.metrics).length, rest = [];
   for (let offset = size; size && offset < first.names.length; offset += size) rest.push(get(runPath(id, "/metrics"), { ...asked, offset }));
   const parts = [first, ...(await Promise.all(rest))];
-  return { ...first, metrics: Object.assign({}, ...parts.map((part) => part.metrics)) };
+  // Without a prototype, because a metric may be called "constructor".
+  return { ...first, metrics: Object.assign(Object.create(null), ...parts.map((part) => part.metrics)) };
 }
 
 // Pixels of a plot for each point that is read; where a point stands for several steps, a band shows their extremes.
@@ -161,7 +162,7 @@ export function Metrics({ ids, names = null, theme }) {
     </div>
     ${error && html`<${Notice} kind="bad">${error.message}<//>`}
     ${found && !plots.length && html`<${Notice}>${zoom ? "Nothing was recorded in this part." : "No metrics yet. The first optimizer step draws the first point; training.log(step, metrics={…}) adds your own."}<//>`}
-    <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS[name] ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
+    <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS.get(name) ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
 }
 
 // Whether curves have no new point. A curve only grows at its end, so its ends tell.
