@@ -406,3 +406,13 @@ def test_a_broken_line_is_one_line_on_stderr_and_nothing_else(data, tmp_path):
     assert outcome.err.strip().endswith('line 9: needs a "completion" that is text, not a number')
     assert outcome.err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_missing_to_start_a_run_is_named(data, tmp_path):
+    no_model = run("train", data, "--output", tmp_path / "run")
+    no_data = run("train", "--base-model", TINY, "--output", tmp_path / "run")
+    assert (no_model.code, no_data.code) == (2, 2)
+    assert "give --base-model" in no_model.err
+    assert "`tinkex model list`" in no_model.err
+    assert "give DATA" in no_data.err
+    assert "--base-model" not in no_data.err

@@ -108,13 +108,14 @@ def test_vllm_is_started_again_when_one_of_its_processes_is_killed(python, small
     """While it is idle: vLLM notices only at the next request, and may then wait for ever."""
     model, settings = f"small={small}", {"data_dir": tmp_path, "dtype": "float32"}
     vllm = {"sampler": "vllm", "sampler_python": python, "vllm_eager": True}
+    others = set(vllm_pids())  # of services that other tests keep
     with service("torch", (model,), **vllm, **settings) as running:
         client = running.client()
         training = client.create_lora_training_client("small", rank=4, seed=1)
         sampler = training.save_weights_and_get_sampling_client()
         prompt, params = ModelInput.from_ints([5, 6, 7]), SamplingParams(max_tokens=4, seed=3)
         before = sampler.sample(prompt, 1, params).result().sequences[0].tokens
-        (leader,) = vllm_pids()
+        (leader,) = set(vllm_pids()) - others
         (core,) = [pid for pid in group(leader) if b"EngineCore" in command(pid)]
         with open_pidfd(leader) as ended:
             os.kill(core, signal.SIGKILL)

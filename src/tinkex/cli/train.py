@@ -211,8 +211,13 @@ class _Start:
 def _fresh(
     directory: Path, data: str | None, settings: dict[str, Any], name: str, *, overwrite: bool
 ) -> _Start:
-    if data is None or settings["base_model"] is None:
-        raise click.UsageError("give DATA and --base-model, or --resume")
+    if data is None:
+        raise click.UsageError("give DATA, a file with one JSON object per line, or --resume")
+    if settings["base_model"] is None:
+        raise click.UsageError(
+            "give --base-model, the model to fine-tune, such as HuggingFaceTB/SmolLM2-135M-Instruct; "
+            "`tinkex model list` shows those of a service"
+        )
     if (directory / FILE).exists() and not overwrite:
         raise InvalidInputError(
             f"{directory} holds a run: --resume auto resumes it, --overwrite replaces it",

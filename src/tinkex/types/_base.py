@@ -43,9 +43,8 @@ class _RefusesBadValues(ModelMetaclass):
             raise InvalidInputError(complaint, field=field) from error
 
 
-if (
-    TYPE_CHECKING
-):  # only pydantic's own metaclass tells type checkers that the fields of a class are its arguments
+# Only pydantic's own metaclass tells type checkers that the fields of a class are its arguments.
+if TYPE_CHECKING:
     _OfRequests = ModelMetaclass
 else:
     _OfRequests = _RefusesBadValues
