@@ -29,6 +29,7 @@ from tinkex.engine.actors import (
     fits,
     lacking,
 )
+from tinkex.engine.base_models import parse_spec, prepare
 from tinkex.engine.bridge import Bridge
 from tinkex.engine.parcels import ParcelLostError
 from tinkex.engine.process import Setup
@@ -169,13 +170,14 @@ async def on_cluster(
     base_models: Sequence[str] = (TINY,),
     deadline: float = 60.0,
     vllm: Path | None = None,
+    on_demand: bool = False,
     **options: Any,
 ) -> AsyncIterator[RayPool]:
     cluster = cluster_of(actors, RayOptions("stand-in", **options))
     setup = Setup(base_models, cache_dir, "fake", "cpu", "float32")
     make = ray_members(setup, cluster, samples=vllm is None, deadline=deadline)
     beside = [] if vllm is None else [vllm_member(setup, vllm, deadline=deadline)]
-    pool = RayPool(cluster, make, count, beside=beside)
+    pool = RayPool(cluster, make, count, beside=beside, on_demand=on_demand)
     try:
         await pool.start()
         yield pool
@@ -473,6 +475,44 @@ def test_work_of_a_lost_node_is_done_elsewhere_though_its_engine_never_comes_bac
             for done in asyncio.as_completed(working):
                 await done
             assert sorted(each.up for each in pool.status()) == [False, True]
+
+    run(main())
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["for the service", "for a model"])
+def test_a_base_model_that_a_lost_node_was_loading_is_loaded_elsewhere(
+    cache_dir, monkeypatch, known
+):
+    monkeypatch.setattr(bridge, "PLACEMENT", 0.05)
+    twin = str(prepare(parse_spec(TINY), cache_dir).directory)
+
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir, 2, on_demand=True) as pool:
+            if known:
+                first, _ = pool.members
+                await first.engine.catalog.model(twin, "base_model")
+                first.load.models += 1  # so that the model goes to the other one
+
+            async def work() -> None:
+                if known:
+                    await pool.persist(lambda: pool.trainer.create_model("m", twin, SPEC))
+                else:
+                    await pool.catalog.model(twin, "base_model")
+
+            for each in actors.placed:
+                each.deaf = True
+            working = asyncio.create_task(work())
+            await until(
+                lambda: any(each.engine.check_health() == "working" for each in pool.members)
+            )
+            (busy,) = [each for each in pool.members if each.engine.check_health() == "working"]
+            for each in actors.placed:
+                each.deaf = False
+            actors.lose_node(busy.engine.ready.node)
+            await working
+            assert sorted(each.up for each in pool.status()) == [False, True]
+            assert not busy.up
 
     run(main())
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 
+from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.interface import EngineDiedError, EngineStatus
 from tinkex.engine.values import SampleJob
 
@@ -100,8 +101,20 @@ class Members:
             await visit.enter(member)
         while not member.up:
             if member.stranded:
-                raise EngineDiedError("The engine cannot be started now.", cause_known=True)
+                raise _lost()
             await self._first(member.engine.wait_tried())
+
+    async def base_model(self, member: Member, name: str) -> PreparedModel:
+        """Have a base model loaded on an engine; raises if the engine is lost meanwhile, instead of waiting for its return."""
+        loading = asyncio.ensure_future(member.engine.catalog.model(name, "base_model"))
+        try:
+            while not loading.done():
+                if member.stranded:
+                    raise _lost()
+                await self._first(asyncio.wait([loading]), member.engine.wait_stranded())
+            return loading.result()
+        finally:
+            loading.cancel()
 
     def quarantine(self) -> Member | None:
         """The engine that has to retry the current work, because it died during the last attempt.
@@ -123,7 +136,7 @@ class Members:
                 return working
             await self._first(*(member.engine.wait_up() for member in fitting))
 
-    async def _first(self, *events: Coroutine[object, object, None]) -> None:
+    async def _first(self, *events: Coroutine[object, object, object]) -> None:
         """Wait until one of these is over, or an engine joins or leaves."""
         self._changed.clear()
         waiting: list[asyncio.Task[object]] = [asyncio.ensure_future(event) for event in events]
@@ -133,3 +146,7 @@ class Members:
         finally:
             for task in waiting:
                 task.cancel()
+
+
+def _lost() -> EngineDiedError:
+    return EngineDiedError("The engine cannot be started now.", cause_known=True)

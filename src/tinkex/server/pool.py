@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from tinkex.engine.base_models import PreparedModel
@@ -90,9 +91,11 @@ class EnginePool:
 
     async def _load(self, name: str) -> PreparedModel:
         """Load a base model on one engine; others load it when a model or a sampler needs it there."""
-        members = await self._members.some_up(lambda each: each.trains)
-        fewest = min(members, key=lambda each: (each.load.models, each.name))
-        return await fewest.engine.catalog.model(name, "base_model")
+        while True:
+            members = await self._members.some_up(lambda each: each.trains)
+            fewest = min(members, key=lambda each: (each.load.models, each.name))
+            with suppress(EngineDiedError):  # it is lost
+                return await self._members.base_model(fewest, name)
 
     # -- retries -----------------------------------------------------------------------------
 

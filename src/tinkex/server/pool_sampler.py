@@ -216,7 +216,7 @@ class PoolSampler:
                 if not opened.ready:
                     if opened.lease is not None:  # the engine was restarted: its cache is empty
                         member.load.prefixes.clear()
-                    await member.engine.catalog.model(adapter.base_model, "base_model")
+                    await self._members.base_model(member, adapter.base_model)
                     directory = adapter.directory
                     if directory is not None and member.reads_again:
                         directory = await self._own_files(opened, directory)

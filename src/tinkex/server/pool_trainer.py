@@ -221,7 +221,7 @@ class PoolTrainer:
         if home is None or home.member is not member:
             home = self._settle(model_id, member)
         await self._members.enter(member)
-        await member.engine.catalog.model(base_model, "base_model")
+        await self._members.base_model(member, base_model)
         home.base_model = base_model
         return home
 

@@ -192,6 +192,12 @@ class Supervisor:
             self._tried.clear()
         await self._tried.wait()
 
+    async def wait_stranded(self) -> None:
+        """Wait until the engine has died and could not be started again."""
+        while not self.stranded:
+            await self._worker.died.wait()
+            await self.wait_tried()
+
     @property
     def ready(self) -> Ready:
         assert self._worker.ready is not None
