@@ -24,6 +24,7 @@ from tinkex.engine.actor import ActorDepot, EngineActor, HostFacts
 from tinkex.engine.actors import (
     ActorHandle,
     ActorLostError,
+    ActorSilentError,
     NodeView,
     StoreFullError,
     fits,
@@ -101,11 +102,11 @@ class ThreadActors:
         self, name: str, resources: Mapping[str, float], avoid: Collection[str] = ()
     ) -> ActorHandle:
         with self.placing:
-            node = next(
-                node.name
-                for node in self.nodes()
-                if node.name not in avoid and fits([node], resources)
-            )
+            suited = [node for node in self.nodes() if node.name not in avoid]
+            free = [node.name for node in suited if fits([node], resources)]
+            if not free:  # another engine was faster; on Ray the actor would not start in time
+                raise ActorSilentError("no node has room")
+            node = free[0]
             made = Handle(name, node, EngineActor(name, OnNode(self, node)))
             made.facts = self.different.get(node, {})
             self.placed.append(made)
