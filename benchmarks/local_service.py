@@ -3,8 +3,9 @@
 The limit is the matrix products of the same work alone, in the type that the service chooses on this machine (see
 `training_limit.py` and `sampling_limit.py`).
 
-    python benchmarks/local_service.py [training] [sampling] [overhead] [start] [--rounds 3]
+    python benchmarks/local_service.py [training] [sampling] [overhead] [start] [--rounds 3] [--vllm PATH]
 
+PATH is the Python of an environment with vLLM, which is then sampled from too; `make vllm` makes one under .scratch/vllm.
 Every measurement runs in a process of its own, ours and the reference taking turns, and the best of the rounds
 counts: these machines are noisy, and noise only ever adds time. Prints a table to stderr and JSON to stdout.
 """
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, metavar="PATH")
     parser.add_argument("--child")
     options = parser.parse_args()
     if options.child:
@@ -40,6 +42,8 @@ def main() -> None:
         return
     parts = options.parts or ["training", "sampling", "overhead", "start"]
     results = {part: globals()[f"compare_{part}"](options.rounds) for part in parts}
+    if options.vllm and "sampling" in parts:
+        results["vllm"] = compare_vllm(options.vllm, results["sampling"]["service_sampling"])
     print(json.dumps(results, indent=1))
 
 
@@ -423,6 +427,24 @@ def compare_sampling(rounds: int) -> dict:
     show(
         "32 requests of one, against one of 32",
         [("tokens/s", ours["separate 32"], ours["base 32"], 0.85)],
+    )
+    return found
+
+
+def compare_vllm(python: Path, ours: dict[str, float]) -> dict[str, float]:
+    """vLLM's own `generate` in the type of the service, without adapters."""
+    from vllm import Offline  # our benchmark of this name
+
+    offline = Offline(python, str(service_dtype()).removeprefix("torch."), loras=False)
+    found = {}
+    for count in (1, 8, 32):
+        offline.seconds(count, 2)
+        seconds = min(offline.seconds(count, NEW) for _ in range(2))
+        found[f"base {count}"] = count * NEW / seconds
+    offline.close()
+    show(
+        "sampling, tokens/s: service, vLLM",
+        [(name, ours[name], theirs, 1.0) for name, theirs in found.items()],
     )
     return found
 

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tinkex.engine.base_models import parse_spec, prepare
@@ -22,21 +23,20 @@ from tinkex.types import ModelInput, SamplingParams
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROMPT = list(range(5, 37))
 
-#: Reads numbers of tokens, generates as many for each sample, and prints the seconds.
+#: Reads numbers of samples and tokens, generates as many tokens for each sample, and prints the seconds.
 OFFLINE = """
 import os, sys, time
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
-    directory, samples = sys.argv[1], int(sys.argv[2])
-    llm = LLM(
-        model=directory, dtype="float32", enforce_eager=True, enable_lora=True, max_loras=8, max_cpu_loras=64,
-        max_lora_rank=64, logprobs_mode="processed_logprobs",
-    )
+    directory, dtype, with_loras = sys.argv[1:]
+    loras = dict(enable_lora=True, max_loras=8, max_cpu_loras=64, max_lora_rank=64) if with_loras == "loras" else {}
+    llm = LLM(model=directory, dtype=dtype, enforce_eager=True, logprobs_mode="processed_logprobs", **loras)
     print("ready", flush=True)
     for line in sys.stdin:
+        samples, tokens = map(int, line.split())
         params = [
-            SamplingParams(max_tokens=int(line), seed=number, ignore_eos=True, logprobs=0, detokenize=False)
+            SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True, logprobs=0, detokenize=False)
             for number in range(samples)
         ]
         began = time.perf_counter()
@@ -46,14 +46,14 @@ if __name__ == "__main__":
 
 
 class Offline:
-    """vLLM's own `generate` in a process of its own."""
+    """vLLM's own `generate` in a process of its own; `loras` makes it ready for adapters, as behind the service."""
 
-    def __init__(self, python: Path, samples: int) -> None:
+    def __init__(self, python: Path, dtype: str = "float32", *, loras: bool = True) -> None:
         directory = prepare(parse_spec(SMOL), default_cache_dir()).directory
         self._script = Path(default_cache_dir(), "offline_vllm.py")
         self._script.write_text(OFFLINE)  # vLLM starts processes that import the main module
         self.process = subprocess.Popen(
-            [python, self._script, directory, str(samples)],
+            [python, self._script, directory, dtype, "loras" if loras else "none"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,8 +67,8 @@ class Offline:
                 return line.removeprefix(word)
         raise RuntimeError("vLLM ended; its error output is above")
 
-    def seconds(self, tokens: int) -> float:
-        print(tokens, file=self.process.stdin, flush=True)
+    def seconds(self, samples: int, tokens: int) -> float:
+        print(samples, tokens, file=self.process.stdin, flush=True)
         return float(self._answer("took"))
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ def main(options: argparse.Namespace) -> None:
             return time.perf_counter() - began
 
         ours = measured(served, options)
-    offline = Offline(options.python, options.samples)
-    theirs = measured(offline.seconds, options)
+    offline = Offline(options.python)
+    theirs = measured(partial(offline.seconds, options.samples), options)
     offline.close()
     drawn = options.samples * options.tokens
     print(
