@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--engine", default="torch", choices=("torch", "fake"))
-    parser.add_argument("--tokens", type=int, default=256, help="of one step")
+    parser.add_argument("--tokens", type=int, default=1024, help="of one step")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=15.0, help="of one turn")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
