@@ -127,10 +127,9 @@ def take(browser: Browser, url: str, ids: list[str], to: Path, *, everything: bo
             page.wait_for_selector("h1")
             if name == "playground":
                 page.get_by_role("button", name="Add a model").click()
-                page.get_by_label("Plain prompt").check()
-                page.get_by_label("Prompt", exact=True).fill("What is 2 + 3?")
+                page.get_by_label("Message 1").fill("Why is the sky blue? Answer in one sentence.")
                 page.get_by_label("Seed").fill("1")
-                page.get_by_label("Most tokens").fill("12")
+                page.get_by_label("Most tokens").fill("48")
                 page.get_by_role("button", name="Run").click()
                 page.wait_for_selector(".answer.done >> nth=1")
             page.wait_for_timeout(900)  # plots are drawn
