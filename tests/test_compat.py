@@ -364,6 +364,13 @@ def test_wrong_usage_prints_usage_and_exits_with_2(capsys, arguments):
     assert "tinker" not in sys.modules
 
 
+def test_script_that_is_not_there_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        as_tinker.main(["missing.py", "-x"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "tinkex.as_tinker: there is no file missing.py\n"
+
+
 def test_shim_directory_on_the_path_is_enough(python):
     script = "import tinker, tinkex; assert tinker.TensorData is tinkex.TensorData"
     path = os.pathsep.join([str(compat.SHIM), "site"])

@@ -30,6 +30,9 @@ def main(arguments: list[str]) -> None:
     if not target or target[0].startswith("-"):
         sys.stderr.write(_USAGE)
         raise SystemExit(2)
+    if not by_name and not Path(target[0]).exists():
+        sys.stderr.write(f"tinkex.as_tinker: there is no file {target[0]}\n")
+        raise SystemExit(2)
     install_as_tinker()
     _pass_on()
     sys.argv = target
