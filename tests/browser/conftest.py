@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Closed at the end of the file: while it is open, playwright's event loop runs in this thread, and no other can."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
     if found is None:
         pytest.skip(
