@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +73,19 @@ def test_engine_keeps_its_own_copy_if_there_is_no_room(tmp_path, shared, monkeyp
     np.testing.assert_array_equal(logprobs(loaded(model, shared[0]), model), expected)
     assert f"{shared[1]} has no room" in caplog.text
     assert list(shared[1].glob("*weights-*")) == []
+
+
+def test_weights_leave_room_for_adapters_and_gradients(tmp_path, shared, monkeypatch):
+    weights, directory = shared
+    model = saved(tmp_path, "llama")
+    size = sum(
+        weight.nbytes for weight in loaded(model)._in_memory(model).language.model.parameters()
+    )
+    for free, files in ((size * 1.1, 0), (size * 1.5, 1)):
+        place = SimpleNamespace(f_bavail=int(free), f_frsize=1)
+        monkeypatch.setattr(os, "fstatvfs", lambda _, place=place: place)
+        loaded(model, weights)
+        assert len(list(directory.glob("*weights-*"))) == files
 
 
 def test_model_that_cannot_be_loaded_leaves_no_file(tmp_path, shared):

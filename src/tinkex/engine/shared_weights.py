@@ -7,6 +7,7 @@ read. Nobody writes to the weights once the file has its name; if there is no ro
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -28,6 +29,8 @@ logger = logging.getLogger("tinkex.engine")
 
 #: Bytes of a cache line: kernels read weights in whole lines.
 _LINE: Final = 64
+#: Free space that is needed, in sizes of the weights: the engines also exchange adapters and gradients in this memory.
+_ROOM: Final = 1.25
 
 
 class SharedWeights:
@@ -66,10 +69,13 @@ class SharedWeights:
 
 
 def _has_room(path: Path, size: int) -> bool:
-    """Make a file whose memory is there, so that writing to it cannot fail later."""
+    """Make a file whose memory is there, so that writing to it cannot fail later, and some room is left beside it."""
     path.unlink(missing_ok=True)  # an engine that died may have left it
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
+        place = os.fstatvfs(descriptor)
+        if place.f_bavail * place.f_frsize < size * _ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:  # containers often have 64 MB of shared memory
         path.unlink()
