@@ -21,10 +21,10 @@ import torch
 from torch.nn import functional
 
 from tinkex.engine import base_models
+from tinkex.engine.engine import TorchEngine
 from tinkex.engine.grammars import Grammars
 from tinkex.engine.lora import Adapter
 from tinkex.engine.sampler import Sampler
-from tinkex.engine.trainer import LanguageModel
 from tinkex.engine.values import Constraint, LoraSpec, SampleJob
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -39,17 +39,18 @@ class Bench:
 
         torch.set_num_threads(2)
         prepared = base_models.prepare(base_models.parse_spec(SMOL), default_cache_dir())
-        model = base_models.load(prepared, device="cpu", dtype=dtype)
-        self.language = LanguageModel(model, context_length=prepared.context_length, native=native)
+        engine = TorchEngine([prepared], dtype=dtype, native=native)
+        self.language = engine._base(SMOL).language
         self.grammars = Grammars(prepared.directory, prepared.vocab_size, prepared.eos_token_ids)
         self.sampler = self.new_sampler()
         self.rounds = rounds
         self._number = 0
         self.weights = [
-            projection.weight
+            projection.weight.to(dtype)
             for layer in self.language.llama.layers
             for projection in layer.projections
         ]
+        self.head = self.language.unembed.weight.to(dtype)
 
     def new_sampler(self) -> Sampler:
         return Sampler(self.language, end_tokens=(), cache_bytes=4e9, grammars=self.grammars)
@@ -65,7 +66,7 @@ class Bench:
         }
         for weight in weights:
             functional.linear(inputs[weight.shape[1]], weight)
-        head = self.language.unembed.weight
+        head = self.head
         if unembedded:
             functional.linear(torch.ones(unembedded, head.shape[1], dtype=head.dtype), head)
 

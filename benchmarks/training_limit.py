@@ -92,9 +92,11 @@ class Products:
         assert language.llama is not None
         self.rows = rows
         self._weights = [
-            projection.weight for layer in language.llama.layers for projection in layer.projections
+            projection.weight.to(language.dtype)
+            for layer in language.llama.layers
+            for projection in layer.projections
         ]
-        self._unembedding = language.unembed.weight
+        self._unembedding = language.unembed.weight.to(language.dtype)
 
     def seconds(self) -> float:
         layers = best(lambda: self._run(self._weights, self.rows))

@@ -43,6 +43,15 @@ def test_base_models_share_the_sampling_cache_budget(tiny):
     assert [loaded.sampler.cache_bytes for loaded in engine._loaded.values()] == [500, 500]
 
 
+def test_engines_that_share_a_machine_share_its_memory_for_keys_and_values(tiny):
+    budgets = []
+    for share in (1.0, 0.25):
+        engine = TorchEngine([tiny], memory_share=share)
+        engine.load(tiny)
+        budgets += [loaded.sampler.cache_bytes for loaded in engine._loaded.values()]
+    assert budgets[1] == pytest.approx(budgets[0] / 4)
+
+
 def test_memory_size_respects_the_container_limit(tmp_path):
     cpu, limit = torch.device("cpu"), tmp_path / "memory.max"
     whole = memory_of(cpu, [limit])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from tinkex._wire.pass_parts import PassPart
 from tinkex.engine import base_models
 from tinkex.engine.base_models import TINY
 from tinkex.engine.engine import TorchEngine
-from tinkex.engine.parcels import FileDepot
-from tinkex.engine.shards import divide
+from tinkex.engine.helping import Helping
+from tinkex.engine.parcels import FileDepot, Parcel
+from tinkex.engine.shards import Block, ShardSums, divide
+from tinkex.engine.trainer import Gradients
 from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob
 from tinkex.errors import InvalidInputError
 
@@ -109,12 +114,38 @@ def test_invalid_pass_leaves_no_gradient_and_drops_the_parts_before_it(engines, 
     assert weights(home, tmp_path / "home") == weights(alone, tmp_path / "alone")
 
 
-def test_depot_holds_one_adapter_of_a_model_and_no_gradients_after_a_pass(engines, tmp_path):
+def test_depot_is_empty_after_a_pass(engines, tmp_path):
     home, helper, _ = engines
     home.create_model("m", TINY, SPEC)
     for step in range(2):
         divided(home, helper, PassJob(examples(step), "cross_entropy"))
-        home.optim_step("m", AdamStep(1e-2))
+        assert not list((tmp_path / "depot").iterdir())
+
+
+def test_gradients_without_room_for_all_of_them_leave_none(tmp_path):
+    class Full(FileDepot):
+        def put(self, name: str, data: bytes) -> Parcel:
+            if any(tmp_path.iterdir()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().put(name, data)
+
+    gradients: Gradients = [torch.ones(2)]
+    blocks = [Block(start, 1, gradients) for start in range(2)]
+    with pytest.raises(OSError, match="No space left"):
+        Helping(Full(tmp_path)).packed(ShardSums(blocks=blocks))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("after", ["undivided pass", "step", "unload"])
+def test_adapter_of_a_pass_that_failed_does_not_stay_in_the_depot(engines, tmp_path, after):
+    home, *_ = engines
+    home.create_model("m", TINY, SPEC)
+    home.publish("m")
     assert len(list((tmp_path / "depot").iterdir())) == 1
-    home.unload_model("m")
+    if after == "step":
+        home.optim_step("m", AdamStep(1e-2))
+    elif after == "unload":
+        home.unload_model("m")
+    else:
+        finish(home.run_pass("m", PassJob(examples(0, 1), "cross_entropy")))
     assert not list((tmp_path / "depot").iterdir())

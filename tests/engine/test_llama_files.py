@@ -45,14 +45,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved(directory, family, **changes):
+def saved(directory, family, dtype=torch.float32, **changes):
     name, options = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SIZES | options | changes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return base_models.read(family, directory)
 

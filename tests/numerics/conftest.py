@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ctypes
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tinkex.engine import base_models
+from tinkex.engine.native import library
 from tinkex.engine.trainer import LanguageModel
 
 
@@ -16,6 +19,31 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+KERNELS = {
+    "native": ["-march=native"],
+    "not optimized": ["-march=native", "-O0"],  # as other versions of the compiler translate them
+    "AVX2": ["-march=haswell"],
+    "SSE2": ["-march=x86-64"],
+}
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def compiled(request: pytest.FixtureRequest, compiled_kernels: Path) -> ctypes.CDLL:
+    """The kernels in C: for this processor, for one that has AVX2 alone, and for one that has not even that."""
+    compiler, cpuinfo = shutil.which("cc"), Path("/proc/cpuinfo")
+    assert compiler is not None, "these tests need a C compiler"
+    known = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    needed = {"AVX2": " avx2 ", "SSE2": " sse2 "}.get(request.param, "")
+    if needed not in known:
+        pytest.skip(f"this processor has no {request.param}")
+    return library.build(compiler, compiled_kernels, KERNELS[request.param])
 
 
 @pytest.fixture(scope="session")

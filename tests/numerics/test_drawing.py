@@ -126,6 +126,19 @@ def test_top_k_and_top_p_keep_the_smallest_set_of_tokens():
         assert tokens == sorted(tokens)  # filters keep the order of the vocabulary
 
 
+@pytest.mark.parametrize("size", [300, 50_257])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 4}, {"top_p": 0.0399}, {"top_k": 50, "top_p": 0.0799}]
+)
+def test_filters_keep_the_first_of_equally_likely_tokens(size, options):
+    """Otherwise the same seed could draw other tokens under a constraint that allows them all."""
+    logits = torch.full((64, size), -torch.inf)
+    logits[:, -100:] = 0.0
+    fractions = np.linspace(0, ALMOST_ONE, 64)
+    tokens, _ = choose(logits, [job(**options)] * 64, fractions)
+    assert set(tokens) == set(range(size - 100, size - 96))
+
+
 def test_draw_does_not_depend_on_other_rows():
     options: list[dict[str, Any]] = [
         {},

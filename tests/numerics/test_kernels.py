@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import subprocess
 
@@ -18,9 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def native() -> NativeKernels:
-    compiled = library.library()
-    assert compiled is not None, "these tests need a C compiler"
+def native(compiled: ctypes.CDLL) -> NativeKernels:
     return NativeKernels(compiled)
 
 

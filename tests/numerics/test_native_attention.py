@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn import functional
 
-from tinkex.engine.native import library
 from tinkex.engine.native.attention import HeadShape, NativeAttention, QueryRows, packed_rows
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -15,9 +16,7 @@ PAGE = 8
 
 
 @pytest.fixture(scope="module")
-def native() -> NativeAttention:
-    compiled = library.library()
-    assert compiled is not None, "these tests need a C compiler"
+def native(compiled: ctypes.CDLL) -> NativeAttention:
     return NativeAttention(compiled)
 
 

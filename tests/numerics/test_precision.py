@@ -92,7 +92,10 @@ def test_the_budget_of_activations_counts_the_layer_that_runs_backward(tiny):
     hidden = layer.out.sizes[0]
     projected = sum(layer.qkv.sizes) + hidden + sum(layer.gate_up.sizes)
     everything = 4 * rows * (2 * hidden + projected)
-    inputs = 4 * rows * hidden * len(language.llama.layers)
-    assert kept_layers(language.llama, rows, inputs + 3 * everything) == 0
-    assert kept_layers(language.llama, rows, inputs + 4 * everything) == 1
+    count, inputs = len(language.llama.layers), 4 * rows * hidden
+    none = count * inputs + 3 * everything
+    assert kept_layers(language.llama, rows, none) == 0
+    assert kept_layers(language.llama, rows, none + everything - inputs) == 1
+    assert kept_layers(language.llama, rows, (count + 3) * everything) == count
+    assert kept_layers(language.llama, rows, (count + 3) * everything - 1) == count - 1
     assert kept_layers(language.llama, rows, 10**12) == len(language.llama.layers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 
 import pytest
 import torch
 
-from tinkex.engine.native import NativeProducts, library
+from tinkex.engine.native import NativeProducts
 from tinkex.engine.products import AdaptedRows, Factors, TorchProducts
 
 INPUTS, PARTS = 96, (64, 32, 50)  # the outputs are not a multiple of any block
@@ -15,18 +17,16 @@ REFERENCE = TorchProducts()
 
 
 @pytest.fixture(scope="module")
-def adapters() -> NativeProducts:
+def adapters(compiled: ctypes.CDLL) -> NativeProducts:
     """In float32, which every processor has."""
-    compiled = library.library()
-    assert compiled is not None, "these tests need a C compiler"
     return NativeProducts(compiled)
 
 
 @pytest.fixture(scope="module")
-def products(adapters: NativeProducts) -> NativeProducts:
-    if not hasattr(library.library(), "tinkex_product"):
+def products(compiled: ctypes.CDLL) -> NativeProducts:
+    if not hasattr(compiled, "tinkex_product"):
         pytest.skip("this processor has no AVX-512 BF16")
-    return adapters
+    return NativeProducts(compiled)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -68,8 +68,8 @@ def test_inputs_of_every_even_number(products, inputs):
     assert close(products.linear(x, weight) / inputs**0.5, exact / inputs**0.5)
 
 
-def test_odd_inputs_float32_and_other_layouts_are_left_to_pytorch(products):
-    for weight in (drawn(40, 33), drawn(40, 32).float(), drawn(32, 40).t()):
+def test_odd_inputs_and_other_layouts_are_left_to_pytorch(products):
+    for weight in (drawn(40, 33), drawn(32, 40).t()):
         x = drawn(3, weight.shape[1]).to(weight.dtype)
         assert torch.equal(products.linear(x, weight), REFERENCE.linear(x, weight))
 
@@ -87,6 +87,49 @@ def test_the_bits_of_a_row_depend_on_nothing_else(products, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 5), (30, 16), (32, 33), (98, 100)])
+def test_few_rows_have_the_bits_they_have_among_many(products, inputs, outputs, threads):
+    x, weight, bias = drawn(512, inputs), drawn(outputs, inputs), drawn(outputs)
+    expected = products.linear(x, weight, bias)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in range(1, 18):
+            assert torch.equal(products.linear(x[:rows], weight, bias), expected[:rows])
+            wide = products.linear(x[-rows:], weight, bias, dtype=torch.float32)
+            assert torch.equal(wide, expected[-rows:].float())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [2, 7, 16, 33, 64])
+def test_few_rows_with_adapters_have_the_bits_they_have_among_many(products, rank, threads):
+    x, weight, bias = drawn(512, INPUTS), drawn(sum(PARTS), INPUTS), drawn(sum(PARTS))
+    adapters = [factors(rank, 1), factors(rank + 1, 5), factors(2, 9)]
+    expected = [products.adapted_and_inner(x, weight, bias, each) for each in adapters]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in range(1, 17):
+            # The first third has no adapter, and each adapter its own number of rows.
+            cuts = [rows // 3, rows // 2, rows - rows // 4, rows]
+            own = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
+            groups = [
+                each for each in zip(own, adapters, strict=True) if each[0].start < each[0].stop
+            ]
+            y = products.adapted(x[:rows], weight, bias, AdaptedRows(groups))
+            plain = products.linear(x[: cuts[0]], weight, bias)
+            adapted = [whole[part] for part, (whole, _) in zip(own, expected, strict=True)]
+            assert torch.equal(y, torch.cat([plain, *adapted]))
+            alone, inner = products.adapted_and_inner(x[:rows], weight, bias, adapters[0])
+            assert torch.equal(alone, expected[0][0][:rows])
+            assert torch.equal(inner, expected[0][1][:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("rank", [1, 8, 20])
 def test_rows_with_adapters(products, rank):
     x, weight = drawn(90, INPUTS), drawn(sum(PARTS), INPUTS)
@@ -100,6 +143,21 @@ def test_rows_with_adapters(products, rank):
         assert close(inner, x[rows].double() @ each.a.double().t())
         exact = x[rows].double() @ weight.double().t() + inner.double() @ each.b.double().t()
         assert close(alone / rank**0.5, exact / rank**0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_factors_reach_no_other_of_few_rows(products, bad):
+    x, weight = drawn(9, INPUTS), drawn(sum(PARTS), INPUTS)
+    good, spoiled = factors(8, 1), factors(8, 5)
+    expected = products.adapted(x, weight, None, AdaptedRows([(slice(0, 4), good)]))
+    spoiled.a[0], spoiled.b[:, 0] = bad, bad
+    x[8] = bad
+    groups = [(slice(0, 4), good), (slice(4, 6), spoiled)]
+    y = products.adapted(x, weight, None, AdaptedRows(groups))
+    others = [0, 1, 2, 3, 6, 7]
+    assert torch.equal(y[others], expected[others])
+    assert not y[4:6].isfinite().all()
+    assert not y[8].isfinite().any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

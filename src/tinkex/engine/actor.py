@@ -82,10 +82,11 @@ class ActorDepot:
 
     def get(self, parcel: Parcel) -> bytes:
         place = _place(parcel)
-        if place.actor == self._own:
-            return self._kept[place.name]
         try:
-            content = self._actors.find(place.actor).ask("fetch", place.name, timeout=_FETCH)
+            if place.actor == self._own:
+                content = self.kept(place.name)
+            else:
+                content = self._actors.find(place.actor).ask("fetch", place.name, timeout=_FETCH)
         except (ActorLostError, ActorSilentError) as error:
             raise ParcelLostError(
                 f"the engine {place.actor} cannot send {place.name}: {error}"
@@ -148,7 +149,6 @@ class EngineActor:
         except BaseException:
             traceback.print_exc(file=sys.stderr)
         finally:
-            self._memory.close()
             with self._said:
                 self._ended = True
                 self._said.notify()
@@ -182,7 +182,10 @@ class EngineActor:
         return Pulled(ready, messages, self._progress.read(), resident_bytes("self"), ended)
 
     def end(self) -> None:
+        """Remove this engine's files at once, and end it after its current work; then the actor can be killed."""
         self._inbox.put(None)
+        with self._said:  # it may be told twice at once
+            self._memory.close()
 
     # -- parcels -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -46,6 +47,9 @@ STARTING: Final = 60.0
 #: Seconds between two looks at the cluster, and between two signs of life of an engine.
 LOOKING: Final = 1.0
 PULLING: Final = 1.0
+#: Seconds in which an actor that is let go must have removed its files, and all of them when the bridge ends.
+ENDING: Final = 2.0
+LEAVING: Final = 5.0
 #: Seconds for which a node is avoided on which an engine could not start.
 AVOIDING: Final = 60.0
 
@@ -141,7 +145,10 @@ class Bridge:
             return
         self._control.sendall(encode_frame(Connected(self._seen[0])))
         threading.Thread(target=self._watch, args=(actors,), daemon=True).start()
+        forgetting: queue.SimpleQueue[ParcelPlace] = queue.SimpleQueue()
+        threading.Thread(target=_forget, args=(actors, forgetting), daemon=True).start()
         models, avoided = _LocalModels(), _Avoided(self._clock)
+        connections: list[_Connection] = []
         try:
             while (received := self._receive()) is not None:
                 message, descriptors = received
@@ -150,17 +157,22 @@ class Bridge:
                         pipe = socket.socket(fileno=descriptors[0])
                         progress = EngineProgress.of_descriptor(descriptors[1])
                         os.close(descriptors[1])
-                        _Connection(
+                        made = _Connection(
                             message, pipe, progress, actors, models, avoided, setup.shared
-                        ).start()
+                        )
+                        connections = [each for each in connections if not each.over.is_set()]
+                        connections.append(made)
+                        made.start()
                     case Look():
                         nodes, when = self._seen
                         view = ClusterView(nodes, self._clock() - when)
                         self._control.sendall(encode_frame(view))
                     case ForgetParcel(place):
-                        with contextlib.suppress(ActorLostError):
-                            actors.find(place.actor).send("forget", place.name)
+                        forgetting.put(place)
         finally:
+            until = self._clock() + LEAVING
+            for each in connections:  # their actors clean up
+                each.over.wait(max(0.0, until - self._clock()))
             actors.close()
 
     def _receive(self) -> tuple[Any, list[int]] | None:
@@ -177,6 +189,14 @@ class Bridge:
             time.sleep(LOOKING)
             with contextlib.suppress(Exception):  # the view grows old; the service sees its age
                 self._seen = actors.nodes(), self._clock()
+
+
+def _forget(actors: Actors, parcels: queue.SimpleQueue[ParcelPlace]) -> None:
+    """Free parcels, in a thread: while the head of the cluster is lost, finding an actor takes a minute."""
+    while True:
+        place = parcels.get()
+        with contextlib.suppress(Exception):  # without its actor the parcel is gone
+            actors.find(place.actor).send("forget", place.name)
 
 
 def _unreachable(setup: BridgeSetup, error: Exception) -> ConfigError:
@@ -218,6 +238,8 @@ class _Connection:
         self._node = NodeView("", "")
         self._told = False
         self._closed = threading.Event()
+        #: Set when nothing is left of the engine.
+        self.over = threading.Event()
         self._sending = threading.Lock()
         self._writing: dict[int, Path] = {}
         self._adding: dict[int, str] = {}
@@ -227,16 +249,27 @@ class _Connection:
 
     def _run(self) -> None:
         """Send the calls of the service to the actor, until the service or the actor has ended."""
-        with self._pipe:
-            setup = read_frame(self._pipe)
-            if isinstance(setup, Setup):
-                self._setup = setup
-                threading.Thread(target=self._serve, args=(setup,), daemon=True).start()
-                while (frame := read_frame(self._pipe)) is not None:
-                    self._push(CallFrame(*frame))
+        try:
+            with self._pipe:
+                setup = read_frame(self._pipe)
+                if isinstance(setup, Setup):
+                    self._setup = setup
+                    threading.Thread(target=self._serve, args=(setup,), daemon=True).start()
+                    while (frame := read_frame(self._pipe)) is not None:
+                        self._push(CallFrame(*frame))
+        finally:
             self._closed.set()
             if self._actor is not None:
-                self._actors.kill(self._actor)
+                self._let_go(self._actor)
+            self.over.set()
+
+    def _let_go(self, actor: ActorHandle) -> None:
+        """End an actor; its files are removed first, if it can still be reached."""
+        try:
+            with contextlib.suppress(ActorLostError, ActorSilentError, StoreFullError):
+                actor.ask("end", timeout=ENDING)
+        finally:
+            self._actors.kill(actor)
 
     def _serve(self, setup: Setup) -> None:
         """Start the actor and send its messages to the service."""
@@ -347,7 +380,7 @@ class _Connection:
                 if pulled.ended:
                     return
         finally:
-            self._actors.kill(actor)
+            self._let_go(actor)
 
     def _deliver(self, pulled: Pulled) -> None:
         now: list[Reply | Token] = []

@@ -24,6 +24,9 @@ class DeviceChoices:
     prefill_tokens: int
     #: Tokens of a micro-batch in training. On a CPU, products of 512 rows reach 97 % of the rate of 2048 rows.
     micro_batch_tokens: int
+    #: Positions whose logits are computed at a time. With a vocabulary of 49k, those of 256 need 50 MB of memory that a
+    #: CPU's allocator maps anew each time.
+    logit_positions: int
     #: Bytes of activations of a micro-batch; above that, layers run again in the backward pass.
     activation_bytes: int
 
@@ -33,13 +36,15 @@ _CHOICES: Final = {
         page_tokens=32,
         prefill_tokens=512,
         micro_batch_tokens=512,
-        activation_bytes=1_650_000_000,
+        logit_positions=128,
+        activation_bytes=1_750_000_000,
     ),
     # Not measured: there was no such device to test with.
     "cuda": DeviceChoices(
         page_tokens=32,
         prefill_tokens=8192,
         micro_batch_tokens=8192,
+        logit_positions=1024,
         activation_bytes=8_000_000_000,
     ),
 }
@@ -59,7 +64,7 @@ def device_for(wanted: str) -> str:
 
 
 def dtype_for(wanted: str, device: str, parameters: int) -> torch.dtype:
-    """The type of a model's frozen weights and products, for `--dtype`.
+    """The type of the products with a model's frozen weights, for `--dtype`.
 
     `auto` takes bfloat16 where the device computes it natively and the model is large enough to gain from it.
     """

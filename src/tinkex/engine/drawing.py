@@ -253,15 +253,17 @@ def _most_likely(chances_V: Array, whole: float, top_k: int, top_p: float) -> Ar
         # Few tokens remain, and sorting them is much faster than sorting the vocabulary.
         unlikely = (1 - top_p) * whole / (2 * len(chances_V))
         tokens = np.flatnonzero(~(chances_V < unlikely))
-        tokens = tokens[np.argsort(-chances_V[tokens])]
+        tokens = tokens[np.argsort(-chances_V[tokens], kind="stable")]
     ends = chances_V[tokens].cumsum(dtype=np.float64)
     return tokens[: 1 + int((ends[:-1] < top_p * whole).sum())]
 
 
 def _likeliest(chances_V: Array, count: int) -> Array:
-    """The `count` most likely tokens, most likely first."""
+    """The `count` most likely tokens, most likely first; of equally likely ones the first in the vocabulary."""
+    likely = np.arange(len(chances_V))
     if count * 64 <= len(chances_V):  # for a small count, torch's topk does not sort everything
-        few: Array = torch.from_numpy(chances_V).topk(count).indices.numpy()
-        return few
-    ordered: Array = np.argsort(-chances_V)[:count]
+        least = float(torch.from_numpy(chances_V).topk(count).values[-1])
+        # Impossible tokens are left out, or a constraint that allows few would let all others be sorted.
+        likely = np.flatnonzero(~(chances_V < least)) if least else np.flatnonzero(chances_V)
+    ordered: Array = likely[np.argsort(-chances_V[likely], kind="stable")][:count]
     return ordered

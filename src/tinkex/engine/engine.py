@@ -29,6 +29,7 @@ from .llama import is_llama
 from .llama_files import read_llama
 from .lora import Adapter, LoraLinear
 from .memory import memory_of
+from .native import kernels_for
 from .parcels import Depot, Parcel, PublishedAdapter
 from .sampler import Sampler
 from .shards import ShardSums
@@ -90,6 +91,7 @@ class TorchEngine:
         detokenize: Callable[[PreparedModel, Sequence[int]], str] | None = None,
         token_budget: int | None = None,
         cache_bytes: int | None = None,
+        memory_share: float = 1.0,
         loss_limits: LossLimits = LossLimits(),  # noqa: B008 - frozen
         depot: Depot | None = None,
         shared_weights: SharedWeights | None = None,
@@ -102,7 +104,7 @@ class TorchEngine:
         choices = choices_for(torch.device(device))
         self.token_budget = choices.micro_batch_tokens if token_budget is None else token_budget
         self._loss_limits = loss_limits
-        memory = memory_of(torch.device(device))
+        memory = memory_of(torch.device(device)) * memory_share
         self._cache_bytes = int(memory * CACHE_SHARE) if cache_bytes is None else cache_bytes
         self._threads = torch.get_num_threads()
         self._loaded: dict[Path, _Loaded] = {}  # by directory: two names can share one model
@@ -169,12 +171,12 @@ class TorchEngine:
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
-        if self._helping is not None:
-            self._helping.retract(model_id)
+        self._retract(model_id)
 
     def run_pass(self, model_id: str, request: PassJob) -> Generator[None, None, PassResult]:
         """Start a forward or forward-backward pass; the generator yields after each micro-batch."""
         base_model, model = self._named(model_id)
+        self._retract(model_id)
         return self._run_pass(self._base(base_model), model, request)
 
     def _run_pass(
@@ -233,6 +235,7 @@ class TorchEngine:
     ) -> PassResult:
         """Add what all engines have computed of a pass to the model's gradients."""
         base_model, model = self._named(model_id)
+        self._retract(model_id)
         self._use_threads(self._base(base_model))
         sums = [self._in_pool.unpacked(model, part) for part in parts]
         if model.opened is not None and model.opened.own is not None:
@@ -251,6 +254,11 @@ class TorchEngine:
                 return cast("ShardSums[Gradients]", finished.value)
             yield
 
+    def _retract(self, model_id: str) -> None:
+        """No other engine reads this model's adapter any more."""
+        if self._helping is not None:
+            self._helping.retract(model_id)
+
     @property
     def _in_pool(self) -> Helping:
         if self._helping is None:
@@ -265,6 +273,7 @@ class TorchEngine:
 
     def optim_step(self, model_id: str, options: AdamStep) -> dict[str, float]:
         base_model, model = self._named(model_id)
+        self._retract(model_id)  # of a pass that failed
         self._use_threads(self._base(base_model))
         return model.step(options)
 
@@ -387,7 +396,9 @@ class TorchEngine:
             dtype = self._dtype
             if isinstance(dtype, str):
                 dtype = dtype_for(dtype, self._device, count)
-            network: Any = read_llama(model, device=self._device, dtype=dtype)
+            kernels = kernels_for(torch.device(self._device), dtype, native=self._native)
+            keep_half = dtype == torch.float32 and kernels.products.reads_half
+            network: Any = read_llama(model, device=self._device, dtype=dtype, keep_half=keep_half)
             if network is None:
                 network = base_models.load(model, device=self._device, dtype=dtype)
             with self._joining(model, network) as join:

@@ -32,7 +32,7 @@ class Helping:
     # -- adapters ----------------------------------------------------------------------------
 
     def publish(self, model_id: str, base_model: str, model: TrainedModel) -> PublishedAdapter:
-        """Put a model's adapter into the depot under a name made of its content; the one before is dropped."""
+        """Put a model's adapter into the depot under a name made of its content, for one pass."""
         tensors = {
             f"{name}.{factor}": tensor.cpu().contiguous()
             for name, pair in model.adapter.named_tensors().items()
@@ -40,15 +40,14 @@ class Helping:
         }
         data = save(tensors)
         name = hashlib.sha256(data).hexdigest()
-        before = self._published.get(model_id)
-        if before is None or before.parcel.name != name:
-            self.retract(model_id)
-            # The model's name too: two models with equal weights are dropped at different times.
-            parcel = replace(self._depot.put(f"{name}-{secrets.token_hex(4)}", data), name=name)
-            self._published[model_id] = PublishedAdapter(parcel, base_model, model.adapter.spec)
+        self.retract(model_id)
+        # Each time another place: two models with equal weights are dropped at different times.
+        parcel = replace(self._depot.put(f"{name}-{secrets.token_hex(4)}", data), name=name)
+        self._published[model_id] = PublishedAdapter(parcel, base_model, model.adapter.spec)
         return self._published[model_id]
 
     def retract(self, model_id: str) -> None:
+        """Drop the adapter that was published for a pass: the pass is over, or its home computes all of it."""
         before = self._published.pop(model_id, None)
         if before is not None:
             self._depot.drop(before.parcel)
@@ -75,7 +74,15 @@ class Helping:
 
     def packed(self, sums: ShardSums[Gradients]) -> ShardSums[Parcel]:
         """Sums whose gradients are in the depot."""
-        blocks = [Block(block.start, block.size, self._put(block.total)) for block in sums.blocks]
+        blocks: list[Block[Parcel]] = []
+        try:
+            for block in sums.blocks:
+                put = self._put(block.total)
+                blocks.append(Block(block.start, block.size, put))
+        except OSError:  # there is room for some of them only, and nobody reads a part
+            for kept in blocks:
+                self._depot.drop(kept.total)
+            raise
         return ShardSums(sums.losses, sums.logprobs, blocks, sums.metrics)
 
     def unpacked(self, model: TrainedModel, sums: ShardSums[Parcel]) -> ShardSums[Gradients]:

@@ -3,8 +3,8 @@
 `native.NativeKernels` does the same in C on a CPU, in fewer passes over memory. Trainer and sampler use the same
 kernels, so that they round the same numbers.
 
-The residual stream and all arithmetic are float32; the inputs and outputs of the products have the type of the
-weights. Shapes: N rows, D hidden, I intermediate, V vocabulary, K targets per position.
+The residual stream and all arithmetic are float32; the inputs and outputs of the products have the type of `--dtype`.
+Shapes: N rows, D hidden, I intermediate, V vocabulary, K targets per position.
 """
 
 from __future__ import annotations

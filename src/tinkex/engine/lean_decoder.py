@@ -21,7 +21,6 @@ from .continuations import Chunk, Continuation
 from .kv_cache import KeyValueCache
 from .llama import LlamaBody, Rows
 from .lora import Adapter
-from .products import linear
 from .trainer import LanguageModel
 
 __all__ = ["LeanDecoder"]
@@ -84,21 +83,17 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor, groups: Sequence[Rows]) -> Tensor:
-        unembed = self._base.unembed
+        unembed, products = self._base.unembed, self._body.kernels.products
+        rounded_ND = hidden_ND.to(self._body.dtype)
         logits = self._base.scaled(
-            self._body.kernels.products.linear(
-                hidden_ND.to(unembed.weight.dtype),
-                unembed.weight,
-                unembed.bias,
-                dtype=torch.float32,
-            )
+            products.linear(rounded_ND, unembed.weight, unembed.bias, dtype=torch.float32)
         )
         for group in groups:
             pair = None if group.adapter is None else group.adapter.pairs.get("lm_head")
             if group.adapter is not None and pair is not None:
                 # Computed in float32, the type of logits and adapter, so nothing is rounded.
-                inner = linear(hidden_ND[group.rows].float(), pair.a).mul_(group.adapter.scale)
-                logits[group.rows].addmm_(inner, pair.b.t())
+                inner = products.linear(hidden_ND[group.rows].float(), pair.a)
+                products.add_linear(logits[group.rows], inner.mul_(group.adapter.scale), pair.b)
         return logits
 
 

@@ -58,9 +58,15 @@ class Projection:
     """Linear layers that read the same input, fused into one."""
 
     def __init__(
-        self, layers: Mapping[str, LoraLinear], products: TorchProducts, join: Join
+        self,
+        layers: Mapping[str, LoraLinear],
+        products: TorchProducts,
+        dtype: torch.dtype,
+        join: Join,
     ) -> None:
         self.products = products
+        #: The type of inputs and outputs; the weight may be stored in a shorter one.
+        self.dtype = dtype
         self.names = list(layers)
         parts = list(layers.values())
         self.sizes = [part.out_features for part in parts]
@@ -75,9 +81,9 @@ class Projection:
         self._batches: deque[tuple[tuple[Rows, ...], AdaptedRows]] = deque(maxlen=_BATCHES)
 
     def infer(self, x_ND: Tensor, groups: tuple[Rows, ...]) -> Tensor:
-        """Compute the output for rows that may use different adapters, in the type of the weights."""
+        """Compute the output for rows that may use different adapters."""
         rows = self._adapted_rows(groups)
-        x_ND = x_ND.to(self.weight.dtype)
+        x_ND = x_ND.to(self.dtype)
         if not rows.groups:
             return self.products.linear(x_ND, self.weight, self.bias)
         return self.products.adapted(x_ND, self.weight, self.bias, rows)
@@ -108,7 +114,7 @@ class Projection:
         """The factors of an adapter, fused; None if it leaves this projection as it is."""
         pairs = [adapter.pairs.get(name) for name in self.names]
         tensors = [None if pair is None else (pair.a.detach(), pair.b.detach()) for pair in pairs]
-        return fuse(tensors, self.sizes, adapter.scale, self.weight.dtype) if any(pairs) else None
+        return fuse(tensors, self.sizes, adapter.scale, self.dtype) if any(pairs) else None
 
     def forget(self, adapter: Adapter) -> None:
         self._frozen.pop(id(adapter), None)
@@ -169,25 +175,27 @@ class LlamaLayer:
     """One layer: projections, norms and attention heads."""
 
     def __init__(
-        self, name: str, module: Any, config: Any, products: TorchProducts, join: Join
+        self,
+        name: str,
+        module: Any,
+        config: Any,
+        products: TorchProducts,
+        dtype: torch.dtype,
+        join: Join,
     ) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        prefix = f"{name}.self_attn"
-        self.qkv = Projection(
-            {
-                f"{prefix}.{part}": getattr(attention, part)
-                for part in ("q_proj", "k_proj", "v_proj")
-            },
-            products,
-            join,
-        )
-        self.out = Projection({f"{prefix}.o_proj": attention.o_proj}, products, join)
-        self.gate_up = Projection(
-            {f"{name}.mlp.{part}": getattr(mlp, part) for part in ("gate_proj", "up_proj")},
-            products,
-            join,
-        )
-        self.down = Projection({f"{name}.mlp.down_proj": mlp.down_proj}, products, join)
+        def projection(block: str, *parts: str) -> Projection:
+            layers = {
+                f"{name}.{block}.{part}": getattr(getattr(module, block), part) for part in parts
+            }
+            return Projection(layers, products, dtype, join)
+
+        attention = module.self_attn
+        #: The type of the inputs and outputs of the products.
+        self.dtype = dtype
+        self.qkv = projection("self_attn", "q_proj", "k_proj", "v_proj")
+        self.out = projection("self_attn", "o_proj")
+        self.gate_up = projection("mlp", "gate_proj", "up_proj")
+        self.down = projection("mlp", "down_proj")
         self.before = _norm_of(module.input_layernorm)
         self.after = _norm_of(module.post_attention_layernorm)
         self.q_norm = HeadNorm.of(getattr(attention, "q_norm", None))
@@ -196,11 +204,6 @@ class LlamaLayer:
         self.groups: int = config.num_key_value_heads
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.shape = HeadShape(self.heads, self.groups, self.size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the inputs and outputs of the products."""
-        return self.qkv.weight.dtype
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -213,9 +216,10 @@ class LlamaBody:
     def __init__(self, model: Any, kernels: TorchKernels, join: Join) -> None:
         self.kernels = kernels
         self.module: Any = getattr(model, model.base_model_prefix)
-        prefix = model.base_model_prefix
+        self.dtype: torch.dtype = model.dtype
+        prefix, products = model.base_model_prefix, kernels.products
         self.layers = [
-            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config, kernels.products, join)
+            LlamaLayer(f"{prefix}.layers.{index}", layer, model.config, products, self.dtype, join)
             for index, layer in enumerate(self.module.layers)
         ]
         first = self.layers[0]
@@ -227,7 +231,6 @@ class LlamaBody:
         kind = getattr(self.module.rotary_emb, "rope_type", "default")
         self._angles_change = kind in {"dynamic", "longrope"}
         self._rotations = self.norm[0].new_empty(0), self.norm[0].new_empty(0)
-        self.dtype: torch.dtype = self.layers[0].dtype
         self._leave_the_file(model, join)
 
     def _leave_the_file(self, model: Any, join: Join) -> None:

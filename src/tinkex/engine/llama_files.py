@@ -31,15 +31,20 @@ _NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 
 
-def read_llama(model: PreparedModel, *, device: str, dtype: torch.dtype) -> LlamaNetwork | None:
-    """The frozen network of a prepared model; None if only transformers can load it."""
+def read_llama(
+    model: PreparedModel, *, device: str, dtype: torch.dtype, keep_half: bool = False
+) -> LlamaNetwork | None:
+    """The frozen network of a prepared model; None if only transformers can load it.
+
+    With `keep_half`, matrices that are bfloat16 in the files stay so, and products of `dtype` read them.
+    """
     config = _config(model)
     if config is None:
         return None
     frequencies = _frequencies(config)
     if frequencies is None:
         return None
-    tensors = _Tensors(model.directory, device, dtype)
+    tensors = _Tensors(model.directory, device, dtype, keep_half=keep_half)
     try:
         network = LlamaNetwork(config, tensors, frequencies.to(device), tied=model.tied_embeddings)
     except KeyError:
@@ -50,7 +55,9 @@ def read_llama(model: PreparedModel, *, device: str, dtype: torch.dtype) -> Llam
 class _Tensors:
     """Tensors of the weight files by name; remembers which were not read."""
 
-    def __init__(self, directory: Path, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, directory: Path, device: str, dtype: torch.dtype, *, keep_half: bool
+    ) -> None:
         self._device, self._dtype = device, dtype
         self._files: dict[str, Any] = {}
         for path in _weight_files(directory):
@@ -58,17 +65,25 @@ class _Tensors:
             self._files |= dict.fromkeys(file.keys(), file)
         # Older files store the frequencies of the rotary embedding, which follow from the config.
         self.unread = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        self._keep_half = keep_half and self._are_half()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def take(self, name: str) -> nn.Parameter:
-        tensor = self._files[name].get_tensor(name).to(device=self._device, dtype=self._dtype)
+        tensor = self._files[name].get_tensor(name)
+        kept = self._keep_half and tensor.dim() == 2
         self.unread.discard(name)
+        tensor = tensor.to(device=self._device, dtype=None if kept else self._dtype)
         return nn.Parameter(tensor, requires_grad=False)
 
     def skip(self, name: str) -> None:
         self.unread.discard(name)
+
+    def _are_half(self) -> bool:
+        """Whether all matrices are bfloat16: some of them are fused, so they need one type."""
+        found = (file.get_slice(name) for name, file in self._files.items())
+        return all(part.get_dtype() == "BF16" for part in found if len(part.get_shape()) == 2)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -95,6 +110,11 @@ class LlamaNetwork(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
             tensors.skip("lm_head.weight")
         _check_shapes(self, config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of rows and products; matrices may be stored in a shorter one."""
+        return self.model.norm.weight.dtype
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head

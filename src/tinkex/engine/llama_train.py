@@ -2,7 +2,7 @@
 
 Rows are packed: N counts the positions of all sequences of a micro-batch, one after another, without padding. The
 residual stream, norms, rotations and softmax are float32; only the inputs and outputs of the matrix products have the
-type of the frozen weights.
+type of `--dtype`.
 
 A layer keeps as little as its backward pass needs. Norms, rotations and `silu(gate) · up` are computed again, since they
 are cheap beside the products; above a size, whole layers are (`kept_layers`).
@@ -21,7 +21,7 @@ from torch import Tensor
 from .kernels import TorchKernels
 from .llama import LlamaBody, LlamaLayer, Projection, blocks_of
 from .lora import Adapter
-from .products import linear
+from .products import PairGradients
 from .training_attention import TrainingAttention, attention_of
 
 __all__ = ["MicroBatchPass", "kept_layers"]
@@ -30,11 +30,11 @@ __all__ = ["MicroBatchPass", "kept_layers"]
 _PASSING: Final = 3
 
 
-def _collect(parameter: Tensor, gradient: Tensor) -> None:
+def _gradient(parameter: Tensor) -> Tensor:
+    """What gradients are added to."""
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype, copy=True)
-    else:
-        parameter.grad.add_(gradient)
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    return parameter.grad
 
 
 class _Product:
@@ -59,18 +59,20 @@ class _Product:
         if self._factors is None:
             return products.back(g, weight) if needs_input else g.new_empty(0), None
         if not needs_input:
-            return g.new_empty(0), linear(g, self._factors.b.t())
+            return g.new_empty(0), products.inner_back(g, self._factors)
         return products.adapted_back(g, weight, self._factors)
 
     def collect(self, g: Tensor, x: Tensor, inner: Tensor | None, inner_g: Tensor | None) -> None:
         """Add the gradients of the factors to those of the adapter."""
         if inner is None or inner_g is None:
             return
-        a_g, b_g = inner_g.t() @ x, (inner.t() @ g).t().mul_(self._scale)
         pairs = [None if pair is None else (pair.a, pair) for pair in self._pairs]
-        for rows, columns, (_, pair) in blocks_of(pairs, self._projection.sizes):
-            _collect(pair.a, a_g[columns])
-            _collect(pair.b, b_g[rows, columns])
+        gradients = [
+            PairGradients(rows, columns, _gradient(pair.a), _gradient(pair.b))
+            for rows, columns, (_, pair) in blocks_of(pairs, self._projection.sizes)
+        ]
+        products = self._projection.products
+        products.add_gradients(g, x, inner, inner_g, self._scale, gradients)
 
 
 class _Kept(NamedTuple):
@@ -187,7 +189,8 @@ def kept_layers(body: LlamaBody, rows: int, activation_bytes: int) -> int:
     size = layer.dtype.itemsize
     hidden = layer.out.sizes[0]
     projected = sum(layer.qkv.sizes) + hidden + sum(layer.gate_up.sizes)
-    everything = rows * (2 * hidden * 4 + projected * size)
-    inputs = rows * hidden * 4 * len(body.layers)
+    inputs = rows * hidden * 4  # of one layer, kept in any case
+    everything = 2 * inputs + rows * projected * size
     passing = _PASSING * everything  # of the layer that runs backward
-    return max(0, min(len(body.layers), (activation_bytes - inputs - passing) // everything))
+    left = activation_bytes - passing - inputs * len(body.layers)
+    return max(0, min(len(body.layers), left // (everything - inputs)))

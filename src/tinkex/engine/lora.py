@@ -214,7 +214,7 @@ class Adapter:
 def _parameters(a: Tensor, b: Tensor, device: Any) -> Pair:
     # Always copied. Loaded tensors are views of the mapped file: a change of the file would change them, and their
     # alignment differs from that of new tensors, which can change the last bit of a product.
-    return Pair(
-        nn.Parameter(a.to(device=device, dtype=torch.float32, copy=True)),
-        nn.Parameter(b.to(device=device, dtype=torch.float32, copy=True)),
-    )
+    copies = [
+        torch.empty(each.shape, dtype=torch.float32, device=device).copy_(each) for each in (a, b)
+    ]
+    return Pair(nn.Parameter(copies[0]), nn.Parameter(copies[1]))

@@ -119,8 +119,12 @@ class Unpacking:
         frame, call = packed.frame, packed.frame.call
         own = self._root / str(frame.call_id)
         if packed.files is not None:
-            own.mkdir()
-            write_files(packed.files, own)
+            try:
+                own.mkdir()
+                write_files(packed.files, own)
+            except OSError:
+                shutil.rmtree(own, ignore_errors=True)
+                raise
             self._reading[frame.call_id] = own
             return CallFrame(frame.call_id, _moved(call, own))
         written = writes(call)

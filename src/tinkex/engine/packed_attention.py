@@ -1,6 +1,6 @@
 """Causal attention over packed rows, forward and backward.
 
-The products have the type of the model's weights, and the softmax is float32. The sampler uses the same products, and
+The products have the type of `--dtype`, and the softmax is float32. The sampler uses the same products, and
 in bfloat16 oneDNN gives a row the same bits in every batch; so trainer and sampler compute the same bits.
 
 A micro-batch has no padding: its sequences stand one after another, and those of equal length form a `Run`, whose

@@ -40,7 +40,9 @@ class PublishedAdapter:
 class Depot(Protocol):
     """A place that all engines of a pool reach."""
 
-    def put(self, name: str, data: bytes) -> Parcel: ...
+    def put(self, name: str, data: bytes) -> Parcel:
+        """Raises `OSError` if there is no room; then nothing of it stays."""
+
     def get(self, parcel: Parcel) -> bytes:
         """Raises `ParcelLostError` if it is gone."""
 
@@ -49,19 +51,29 @@ class Depot(Protocol):
 
 
 class FileDepot:
-    """Files in a directory that the service makes and removes."""
+    """Files in a directory that somebody else makes and removes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def put(self, name: str, data: bytes) -> Parcel:
         place = self._directory / name
-        place.write_bytes(data)
+        unfinished = place.with_name(f".{name}")
+        try:
+            unfinished.write_bytes(data)
+            unfinished.rename(place)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
         return Parcel(name, len(data), place)
 
     def get(self, parcel: Parcel) -> bytes:
         assert isinstance(parcel.where, Path)
-        return parcel.where.read_bytes()
+        try:
+            return parcel.where.read_bytes()
+        except OSError as error:
+            raise ParcelLostError(f"{parcel.where} cannot be read: {error.strerror}") from None
 
     def drop(self, parcel: Parcel) -> None:
         assert isinstance(parcel.where, Path)

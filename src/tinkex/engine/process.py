@@ -46,9 +46,10 @@ from .calls import (
 )
 from .ending import be_killed_first, die_with
 from .group_memory import GroupMemory
-from .parcels import Depot, FileDepot, ParcelLostError
+from .parcels import Depot, ParcelLostError
 from .progress import SAMPLING, UNTIMED, EngineProgress
 from .resident import return_memory
+from .shared_memory import SharedMemory
 from .values import LossLimits, SampleEvent, SampleJob, VllmOptions
 
 __all__ = ["Inbox", "Loop", "Ready", "Setup", "encode_frame", "main", "read_frame", "serve", "work"]
@@ -68,6 +69,8 @@ class Setup:
     loss_limits: LossLimits = field(default_factory=LossLimits)
     #: Threads on a CPU; None leaves the choice to torch.
     threads: int | None = None
+    #: The part of its device's memory that an engine counts on. None: the part of the machine's processors that it has.
+    memory_share: float | None = 1.0
     #: Where the engines of a pool exchange adapters and gradients.
     depot: Path | None = None
     #: Base models that another engine has prepared on disk.
@@ -447,13 +450,28 @@ def work(
     depot: Depot | None = None,
 ) -> None:
     """Make an engine, send `Ready`, and run its loop until the inbox ends; each later message is a list."""
-    try:
-        engine, ready = _set_up(setup, depot)
-    except Exception as error:
-        send(Ready(error=_portable(error)))
+    with _depot(setup) as own:
+        try:
+            engine, ready = _set_up(setup, own or depot)
+        except Exception as error:
+            send(Ready(error=_portable(error)))
+            return
+        send(ready)
+        Loop(engine, inbox, send, partial(_prepare, setup), progress=progress).run()
+
+
+@contextlib.contextmanager
+def _depot(setup: Setup) -> Generator[Depot | None]:
+    """What this engine puts into its pool's exchange; also removes what engines that have died left there."""
+    if setup.depot is None:
+        yield None
         return
-    send(ready)
-    Loop(engine, inbox, send, partial(_prepare, setup), progress=progress).run()
+    own = SharedMemory(setup.depot)
+    own.keep()
+    try:
+        yield own
+    finally:
+        own.close()
 
 
 def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
@@ -483,12 +501,19 @@ def _set_up(setup: Setup, depot: Depot | None) -> tuple[Engine, Ready]:
         dtype=setup.dtype,
         detokenize=_Detokenizer(),
         loss_limits=setup.loss_limits,
-        depot=depot if setup.depot is None else FileDepot(setup.depot),
+        memory_share=_memory_share(setup),
+        depot=depot,
         shared_weights=shared,
     )
     for model in models:
         engine.load(model)
     return engine, Ready(models, device, engine.dtypes, engine.token_budget, kernels=engine.kernels)
+
+
+def _memory_share(setup: Setup) -> float:
+    if setup.memory_share is not None:
+        return setup.memory_share
+    return min(1.0, (setup.threads or 1) / (os.cpu_count() or 1))
 
 
 def _check_gpu(device: str, count: int) -> None:

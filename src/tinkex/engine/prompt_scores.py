@@ -17,16 +17,14 @@ from .values import Array, SampledResult, SampleJob
 
 __all__ = ["PromptScores"]
 
-#: Logits are computed for this many positions at a time, to bound memory.
-_LOGIT_ROWS: Final = 256
 _EMPTY: Final = -99999.0
 
 
 class PromptScores:
-    """The scores of one prompt, filled in as its chunks are read."""
+    """The scores of one prompt, filled in as its chunks are read, some positions at a time."""
 
-    def __init__(self, job: SampleJob, first: int) -> None:
-        self._job, self._first = job, first
+    def __init__(self, job: SampleJob, first: int, positions: int) -> None:
+        self._job, self._first, self._positions = job, first, positions
         length, k = len(job.prompt_T), job.topk_prompt_logprobs
         self._tokens_T = torch.from_numpy(job.prompt_T.astype(np.int64))
         self._scores_T = np.full(length, np.nan, np.float32)
@@ -41,8 +39,8 @@ class PromptScores:
         """Score what the states of the positions from `start` on predict; return whether all of it is finite."""
         first = max(self._first, start + 1)
         last = min(len(self._tokens_T), start + 1 + len(hidden_ND))
-        for begin in range(first, last, _LOGIT_ROWS):
-            end = min(begin + _LOGIT_ROWS, last)
+        for begin in range(first, last, self._positions):
+            end = min(begin + self._positions, last)
             logits_NV = logits_of(hidden_ND[begin - 1 - start : end - 1 - start]).cpu()
             normalizers_N1 = logits_NV.logsumexp(-1, keepdim=True)
             if not normalizers_N1.isfinite().all():

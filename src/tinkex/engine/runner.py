@@ -25,8 +25,9 @@ __all__ = ["Runner"]
 class Runner:
     """Reads chunks, and scores prompts on the way."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, logit_positions: int) -> None:
         self.decoder = decoder
+        self._logit_positions = logit_positions
         self._scores: WeakKeyDictionary[SamplingRequest, PromptScores] = WeakKeyDictionary()
 
     def run(self, step: Step) -> tuple[Tensor, list[SamplingRequest]]:
@@ -59,7 +60,8 @@ class Runner:
     def _score(self, request: SamplingRequest, first: int, chunk: Chunk, states_ND: Tensor) -> bool:
         scores = self._scores.get(request)
         if scores is None:
-            scores = self._scores[request] = PromptScores(request.job, first)
+            scores = PromptScores(request.job, first, self._logit_positions)
+            self._scores[request] = scores
         groups = (Rows(cast("Adapter | None", request.adapter)),)
         prompt_left = max(0, len(request.job.prompt_T) - chunk.start)
         finite = scores.add(

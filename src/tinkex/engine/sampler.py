@@ -22,7 +22,6 @@ from .batch_scheduler import BatchScheduler, Fork, Step
 from .checks import check_job, not_finite
 from .continuations import Continuation, SamplingRequest
 from .decoder import decoder_for
-from .devices import choices_for
 from .grammars import Effort, Grammars
 from .lora import Adapter
 from .pages import PagePool
@@ -54,10 +53,10 @@ class Sampler:
         page_tokens: int | None = None,
         cache_bytes: float = inf,
     ) -> None:
-        choices = choices_for(base.device)
+        choices = base.choices
         self._base = base
         self._page = page_tokens or choices.page_tokens
-        self._runner = Runner(decoder_for(base, self._page))
+        self._runner = Runner(decoder_for(base, self._page), choices.logit_positions)
         self._end_tokens = frozenset(end_tokens)
         self._detokenize = detokenize
         self._grammars = grammars

@@ -2,7 +2,7 @@
 
 The first engine that loads a model writes its weights to a file in shared memory, and the others map this file. So several
 engines need the memory of one, and those that sample at the same time find in the processor's cache what another has just
-read. Nobody writes to the weights once the file has its name; if there is no room for the file, each engine has a copy.
+read. Nobody writes to the weights once the file has its name. If the file cannot be made, each engine has a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,20 +42,47 @@ class SharedWeights:
     @contextmanager
     def joining(self, files: Iterable[Path], weights: Sequence[Tensor]) -> Iterator[Join]:
         """What joins the weights of a model that was read from `files`; every engine joins them in the same order."""
-        path = self._directory / f"weights-{_version(files, weights[0].dtype)}"
+        size = sum(_lines(weight.nbytes) for weight in weights)
+        with ExitStack() as sharing:
+            try:
+                join = sharing.enter_context(self._sharing(_version(files, weights), size))
+            except OSError as error:  # containers often have 64 MB of shared memory
+                self._tell(size, error)
+                join = torch.cat
+            yield join
+
+    @contextmanager
+    def _sharing(self, version: str, size: int) -> Iterator[Join]:
+        path = self._directory / f"weights-{version}"
         with self._locked():
             if path.exists():
                 yield _Region(path, mmap.MAP_PRIVATE, filled=True).join
                 return
             unfinished = path.with_name(f".{path.name}")
-            if not _has_room(unfinished, sum(_lines(weight.nbytes) for weight in weights)):
-                yield torch.cat
-                return
             try:
+                _reserve(unfinished, size)
                 yield _Region(unfinished, mmap.MAP_SHARED, filled=False).join
-                unfinished.rename(path)
+                with suppress(OSError):  # the directory is gone; this engine has the weights
+                    unfinished.rename(path)
             finally:
-                unfinished.unlink(missing_ok=True)
+                with suppress(OSError):
+                    unfinished.unlink()
+
+    def _tell(self, size: int, error: OSError) -> None:
+        """Log once for all engines, also those that are started again, that they do not share weights."""
+        needed = size * _ROOM
+        try:
+            (self._directory / f"told-{size}").touch(0o600, exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # the directory is the trouble
+            pass
+        logger.warning(
+            "Each engine keeps its own copy of the base model: to share one, %s needs %.1f MB free (%s).",
+            self._directory,
+            max(needed / 1e6, 0.1),
+            error.strerror,
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -68,7 +95,7 @@ class SharedWeights:
             os.close(descriptor)
 
 
-def _has_room(path: Path, size: int) -> bool:
+def _reserve(path: Path, size: int) -> None:
     """Make a file whose memory is there, so that writing to it cannot fail later, and some room is left beside it."""
     path.unlink(missing_ok=True)  # an engine that died may have left it
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -77,18 +104,8 @@ def _has_room(path: Path, size: int) -> bool:
         if place.f_bavail * place.f_frsize < size * _ROOM:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:  # containers often have 64 MB of shared memory
-        path.unlink()
-        logger.warning(
-            "Each engine keeps its own copy of the base model: %s has no room for %.0f MB (%s).",
-            path.parent,
-            size / 1e6,
-            error.strerror,
-        )
-        return False
     finally:
         os.close(descriptor)
-    return True
 
 
 class _Region:
@@ -115,7 +132,9 @@ def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def _version(files: Iterable[Path], dtype: torch.dtype) -> str:
-    """A name that changes with the files and the type."""
+def _version(files: Iterable[Path], weights: Iterable[Tensor]) -> str:
+    """A name that changes with the files and the types of the weights."""
     found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr((found, str(dtype))).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((found, [str(weight.dtype) for weight in weights])).encode()
+    ).hexdigest()[:16]

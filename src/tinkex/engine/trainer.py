@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ __all__ = [
 #: One per parameter of an adapter; None if nothing was added.
 Gradients = list[Tensor | None]
 
-#: Logits are computed for this many positions at a time: 256 positions with a vocabulary of 49k need 50 MB.
-_LOGIT_ROWS: Final = 256
-
 
 class LanguageModel:
     """A base model, split into body, unembedding and wrapped linear layers."""
@@ -67,18 +64,19 @@ class LanguageModel:
         self.body: Any = getattr(model, model.base_model_prefix)
         self.unembed: Any = model.get_output_embeddings()
         self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
+        self.dtype: torch.dtype = model.dtype
         self.kernels = kernels_for(self.device, self.dtype, native=native)
         self.llama = LlamaBody(model, self.kernels, join) if is_llama(model.config) else None
         self.config = model.config
         self.context_length = context_length
         self.vocab_size: int = self.unembed.out_features
-        self.activation_bytes = choices_for(self.device).activation_bytes
+        self.choices = choices_for(self.device)
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         self._divisor = getattr(self.config, "logits_scaling", None)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits by the modules of transformers, for families other than Llama."""
         return self.scaled(self.unembed(hidden_ND.to(self.dtype)).float())
 
     def scaled(self, logits: Tensor) -> Tensor:
@@ -126,7 +124,9 @@ class TrainedModel:
             return base.logits(hidden_ND)
         pair = self.adapter.pairs.get("lm_head")
         scale, products = self.adapter.scale, base.kernels.products
-        return base.scaled(unembedded(hidden_ND, base.unembed.weight, pair, scale, products))
+        return base.scaled(
+            unembedded(hidden_ND, base.unembed.weight, pair, scale, products, base.dtype)
+        )
 
     def step(self, options: AdamStep) -> dict[str, float]:
         """Take an optimizer step; drops the gradients of an incomplete pass."""
@@ -279,7 +279,7 @@ def _run_batch(
                 return loss_sum(loss, logp, here, settings)
             return traced.sum(logp, examples)
 
-        rows = len(leaf_ND) if loss.whole_sequences else _LOGIT_ROWS
+        rows = len(leaf_ND) if loss.whole_sequences else base.choices.logit_positions
         total, logp = _unembed(model, leaf_ND, inputs, rows, value, backward)
         if backward and leaf_ND.grad is not None:
             body.backward(leaf_ND.grad)
@@ -308,7 +308,7 @@ def _body_pass(model: TrainedModel, sequences: Sequence[Array]) -> BodyPass:
         tokens_N.to(base.device),
         lengths,
         model.adapter,
-        activation_bytes=base.activation_bytes,
+        activation_bytes=base.choices.activation_bytes,
     )
 
 

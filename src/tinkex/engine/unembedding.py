@@ -1,7 +1,7 @@
 """From hidden states to the logprobs of targets, with gradients, for some positions at a time.
 
-Logits have the type of the frozen weight, in which the product computes them. If an adapter of the unembedding adds to
-them they are float32, as its factors are: as in the decoder, so that both compute the same logits.
+Logits have the type of the products. If an adapter of the unembedding adds to them they are float32, as its factors are:
+as in the decoder, so that both compute the same logits.
 
 Shapes: N positions, D hidden, V vocabulary, K targets per position.
 """
@@ -15,17 +15,22 @@ from torch import Tensor
 
 from .kernels import TorchKernels
 from .lora import Pair
-from .products import TorchProducts, linear
+from .products import TorchProducts
 
 __all__ = ["target_logprobs", "unembedded"]
 
 
 def unembedded(
-    hidden_ND: Tensor, weight: Tensor, pair: Pair | None, scale: float, products: TorchProducts
+    hidden_ND: Tensor,
+    weight: Tensor,
+    pair: Pair | None,
+    scale: float,
+    products: TorchProducts,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Logits of float32 hidden states; float32 with an adapter, otherwise in the type of the weight."""
+    """Logits of float32 hidden states; float32 with an adapter, otherwise in the `dtype` of the products."""
     a, b = (None, None) if pair is None else (pair.a, pair.b)
-    logits: Tensor = _Unembedded.apply(hidden_ND, weight, a, b, scale, products)  # type: ignore[no-untyped-call]
+    logits: Tensor = _Unembedded.apply(hidden_ND, weight, a, b, scale, products, dtype)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -39,26 +44,31 @@ class _Unembedded(torch.autograd.Function):
         b: Tensor | None,
         scale: float,
         products: TorchProducts,
+        dtype: torch.dtype,
     ) -> Tensor:
-        logits = products.linear(hidden_ND.to(weight.dtype), weight)
         inner = None
-        if a is not None and b is not None:
-            logits = logits.float()
-            inner = linear(hidden_ND, a).mul_(scale)
-            logits.addmm_(inner, b.t())
+        if a is None or b is None:
+            logits = products.linear(hidden_ND.to(dtype), weight)
+        else:
+            logits = products.linear(hidden_ND.to(dtype), weight, dtype=torch.float32)
+            inner = products.linear(hidden_ND, a).mul_(scale)
+            products.add_linear(logits, inner, b)
         ctx.save_for_backward(hidden_ND, weight, a, b, inner)
-        ctx.scale, ctx.products = scale, products
+        ctx.scale, ctx.products, ctx.dtype = scale, products, dtype
         return logits
 
     @staticmethod
     def backward(ctx: Any, g_NV: Tensor) -> Any:
         hidden_ND, weight, a, b, inner = ctx.saved_tensors
-        hidden_g = ctx.products.back(g_NV.to(weight.dtype), weight).float()
+        products: TorchProducts = ctx.products
+        hidden_g = products.back(g_NV.to(ctx.dtype), weight).float()
         if a is None:
-            return hidden_g, None, None, None, None, None
-        inner_g = linear(g_NV, b.t()).mul_(ctx.scale)
-        hidden_g.addmm_(inner_g, a)
-        return hidden_g, None, inner_g.t() @ hidden_ND, g_NV.t() @ inner, None, None
+            return hidden_g, None, None, None, None, None, None
+        inner_g = products.back(g_NV, b).mul_(ctx.scale)
+        products.add_back(hidden_g, inner_g, a)
+        a_g = products.back(inner_g.t().contiguous(), hidden_ND)
+        b_g = products.back(inner.t().contiguous(), g_NV).t()
+        return hidden_g, None, a_g, b_g, None, None, None
 
 
 def target_logprobs(logits_NV: Tensor, targets_NK: Tensor, kernels: TorchKernels) -> Tensor:

@@ -196,7 +196,7 @@ class VllmEngine:
         events: list[SampleEvent] = []
         for output in self._engine.step():
             job_id, _, index = output.request_id.rpartition("/")
-            # vLLM appends to the id to make it unique.
+            # vLLM 0.32 answers, and aborts, by our id; other versions append to it to make it unique.
             number = int(index.split("-")[0])
             running = self._running.get(job_id)
             if running is not None:

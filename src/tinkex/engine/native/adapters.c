@@ -1,51 +1,28 @@
-/* The adapters of float32 rows: y += B A x, where rows may use different factors.
-
-   Both factors are packed when an adapter is first used, so that they are read from end to end: A in panels of 16
-   columns, B in panels of 32 outputs. A row adds up its inputs and then its columns in order, so its bits do not
-   depend on the other rows, on their number, or on the number of threads, and a NaN stays in its row.
-
-   Shapes: K inputs, N outputs. */
+/* The adapters of float32 rows. A row adds up its inputs and then its columns in order, so its bits do not depend on the
+   other rows, on their number, or on the number of threads, and a NaN stays in its row. */
 
 #include <omp.h>
 
-#include "numbers.h"
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#include <immintrin.h>
-#endif
+#include "adapters.h"
+#include "lanes.h"
 
-#define LANES 16
-#define WIDE 2 /* vectors of a panel of B */
+/* Vectors of a panel, and rows that are worked on together: as many sums as there are registers for. */
+#define COLUMNS 16 /* of a panel of A */
+#define OUTPUTS 32 /* of a panel of B */
+#define WIDE_A (COLUMNS / LANES)
+#define WIDE_B (OUTPUTS / LANES)
 #if defined(__AVX512F__)
-#define TOGETHER 8 /* rows whose sums fit into the registers */
+#define ROWS_A 8
+#define ROWS_B 8
+#elif LANES == 8
+#define ROWS_A 6
+#define ROWS_B 3
 #else
-#define TOGETHER 3
+#define ROWS_A 3
+#define ROWS_B 1
 #endif
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-
-/* Outputs up to `end` use `count` columns from `first` on; their part of B begins at `b`. */
-typedef struct { int64_t end, first, count; const float *b; } Span;
-
-/* Adjacent rows with one adapter. */
-typedef struct {
-    int64_t begin, end, panels, spans;
-    const float *a;
-    const Span *span;
-} Group;
-
-INLINE lanes multiplied(lanes sum, float a, lanes b) {
-#if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)sum);
-#elif defined(__AVX2__) && defined(__FMA__)
-    union { lanes all; __m256 half[2]; } s = {sum}, f = {b};
-    s.half[0] = _mm256_fmadd_ps(_mm256_set1_ps(a), f.half[0], s.half[0]);
-    s.half[1] = _mm256_fmadd_ps(_mm256_set1_ps(a), f.half[1], s.half[1]);
-    return s.all;
-#else
-    return sum + a * b;
-#endif
-}
+#define LINE (16 / LANES) /* vectors of a cache line */
+#define AHEAD (64 * LINE) /* vectors: factors are fetched from end to end, across panels */
 
 /* c (+)= a b: `steps` numbers of each row of a times a panel b. Strides count numbers. */
 typedef struct {
@@ -56,19 +33,15 @@ typedef struct {
     long c_row, steps;
 } Product;
 
-INLINE lanes load(const float *from) {
-    lanes value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
 INLINE void block(const Product *p, const int rows, const int wide, const int add) {
-    lanes sums[TOGETHER][WIDE];
+    lanes sums[ROWS_A > ROWS_B ? ROWS_A : ROWS_B][WIDE_B];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int w = 0; w < wide; w++)
             sums[r][w] = add ? load(p->c + r * p->c_row + w * LANES) : (lanes){};
     for (long s = 0; s < p->steps; s++) {
-        lanes b[WIDE];
+        lanes b[WIDE_B];
+        UNROLL for (int w = 0; w < wide; w += LINE)
+            __builtin_prefetch(p->b + s * wide + w + AHEAD);
         UNROLL for (int w = 0; w < wide; w++)
             b[w] = p->b[s * wide + w];
         UNROLL for (int r = 0; r < rows; r++) {
@@ -82,12 +55,12 @@ INLINE void block(const Product *p, const int rows, const int wide, const int ad
             memcpy(p->c + r * p->c_row + w * LANES, &sums[r][w], sizeof(lanes));
 }
 
-/* As many rows at a time as there are registers for. */
-INLINE void multiply(Product p, long rows, const int wide, const int add) {
+/* `together` rows at a time. */
+INLINE void multiply(Product p, long rows, const int together, const int wide, const int add) {
     while (rows > 0) {
-        long some = rows >= TOGETHER ? TOGETHER : rows >= 2 ? 2 : 1;
-        if (some == TOGETHER)
-            block(&p, TOGETHER, wide, add);
+        long some = rows >= together ? together : rows >= 2 ? 2 : 1;
+        if (some == together)
+            block(&p, together, wide, add);
         else if (some == 2)
             block(&p, 2, wide, add);
         else
@@ -100,54 +73,64 @@ INLINE void multiply(Product p, long rows, const int wide, const int add) {
 
 /* Add the update of a panel to `count` outputs of all rows of a group. */
 static void add_panel(Product p, long rows, long count) {
-    if (count == WIDE * LANES) {
-        multiply(p, rows, WIDE, 1);
+    if (count == OUTPUTS) {
+        multiply(p, rows, ROWS_B, WIDE_B, 1);
         return;
     }
     for (long m = 0; m < rows; m++) { /* the last outputs of a span do not fill a panel */
-        float full[WIDE * LANES] = {0};
+        float full[OUTPUTS] = {0};
         Product one = p;
         memcpy(full, p.c + m * p.c_row, 4 * (size_t)count);
         one.a += m * p.a_row;
         one.c = full;
-        block(&one, 1, WIDE, 1);
+        block(&one, 1, WIDE_B, 1);
         memcpy(p.c + m * p.c_row, full, 4 * (size_t)count);
     }
 }
 
-/* `inner` holds as many rows as x, of `stride` numbers: the rows between the factors. */
+void tinkex_adapt_inner(const Adapters *adapters, const float *x, long K, long id, long all) {
+    for (long g = 0; g < adapters->count; g++) {
+        const Group *group = adapters->groups + g;
+        long rows = group->end - group->begin, blocks = (rows + ROWS_A - 1) / ROWS_A;
+        long units = blocks * group->panels;
+        for (long u = units * id / all; u < units * (id + 1) / all; u++) {
+            long panel = u / blocks, first = u % blocks * ROWS_A, row = group->begin + first;
+            multiply((Product){x + row * K, K, (const lanes *)(group->a + panel * K * COLUMNS),
+                               adapters->inner + row * adapters->stride + panel * COLUMNS, adapters->stride, K},
+                     MIN(ROWS_A, rows - first), ROWS_A, WIDE_A, 0);
+        }
+    }
+}
+
+void tinkex_adapt_outer(const Adapters *adapters, float *y, long N, long id, long all) {
+    const long panel = OUTPUTS, stride = adapters->stride;
+    for (long g = 0; g < adapters->count; g++) {
+        const Group *group = adapters->groups + g;
+        const float *inner = adapters->inner + group->begin * stride;
+        long rows = group->end - group->begin, units = 0, unit = 0, begin = 0;
+        for (long s = 0; s < group->spans; begin = group->span[s++].end)
+            units += (group->span[s].end - begin + panel - 1) / panel;
+        begin = 0;
+        for (long s = 0; s < group->spans; begin = group->span[s++].end) {
+            const Span *span = group->span + s;
+            const float *b = span->b;
+            for (long n = begin; n < span->end; n += panel, unit++, b += span->count * panel)
+                if (unit >= units * id / all && unit < units * (id + 1) / all)
+                    add_panel((Product){inner + span->first, stride, (const lanes *)b, y + group->begin * N + n, N,
+                                        span->count},
+                              rows, MIN(panel, span->end - n));
+        }
+    }
+}
+
 EXPORT void tinkex_adapt(
     int threads, const float *x, float *y, long N, long K, const Group *groups, long count, float *inner, long stride) {
+    const Adapters adapters = {groups, count, inner, stride};
 #pragma omp parallel num_threads(threads)
     {
         long id = omp_get_thread_num(), all = omp_get_num_threads();
-        for (long g = 0; g < count; g++) {
-            const Group *group = groups + g;
-            long rows = group->end - group->begin, blocks = (rows + TOGETHER - 1) / TOGETHER;
-            long units = blocks * group->panels;
-            for (long u = units * id / all; u < units * (id + 1) / all; u++) {
-                long panel = u / blocks, first = u % blocks * TOGETHER, row = group->begin + first;
-                multiply((Product){x + row * K, K, (const lanes *)(group->a + panel * K * LANES),
-                                   inner + row * stride + panel * LANES, stride, K},
-                         MIN(TOGETHER, rows - first), 1, 0);
-            }
-        }
+        tinkex_adapt_inner(&adapters, x, K, id, all);
 #pragma omp barrier
-        for (long g = 0; g < count; g++) {
-            const Group *group = groups + g;
-            long rows = group->end - group->begin, units = 0, unit = 0, begin = 0, panel = WIDE * LANES;
-            for (long s = 0; s < group->spans; begin = group->span[s++].end)
-                units += (group->span[s].end - begin + panel - 1) / panel;
-            begin = 0;
-            for (long s = 0; s < group->spans; begin = group->span[s++].end) {
-                const Span *span = group->span + s;
-                const float *b = span->b;
-                for (long n = begin; n < span->end; n += panel, unit++, b += span->count * panel)
-                    if (unit >= units * id / all && unit < units * (id + 1) / all)
-                        add_panel((Product){inner + group->begin * stride + span->first, stride, (const lanes *)b,
-                                            y + group->begin * N + n, N, span->count},
-                                  rows, MIN(panel, span->end - n));
-            }
-        }
+        tinkex_adapt_outer(&adapters, y, N, id, all);
     }
 }

@@ -10,28 +10,29 @@
 
    Shapes: H query heads, G key-value heads, R = H / G, E numbers of a head, a multiple of 16. */
 
+#include <limits.h>
 #include <stdlib.h>
 
-#include "numbers.h"
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__)
+#include "lanes.h"
+#include "scratch.h"
 #include "transpose.h"
-#endif
 
-#define LANES 16
+#if defined(__AVX512F__)
+#define WIDE 4 /* vectors of a block: with ROWS rows, as many sums as there are registers for */
+#else
+#define WIDE 2
+#endif
+#define ROWS 6
 #define TILE 64 /* keys that are packed together */
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define LINE 16 /* cells of a cache line */
+#define FEW 6   /* rows of a unit up to which its keys and values are read only once, as in a step of sampling */
 
 typedef uint32_t cell;
-typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef cell cells __attribute__((vector_size(4 * LANES)));
 
 /* -- the product ---------------------------------------------------------------------------- */
 
-INLINE lanes multiplied(lanes sum, cell a, cells b, const int half) {
+INLINE lanes add_cell(lanes sum, cell a, cells b, const int half) {
 #if defined(__AVX512BF16__)
     if (half)
         return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
@@ -41,11 +42,7 @@ INLINE lanes multiplied(lanes sum, cell a, cells b, const int half) {
         sum += (lanes)(wide << 16) * (lanes)(b << 16);
         return sum + (lanes)(wide & 0xffff0000u) * (lanes)(b & 0xffff0000u);
     }
-#if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(from_bits(a)), (__m512)b, (__m512)sum);
-#else
-    return sum + (from_bits(a) - (lanes){}) * (lanes)b;
-#endif
+    return multiplied(sum, from_bits(a), (lanes)b);
 }
 
 /* c (+)= a b: `steps` cells of each row of a; b holds `steps` rows of vectors. Strides count cells, of b vectors. */
@@ -60,18 +57,18 @@ typedef struct {
 } Product;
 
 INLINE void block(const Product *p, const int rows, const int wide, const int half) {
-    lanes sums[6][4];
+    lanes sums[ROWS][WIDE];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int w = 0; w < wide; w++)
             sums[r][w] = p->add ? ((const lanes *)(p->c + r * p->c_row))[w] : (lanes){};
     for (long s = 0; s < p->steps; s++) {
-        cells b[4];
+        cells b[WIDE];
         UNROLL for (int w = 0; w < wide; w++)
             b[w] = p->b[s * p->b_step + w];
         UNROLL for (int r = 0; r < rows; r++) {
             cell a = p->a[r * p->a_row + s * p->a_step];
             UNROLL for (int w = 0; w < wide; w++)
-                sums[r][w] = multiplied(sums[r][w], a, b[w], half);
+                sums[r][w] = add_cell(sums[r][w], a, b[w], half);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -86,20 +83,25 @@ INLINE void block(const Product *p, const int rows, const int wide, const int ha
         else \
             block(p, R, W, 0); \
     }
+#if WIDE == 4
 #define BLOCKS(R) BLOCK(R, 1) BLOCK(R, 2) BLOCK(R, 3) BLOCK(R, 4)
-BLOCKS(1) BLOCKS(2) BLOCKS(3) BLOCKS(4) BLOCKS(5) BLOCKS(6)
 #define NAMES(R) {block_##R##_1, block_##R##_2, block_##R##_3, block_##R##_4}
-static void (*const BLOCK_OF[6][4])(const Product *, int) = {NAMES(1), NAMES(2), NAMES(3), NAMES(4), NAMES(5), NAMES(6)};
+#else
+#define BLOCKS(R) BLOCK(R, 1) BLOCK(R, 2)
+#define NAMES(R) {block_##R##_1, block_##R##_2}
+#endif
+BLOCKS(1) BLOCKS(2) BLOCKS(3) BLOCKS(4) BLOCKS(5) BLOCKS(6)
+static void (*const BLOCK_OF[ROWS][WIDE])(const Product *, int) = {NAMES(1), NAMES(2), NAMES(3), NAMES(4), NAMES(5), NAMES(6)};
 
 /* A product of `rows` rows and `wide` vectors. */
 static void multiply(Product p, long rows, long wide, int half) {
-    for (long w = 0; w < wide; w += 4)
-        for (long r = 0; r < rows; r += 6) {
+    for (long w = 0; w < wide; w += WIDE)
+        for (long r = 0; r < rows; r += ROWS) {
             Product part = p;
             part.a += r * p.a_row;
             part.b += w;
             part.c += r * p.c_row + w * LANES;
-            BLOCK_OF[MIN(rows - r, 6) - 1][MIN(wide - w, 4) - 1](&part, half);
+            BLOCK_OF[MIN(rows - r, ROWS) - 1][MIN(wide - w, WIDE) - 1](&part, half);
         }
 }
 
@@ -118,21 +120,42 @@ INLINE const void *row_of(const Source *source, long position) {
     return source->base + row * source->stride;
 }
 
+/* Rows from `position` on that lie one after another. */
+INLINE long adjacent(const Source *source, long position) {
+    return source->page ? source->page - position % source->page : LONG_MAX;
+}
+
+/* Fetch the rows `begin` to `end`, `width` cells each: keys and values of a sampler are mostly in no cache. */
+static void fetch(const Source *source, long begin, long end, long width) {
+    while (begin < end) {
+        long count = MIN(end - begin, adjacent(source, begin));
+        const char *row = row_of(source, begin);
+        for (long i = 0; i < count; i++, row += source->stride)
+            for (long c = 0; c < width; c += LINE)
+                __builtin_prefetch(row + 4 * c, 0, 2);
+        begin += count;
+    }
+}
+
 /* Pack rows side by side, for products with their transpose: out[c][i] is cell c of row i; missing rows are zero. */
 static void pack_across(const Source *source, long begin, long count, long width, cell *out) {
     for (long i = 0; i < count; i += LANES) {
-        const cell *rows[LANES];
-        for (long j = 0; j < LANES; j++)
-            rows[j] = i + j < count ? row_of(source, begin + i + j) : 0;
+        const cell *rows[LANES] = {0};
+        for (long j = 0; j < MIN(LANES, count - i);) {
+            long together = j + adjacent(source, begin + i + j);
+            const char *row = row_of(source, begin + i + j);
+            for (; j < MIN(MIN(LANES, count - i), together); j++, row += source->stride)
+                rows[j] = (const cell *)row;
+        }
         long c = 0;
-#if defined(__AVX512F__)
+#if defined(HAS_SQUARES)
         for (; c + LANES <= width; c += LANES) {
-            __m512i r[16];
-            UNROLL for (int j = 0; j < 16; j++)
-                r[j] = rows[j] ? _mm512_loadu_si512(rows[j] + c) : _mm512_setzero_si512();
-            transpose(r);
-            UNROLL for (int j = 0; j < 16; j++)
-                _mm512_store_si512(out + (c + j) * TILE + i, r[j]);
+            square r[LANES];
+            UNROLL for (int j = 0; j < LANES; j++)
+                r[j] = rows[j] ? load_side(rows[j] + c) : (square){};
+            transpose_square(r);
+            UNROLL for (int j = 0; j < LANES; j++)
+                memcpy(out + (c + j) * TILE + i, r + j, sizeof *r);
         }
 #endif
         for (; c < width; c++)
@@ -160,22 +183,7 @@ static void pack_along(const Source *source, long begin, long count, long size, 
     }
 }
 
-/* -- scratch memory of a thread, kept for the next call -------------------------------------- */
-
-static _Thread_local char *scratch;
-static _Thread_local size_t scratch_size;
-
-static char *reserve(size_t size) {
-    if (size > scratch_size) {
-        free(scratch);
-        scratch_size = (size + 4095) / 4096 * 4096;
-        scratch = aligned_alloc(64, scratch_size);
-        if (!scratch)
-            abort();
-    }
-    return scratch;
-}
-
+/* The next part of the memory of a thread, from a cache line on. */
 INLINE void *take(char **from, long numbers) {
     void *taken = *from;
     *from += (4 * numbers + 63) / 64 * 64;
@@ -183,17 +191,6 @@ INLINE void *take(char **from, long numbers) {
 }
 
 /* -- softmax -------------------------------------------------------------------------------- */
-
-INLINE void round_row(const float *from, uint16_t *to, long count) {
-    long j = 0;
-#if defined(__AVX512BF16__)
-    for (; j + LANES <= count; j += LANES)
-        _mm256_storeu_si256((__m256i *)(to + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + j)));
-#endif
-#pragma omp simd
-    for (long i = j; i < count; i++)
-        to[i] = rounded(from[i]);
-}
 
 /* Round two rows to bfloat16, side by side: cells of one number each. `count` is a multiple of 16. */
 INLINE void pair_rows(const float *low, const float *high, cell *to, long count) {
@@ -306,12 +303,18 @@ static long block_of(long keys, long rows_per_query) {
     return MAX(2, MIN(32, fitting));
 }
 
+/* Whether the product can read values where they are. */
+INLINE int in_place(const Source *values, int half) {
+    return !half && ((uintptr_t)values->base | (uintptr_t)values->stride) % sizeof(cells) == 0;
+}
+
 static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit *unit, void *out, Softmax *kept,
                         int half) {
     long R = heads->heads / heads->groups, E = heads->size, number = half ? 2 : 4, width = half ? E / 2 : E;
     long first = sequence->first + unit->begin, keys = first + unit->count, rows = unit->count * R;
     long padded = (keys + TILE - 1) / TILE * TILE, per = half ? 2 : 1;
-    char *space = reserve((size_t)(4 * (rows * (2 * padded + 2 * E) + 2 * TILE * E) + 1024));
+    int few = rows <= FEW;
+    char *space = (char *)scratch(rows * (2 * padded + 2 * E) + 2 * TILE * E + 256);
     float *scores = take(&space, rows * padded), *sums = take(&space, rows * E);
     cell *weights = half ? take(&space, rows * padded / 2) : (cell *)scores;
     cell *queries = take(&space, rows * width), *tile = take(&space, TILE * E);
@@ -324,11 +327,15 @@ static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit
     }
     for (long t = 0; t < keys; t += TILE) {
         long some = MIN(TILE, keys - t), skipped = MAX(0, t - first) * R; /* queries before the tile do not see it */
+        if (few)
+            fetch(&k, t + TILE, MIN(t + 2 * TILE, keys), width);
         pack_across(&k, t, some, width, tile);
         multiply((Product){queries + skipped * width, width, 1, (cells *)tile, TILE / LANES,
                            scores + skipped * padded + t, padded, width, 0},
                  rows - skipped, (some + LANES - 1) / LANES, half);
     }
+    if (few)
+        fetch(&v, 0, MIN(TILE, keys), width);
     for (long r = 0; r < rows; r++) {
         Softmax found = softmax(scores + r * padded, first + r / R + 1, padded);
         if (kept)
@@ -337,11 +344,21 @@ static void attend_unit(const Heads *heads, const Sequence *sequence, const Unit
             round_row(scores + r * padded, (uint16_t *)(weights + r * padded / 2), padded);
     }
     memset(sums, 0, (size_t)(4 * rows * E));
-    for (long t = 0; t < keys; t += TILE) {
-        long some = MIN(TILE, keys - t), skipped = MAX(0, t - first) * R;
-        pack_along(&v, t, some, E, tile, half);
-        multiply((Product){weights + (skipped * padded + t) / per, padded / per, 1, (cells *)tile, E / LANES,
-                           sums + skipped * E, E, (some + per - 1) / per, 1},
+    for (long t = 0, some; t < keys; t += some) {
+        long skipped = MAX(0, t - first) * R, step = E / LANES;
+        const cells *values = (cells *)tile;
+        some = MIN(TILE, keys - t);
+        if (few && in_place(&v, half)) {
+            some = MIN(some, adjacent(&v, t));
+            values = row_of(&v, t);
+            step = v.stride / (long)sizeof *values;
+        }
+        if (few)
+            fetch(&v, t + TILE, MIN(t + TILE + some, keys), width);
+        if (values == (const cells *)tile)
+            pack_along(&v, t, some, E, tile, half);
+        multiply((Product){weights + (skipped * padded + t) / per, padded / per, 1, values, step, sums + skipped * E, E,
+                           (some + per - 1) / per, 1},
                  rows - skipped, E / LANES, half);
     }
     for (long i = 0; i < unit->count; i++) {
@@ -419,7 +436,7 @@ static void attend_back_unit(const Back *back, const Sequence *sequence, long he
     const Heads *heads = back->heads;
     long E = heads->size, number = half ? 2 : 4, width = half ? E / 2 : E;
     long T = sequence->count, per = half ? 2 : 1, lines = heads->heads * E;
-    char *space = reserve((size_t)(4 * (TILE * (5 * TILE + 6 * E)) + 4096));
+    char *space = (char *)scratch(TILE * (5 * TILE + 6 * E) + 1024);
     float *weights = take(&space, TILE * TILE), *weights_g = take(&space, TILE * TILE);
     cell *across = half ? take(&space, TILE * TILE / 2) : (cell *)weights; /* weights by pairs of queries */
     cell *across_g = half ? take(&space, TILE * TILE / 2) : (cell *)weights_g;

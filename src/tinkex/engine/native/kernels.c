@@ -82,11 +82,21 @@ EXPORT void tinkex_norm_back(int threads, int half, float *g, const float *x, co
 
 /* -- silu(gate) * up ------------------------------------------------------------------------ */
 
+#define BLOCK 128 /* numbers that are rounded at once */
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
 INLINE void gated_row(const void *gate_up, void *out, long width, int half) {
+    for (long begin = 0; begin < width; begin += BLOCK) {
+        long count = width - begin < BLOCK ? width - begin : BLOCK;
+        float exact[BLOCK], *found = half ? exact : (float *)out + begin;
 #pragma omp simd
-    for (long i = 0; i < width; i++) {
-        float gate = get(gate_up, i, half), up = get(gate_up, width + i, half);
-        put(out, i, gate / (1.0f + exponential(-gate)) * up, half);
+        for (long i = 0; i < count; i++) {
+            float gate = get(gate_up, begin + i, half), up = get(gate_up, width + begin + i, half);
+            found[i] = gate * sigmoid(gate) * up;
+        }
+        if (half)
+            round_row(exact, at(out, begin, 1), count);
     }
 }
 
@@ -100,13 +110,23 @@ EXPORT void tinkex_gated(int threads, int half, const void *gate_up, void *out, 
 }
 
 INLINE void gated_back_row(const void *gate_up, const void *g, void *gate_up_g, void *out, long width, int half) {
+    for (long begin = 0; begin < width; begin += BLOCK) {
+        long count = width - begin < BLOCK ? width - begin : BLOCK;
+        float exact[3][BLOCK], *gate_g = half ? exact[0] : (float *)gate_up_g + begin;
+        float *up_g = half ? exact[1] : (float *)gate_up_g + width + begin, *found = half ? exact[2] : (float *)out + begin;
 #pragma omp simd
-    for (long i = 0; i < width; i++) {
-        float gate = get(gate_up, i, half), up = get(gate_up, width + i, half), here = get(g, i, half);
-        float sigmoid = 1.0f / (1.0f + exponential(-gate)), silu = gate / (1.0f + exponential(-gate));
-        put(gate_up_g, i, here * up * sigmoid * (1.0f + gate * (1.0f - sigmoid)), half);
-        put(gate_up_g, width + i, here * silu, half);
-        put(out, i, silu * up, half);
+        for (long i = 0; i < count; i++) {
+            float gate = get(gate_up, begin + i, half), up = get(gate_up, width + begin + i, half);
+            float here = get(g, begin + i, half), part = sigmoid(gate), silu = gate * part;
+            gate_g[i] = here * up * part * (1.0f + gate * (1.0f - part));
+            up_g[i] = here * silu;
+            found[i] = silu * up;
+        }
+        if (half) {
+            round_row(exact[0], at(gate_up_g, begin, 1), count);
+            round_row(exact[1], at(gate_up_g, width + begin, 1), count);
+            round_row(exact[2], at(out, begin, 1), count);
+        }
     }
 }
 
@@ -125,17 +145,25 @@ EXPORT void tinkex_gated_back(int threads, int half, const void *gate_up, const 
 
 /* -- logprobs over a vocabulary ------------------------------------------------------------- */
 
+#define PART 512 /* numbers whose exponentials are added up in float32 */
+
 INLINE float log_sum_exp(const void *logits, long width, int half) {
-    float largest = -INFINITY, sum = 0;
+    float largest = -INFINITY;
+    double sum = 0; /* of parts, so that it is as exact however the compiler adds up numbers of one part */
 #pragma omp simd reduction(max : largest)
     for (long i = 0; i < width; i++) {
         float value = get(logits, i, half);
         largest = value > largest ? value : largest;
     }
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < width; i++)
-        sum += exponential(get(logits, i, half) - largest);
-    return largest + logf(sum);
+    for (long begin = 0; begin < width; begin += PART) {
+        long end = MIN(begin + PART, width);
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (long i = begin; i < end; i++)
+            part += exponential(get(logits, i, half) - largest);
+        sum += part;
+    }
+    return (float)(largest + log(sum));
 }
 
 /* totals: the logarithm of the sum of exp(logits) of each row. */

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -30,8 +31,10 @@ SOURCES: Final = sorted(Path(__file__).parent.glob("*.c"))
 HEADERS: Final = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS: Final = (
     *("-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"),
+    "-fno-strict-aliasing",  # rows are read as numbers of 4 bytes and as pairs of 2
     *("-fopenmp", "-fPIC", "-fvisibility=hidden"),
 )
+_NATIVE: Final = ("-march=native",)
 _SECONDS: Final = 120
 
 
@@ -52,8 +55,8 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def build(compiler: str, directory: Path, processor: str = "native") -> ctypes.CDLL:
-    """Load the library for a processor (`-march`) from `directory`; compile it first if it is not there."""
+def build(compiler: str, directory: Path, flags: Sequence[str] = _NATIVE) -> ctypes.CDLL:
+    """Load the library that these flags give from `directory`; compile it first if it is not there."""
     import torch  # noqa: F401 - loads the OpenMP runtime that the library uses
 
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +64,7 @@ def build(compiler: str, directory: Path, processor: str = "native") -> ctypes.C
     version = subprocess.run(  # noqa: S603
         [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
     ).stdout
-    command = [compiler, *_FLAGS, f"-march={processor}"]
+    command = [compiler, *_FLAGS, *flags]
     sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
     facts = [*sources, " ".join(command).encode(), version, _processor()]
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]

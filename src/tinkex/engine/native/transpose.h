@@ -3,9 +3,10 @@
 #ifndef TINKEX_TRANSPOSE_H
 #define TINKEX_TRANSPOSE_H
 
-#include <immintrin.h>
-
 #include "numbers.h"
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 INLINE void transpose(__m512i *r) {
@@ -52,6 +53,25 @@ INLINE void transpose_8(__m256i *r) {
     }
     UNROLL for (int i = 0; i < 8; i++)
         r[i] = t[i];
+}
+#endif
+
+/* A square as wide as the registers of this processor: so many of these, LANES of `lanes.h`. */
+#if defined(__AVX512F__)
+#define HAS_SQUARES
+typedef __m512i square;
+INLINE void transpose_square(square *r) { transpose(r); }
+#elif defined(__AVX2__) && defined(__FMA__)
+#define HAS_SQUARES
+typedef __m256i square;
+INLINE void transpose_square(square *r) { transpose_8(r); }
+#endif
+
+#ifdef HAS_SQUARES
+INLINE square load_side(const void *from) {
+    square side;
+    memcpy(&side, from, sizeof side);
+    return side;
 }
 #endif
 
