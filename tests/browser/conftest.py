@@ -140,3 +140,24 @@ def more_steps(training: Any, steps: int, rate: float = 0.1) -> None:
     for _ in range(steps):
         training.forward_backward([datum(*b"abcabcabc")], "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=rate)).result()
+
+
+def logged(training: Any, *values: float, first: int = 1) -> None:
+    """Log a metric of the user's own."""
+    for step, value in enumerate(values, first):
+        training.log(step, {"mine": value}).result()
+
+
+def run_url(served: Service, training: Any, part: str = "") -> str:
+    return f"{served.url}/#/run/{training.model_id}{part}"
+
+
+def steps_shown(page: Any) -> Any:
+    return page.locator(".facts div", has_text="Steps").locator("dd")
+
+
+#: Makes a page believe that it is hidden, or seen again.
+HIDE = """(hidden) => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""

@@ -17,18 +17,19 @@ from tinkex import types
 from tinkex.cli.main import cli
 from tinkex.server.auth import Keys
 
-from .conftest import BASE, more_steps, sync_api, trained
+from .conftest import (
+    BASE,
+    HIDE,
+    logged,
+    more_steps,
+    run_url,
+    steps_shown,
+    sync_api,
+    trained,
+)
 
 expect = sync_api.expect
 SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-
-
-def run_url(served, training, part=""):
-    return f"{served.url}/#/run/{training.model_id}{part}"
-
-
-def steps_shown(page):
-    return page.locator(".facts div", has_text="Steps").locator("dd")
 
 
 # -- watching ------------------------------------------------------------------------------------------
@@ -455,6 +456,8 @@ def test_the_service_page_draws_what_happens_and_lists_failures(served, client, 
     page.get_by_role("figure", name="Training, trained").wait_for()
     expect(page.get_by_role("row", name="load_weights")).to_contain_text("nobody")
     assert BASE in page.locator("main").inner_text()
+    engines = page.get_by_role("table", name="Engines")
+    expect(engines.get_by_role("row").nth(1)).to_contain_text("up")
 
 
 def test_a_run_in_the_queue_says_what_it_waits_for(served, page):
@@ -488,13 +491,9 @@ COUNT_DRAWINGS = """
   const clear = CanvasRenderingContext2D.prototype.clearRect;
   CanvasRenderingContext2D.prototype.clearRect = function (...where) { window.drawings += 1; return clear.apply(this, where); };
 """
-HIDE = """(hidden) => {
-  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
-  document.dispatchEvent(new Event("visibilitychange"));
-}"""
 
 
-def test_a_step_is_read_once_and_draws_each_plot_once(served, client, page):
+def test_a_step_is_drawn_once_in_each_plot_without_reading_anything(served, client, page):
     training = trained(client, "frugal", steps=70)
     page.add_init_script(COUNT_DRAWINGS)
     page.goto(run_url(served, training))
@@ -506,10 +505,134 @@ def test_a_step_is_read_once_and_draws_each_plot_once(served, client, page):
     page.on("request", lambda request: asked.append(request.url))
     more_steps(training, 1)
     expect(steps_shown(page)).to_have_text("71")
-    assert [url for url in asked if "/metrics?" not in url] == []
+    assert asked == []
     # Changes of the queue may be told apart from the step; only the step is drawn.
-    assert len(asked) == 1
     assert page.evaluate("window.drawings") - before == plots
+
+
+def test_points_that_were_told_while_curves_are_read_are_drawn_with_them(served, client, page):
+    training = trained(client, "overtaken", steps=1)
+    logged(training, 5.0, 1.0)
+    held = []
+
+    def hold(route):
+        held.append((route, route.fetch()))
+
+    page.route("**/metrics?*", hold)
+    page.goto(run_url(served, training))
+    expect(steps_shown(page)).to_have_text("1")
+    logged(training, 6.0, first=3)
+    more_steps(training, 1)
+    expect(steps_shown(page)).to_have_text("2")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    for route, answer in held:
+        route.fulfill(response=answer)
+    page.get_by_role("figure", name="mine, mine: from 5 to 6, lowest 1").wait_for()
+    assert (len(held), asked) == (1, [])
+
+
+def test_curves_with_missing_points_are_read_again(served, client, page):
+    """As if an event was lost: the first answer lacks the second point, and no event tells of it."""
+    training = trained(client, "gap", steps=1)
+    logged(training, 5.0, 1.0)
+
+    def shorten(route):
+        answer = route.fetch()
+        found = answer.json()
+        curve = found["metrics"]["mine"]
+        curve["x"], curve["y"], curve["points"] = curve["x"][:1], curve["y"][:1], 1
+        route.fulfill(response=answer, json=found)
+
+    page.route("**/metrics?*", shorten, times=1)
+    page.goto(run_url(served, training))
+    page.get_by_role("figure", name="mine, mine: from 5 to 5, lowest 5").wait_for()
+    with page.expect_request(re.compile("/metrics")):
+        logged(training, 6.0, first=3)
+    page.get_by_role("figure", name="mine, mine: from 5 to 6, lowest 1").wait_for()
+
+
+@pytest.mark.failing_requests
+def test_curves_that_could_not_be_read_are_read_with_the_next_step(served, client, page):
+    training = trained(client, "unlucky", steps=2)
+    page.route("**/metrics?*", lambda route: route.fulfill(status=503, json={}), times=1)
+    page.goto(run_url(served, training))
+    page.get_by_text("The service answered 503.").wait_for()
+    more_steps(training, 1)
+    page.get_by_role("figure", name="loss,").wait_for()
+    expect(page.get_by_text("The service answered 503.")).to_have_count(0)
+
+
+def test_curves_follow_the_runs_that_are_compared_and_the_axis(served, client, page):
+    low, high = trained(client, "low", steps=1), trained(client, "high", steps=1)
+    logged(low, 1.0, 2.0)
+    logged(high, 10.0, 20.0)
+    page.goto(f"{served.url}/#/compare?runs={low.model_id},{high.model_id}")
+    page.get_by_role("figure", name="low: from 1 to 2, lowest 1; high: from 10 to 20").wait_for()
+    page.get_by_role("button", name="Remove low").click()
+    page.get_by_role("figure", name="mine, high: from 10 to 20").wait_for()
+    page.get_by_label("By").select_option("tokens")
+    logged(low, 3.0, first=3)
+    logged(high, 30.0, first=3)
+    page.get_by_role("figure", name="mine, high: from 10 to 30, lowest 10").wait_for()
+
+
+LONGER = """async ([curves, rows, asked]) => {
+  const { longer } = await import("/static/curves.js");
+  return longer(curves, rows, { axis: "step", width: 4, ...asked });
+}"""
+
+
+def row(step, number, value=1.5, name="a"):
+    return {
+        "step": step,
+        "tokens": 10 * step,
+        "time": 100 + step,
+        "values": {name: [number, value]},
+    }
+
+
+def test_new_points_make_curves_longer_or_say_that_these_must_be_read(served, page):
+    page.goto(served.url)
+    known = {"x": [1, 2], "y": [0.5, 0.25], "odd": [], "points": 2}
+
+    def longer(*rows, curve=known, **asked):
+        return page.evaluate(LONGER, [{"a": curve}, rows, asked])
+
+    assert longer(row(3, 2))["a"] == {"x": [1, 2, 3], "y": [0.5, 0.25, 1.5], "odd": [], "points": 3}
+    assert longer(row(2, 1), row(3, 2))["a"]["x"] == [1, 2, 3]  # the first was read already
+    assert longer(row(3, 2), row(4, 3))["a"]["x"] == [1, 2, 3, 4]
+    assert longer(row(3, 2, "nan"))["a"]["odd"] == [[3, "NaN", 1]]
+    assert longer(row(3, 2, "-inf"))["a"]["y"] == [0.5, 0.25, None]
+    assert longer(row(9, 0, name="__proto__"), row(9, 0, name="b"))["b"]["x"] == [9]
+    tokens = {"x": [10, 20], "y": [0.5, 0.25], "odd": [], "points": 2}
+    assert longer(row(3, 2), curve=tokens, axis="tokens")["a"]["x"] == [10, 20, 30]
+    # A gap, a step before the last one, more points than places, and points that stand for several steps.
+    assert longer(row(4, 3)) is None
+    assert longer(row(1, 2)) is None
+    assert longer(row(3, 2), row(4, 3), row(5, 4)) is None
+    assert longer(row(3, 2), curve={**known, "low": [0, 0], "high": [1, 1]}) is None
+    # Outside of the part that is shown a point is only counted, and a gap is still seen.
+    outside = longer(row(3, 2), start=0, end=2)["a"]
+    assert (outside["x"], outside["points"]) == ([1, 2], 3)
+    assert longer(row(4, 3), start=0, end=2) is None
+
+
+def test_new_samples_are_shown_and_read_no_curves(served, client, page):
+    training = trained(client, "talking", steps=1)
+    training.log(1, samples=[{"text": "first"}]).result()
+    page.goto(run_url(served, training, "/samples"))
+    expect(page.get_by_label("Text")).to_have_text("first")
+    training.log(2, samples=[{"text": "second"}]).result()
+    expect(page.get_by_label("Text")).to_have_text("second")
+    page.get_by_role("link", name="Metrics").click()
+    page.get_by_role("figure", name="loss,").wait_for()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    training.log(3, samples=[{"text": "third"}]).result()
+    more_steps(training, 1)
+    expect(steps_shown(page)).to_have_text("2")
+    assert asked == []
 
 
 def test_nothing_moves_on_a_page_of_a_run_that_trains(served, client, page):
@@ -519,23 +642,30 @@ def test_nothing_moves_on_a_page_of_a_run_that_trains(served, client, page):
     assert page.evaluate("document.getAnimations().length") == 0
 
 
-def test_a_hidden_page_reads_nothing_until_it_is_seen_again(served, client, page):
+def test_a_hidden_page_reads_and_draws_nothing_until_it_is_seen_again(served, client, page):
     training = trained(client, "hidden", steps=2)
+    logged(training, 5.0, 1.0)
+    page.add_init_script(COUNT_DRAWINGS)
     page.goto(run_url(served, training))
     expect(steps_shown(page)).to_have_text("2")
+    page.get_by_role("figure", name="mine,").locator("canvas").wait_for()
     page.evaluate(HIDE, True)
+    before = page.evaluate("window.drawings")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     with tinkex.ServiceClient(base_url=served.url, api_key="tml-local") as other:
         more_steps(training, 3)
+        logged(training, 0.5, 6.0, first=3)
         last = trained(other, "later", steps=1)
         with page.context.new_page() as seen:
             seen.goto(run_url(served, last))
             expect(steps_shown(seen)).to_have_text("1")
     assert asked == []
     assert steps_shown(page).inner_text() == "2"
+    assert page.evaluate("window.drawings") == before
     page.evaluate(HIDE, False)
     expect(steps_shown(page)).to_have_text("5")
+    page.get_by_role("figure", name="mine, mine: from 5 to 6, lowest 0.5").wait_for()
 
 
 def test_every_metric_of_a_run_has_a_plot(served, client, page):

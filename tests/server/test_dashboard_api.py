@@ -138,6 +138,17 @@ def test_values_that_are_not_finite_are_marked_and_the_curve_continues(api, mode
     assert math.isclose(local(api, f"runs/{model.model_id}")["loss"], 2.0)
 
 
+def test_huge_and_tiny_values_are_read_as_they_were_logged(api, model):
+    values = [1e39, -1e308, 1e308, 1e308, 1e-50]
+    entries = [{"step": step, "metrics": {"loss": value}} for step, value in enumerate(values)]
+    assert log(api, model.model_id, *entries).status_code == 200
+    assert curve(api, model.model_id, "loss")["y"] == values
+    few = curve(api, model.model_id, "loss", width=2)
+    assert all(each is not None for name in ("y", "low", "high") for each in few[name])
+    spark = local(api, f"runs/{model.model_id}")["spark"]
+    assert spark == values
+
+
 def test_long_curves_are_reduced_and_zoomed(api, model):
     values = [math.sin(step / 50) for step in range(5_000)]
     for start in range(0, 5_000, 1_000):
@@ -160,6 +171,9 @@ def test_long_curves_are_reduced_and_zoomed(api, model):
         ({"step": -1}, "step"),
         ({"step": 1 << 60}, "step"),
         ({"metrics": {}}, "step"),
+        ({"step": 1, "time": "nan"}, "time"),
+        ({"step": 1, "time": "Infinity"}, "time"),
+        ({"step": 1, "time": 1e300}, "time"),
         ({"step": 1, "metrics": {"a": "many"}}, "metrics"),
         ({"step": 1, "metrics": {"a\u0000b": 1}}, "metrics"),
         ({"step": 1, "metrics": {f"m{n}": 1 for n in range(201)}}, "metrics"),
@@ -452,6 +466,124 @@ def test_open_pages_get_an_event_for_each_step(running, api):
             )
 
         listener.until(shows_the_step)
+
+
+def row_of(run_id, content):
+    return next((run for run in content.get("runs", ()) if run["id"] == run_id), None)
+
+
+def points_of(listener, run_id):
+    """The points of all events of a run so far."""
+    lines = [row_of(run_id, content) for name, content in list(listener.events) if name == "runs"]
+    return [point for line in lines if line is not None for point in line.get("points") or ()]
+
+
+@pytest.mark.heavy
+def test_points_of_events_continue_the_curves_that_were_read(alone):
+    api, model = alone, alone.model()
+    model.step()
+    model.step()
+    before = local(api, f"runs/{model.model_id}/metrics")["metrics"]
+    assert before["loss"]["points"] == 2
+    with Listener(api) as listener:
+        for _ in range(3):
+            model.step()
+        listener.until(lambda *_: len(points_of(listener, model.model_id)) >= 3)
+    found = points_of(listener, model.model_id)
+    after = local(api, f"runs/{model.model_id}/metrics")["metrics"]
+    for name, curve in after.items():
+        told = [point["values"][name] for point in found]
+        known = before[name]["points"]
+        assert [number for number, _ in told] == [known, known + 1, known + 2]
+        assert before[name]["y"] + [value for _, value in told] == pytest.approx(curve["y"])
+        assert before[name]["x"] + [point["step"] for point in found] == curve["x"]
+    assert [point["tokens"] for point in found] == [9, 12, 15]
+
+
+@pytest.mark.heavy
+def test_an_event_without_room_for_the_points_says_so(alone):
+    api, model = alone, alone.model()
+    with Listener(api) as listener:
+        entries = [{"step": step, "metrics": {"many": 1.0}} for step in range(6_000)]
+        assert log(api, model.model_id, *entries).status_code == 200
+
+        def says_so(name, content):
+            run = row_of(model.model_id, content) if name == "runs" else None
+            return run is not None and "metrics" in run["changed"] and run["points"] is None
+
+        listener.until(says_so)
+    assert curve(api, model.model_id, "many")["points"] == 6_000
+
+
+@pytest.mark.heavy
+def test_the_small_curve_of_a_run_that_trains_ends_with_its_last_step(alone):
+    """Even where it has no pixel of its own for every step."""
+    api, model = alone, alone.model()
+    model.step()
+    entries = [{"step": step, "metrics": {"loss": 1.0}} for step in range(2, 62)]
+    assert log(api, model.model_id, *entries).is_success
+    assert curve(api, model.model_id, "loss")["points"] == 61
+    assert local(api, f"runs/{model.model_id}")["spark"][-1] == 1.0
+    with Listener(api) as listener:
+        assert log(api, model.model_id, {"step": 62, "metrics": {"loss": 5.0}}).is_success
+
+        def has_the_step(name, content):
+            run = row_of(model.model_id, content) if name == "runs" else None
+            return run is not None and run["loss"] == 5.0
+
+        heard = row_of(model.model_id, listener.until(has_the_step))
+    assert (heard["state"]["kind"], heard["spark"][-1]) == ("training", 5.0)
+
+
+@pytest.mark.heavy
+def test_new_samples_are_told_apart_from_metrics(alone):
+    api, model = alone, alone.model()
+    with Listener(api) as listener:
+        log(api, model.model_id, {"step": 1, "samples": [{"text": "mine"}]})
+
+        def tells_of_samples(name, content):
+            run = row_of(model.model_id, content) if name == "runs" else None
+            return run is not None and "samples" in run["changed"]
+
+        heard = row_of(model.model_id, listener.until(tells_of_samples))
+    assert "metrics" not in heard["changed"]
+    assert "points" not in heard
+
+
+@pytest.mark.heavy
+def test_points_of_one_key_never_reach_another(two_keys):
+    ann, bob = two_keys
+    annas, bobs = ann.model(), bob.model()
+    with Listener(bob) as listener, Listener(ann) as other:
+        for _ in range(3):
+            annas.step()
+            bobs.step()
+            log(ann, annas.model_id, {"step": 1, "metrics": {"of ann": 1.0}})
+        listener.until(lambda *_: len(points_of(listener, bobs.model_id)) >= 3)
+        other.until(lambda *_: len(points_of(other, annas.model_id)) >= 6)
+    assert annas.model_id not in str(listener.events)
+    assert "of ann" not in str(listener.events)
+    assert bobs.model_id not in str(other.events)
+
+
+@pytest.mark.heavy
+def test_events_have_the_checkpoints_as_they_are_now(alone):
+    api, model = alone, alone.model()
+
+    def shown(listener):
+        lines = [row_of(model.model_id, content) for _, content in list(listener.events)]
+        return next((line["checkpoints"] for line in reversed(lines) if line is not None), None)
+
+    with Listener(api) as listener:
+        model.step()
+        listener.until(lambda *_: shown(listener) == 0)
+        model.save("first", "save_weights_for_sampler")
+        model.save("second")
+        listener.until(lambda *_: shown(listener) == 2)
+        where = f"/api/v1/training_runs/{model.model_id}/checkpoints/sampler_weights/first"
+        assert api.http.delete(where).is_success
+        model.step()
+        listener.until(lambda *_: shown(listener) == 1)
 
 
 def test_a_pass_without_a_step_gives_a_page_nothing_to_draw(alone):

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkex.errors import InvalidInputError, RateLimitError
+from tinkex.server.dashboard import store as store_module
 from tinkex.server.dashboard.columns import FANOUT, Column
-from tinkex.server.dashboard.store import MetricPoint, MetricStore, RunMetrics, check_name
+from tinkex.server.dashboard.store import MetricPoint, MetricStore, RunMetrics, Written, check_name
 from tinkex.server.dashboard.thinning import AXES, POINT, points_as_buckets, thinned
 from tinkex.server.quotas import KeyLimits, Quotas
 
@@ -65,7 +66,7 @@ def test_thinning_keeps_extremes_counts_and_order(values, width, axis, shuffled)
 def test_a_column_of_any_length_has_all_points_in_its_plot(tmp_path, count):
     values = np.sin(np.arange(count))
     made = column(tmp_path, values, batch=777)
-    found = made.read("step", None, None, 100)
+    found = made.read("step", None, None, 100)[0]
     assert made.count == count
     assert len(found) <= 100
     assert found["finite"].sum() == count
@@ -78,7 +79,7 @@ def test_a_column_of_any_length_has_all_points_in_its_plot(tmp_path, count):
 def test_a_single_spike_among_a_hundred_thousand_steps_is_in_the_plot(tmp_path):
     values = np.ones(100_000)
     values[54_321] = 99.0
-    found = column(tmp_path, values, 50_000).read("step", None, None, 300)
+    found = column(tmp_path, values, 50_000).read("step", None, None, 300)[0]
     spiked = found[found["high"] == 99.0]
     assert len(spiked) == 1
     assert spiked["step_from"][0] <= 54_321 <= spiked["step_to"][0]
@@ -86,13 +87,13 @@ def test_a_single_spike_among_a_hundred_thousand_steps_is_in_the_plot(tmp_path):
 
 def test_a_short_range_of_a_long_column_is_exact(tmp_path):
     values = np.arange(50_000, dtype=float)
-    found = column(tmp_path, values, 50_000).read("tokens", 123_450, 123_990, 200)
+    found = column(tmp_path, values, 50_000).read("tokens", 123_450, 123_990, 200)[0]
     assert found["low"].tolist() == found["high"].tolist() == values[12_345:12_400].tolist()
 
 
 def test_values_that_are_not_finite_are_counted_and_do_not_hide_others(tmp_path):
     values = [1.0, math.nan, math.inf, -math.inf, 2.0] * 100
-    found = column(tmp_path, values).read("step", None, None, 10)
+    found = column(tmp_path, values).read("step", None, None, 10)[0]
     assert found["nan"].sum() == found["above"].sum() == found["below"].sum() == 100
     assert (found["low"].min(), found["high"].max()) == (1.0, 2.0)
 
@@ -115,8 +116,8 @@ def test_reading_looks_at_few_records_however_long_the_column_is(tmp_path, monke
 @pytest.mark.parametrize("count", [1_000, 30_000, 200_000])
 def test_a_plot_is_as_fine_as_its_width(tmp_path, count):
     made = column(tmp_path, np.arange(float(count)), 100_000)
-    assert len(made.read("step", None, None, 300)) >= 250
-    assert len(made.read("step", count / 4, count / 2, 200)) >= 150
+    assert len(made.read("step", None, None, 300)[0]) >= 250
+    assert len(made.read("step", count / 4, count / 2, 200)[0]) >= 150
 
 
 # -- crashes -------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def test_an_incomplete_record_is_dropped_and_appending_continues(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_buckets_that_do_not_fit_their_points_are_made_again(tmp_path, damage):
     values = np.arange(FANOUT**2 + 100.0)
-    whole = column(tmp_path, values).read("step", None, None, 50)
+    whole = column(tmp_path, values).read("step", None, None, 50)[0]
     level = tmp_path / "0.1"
     if damage == "missing":
         level.unlink()
@@ -146,7 +147,7 @@ def test_buckets_that_do_not_fit_their_points_are_made_again(tmp_path, damage):
         level.write_bytes(level.read_bytes()[:1000])
     else:
         level.write_bytes(level.read_bytes() * 2)
-    found = Column(tmp_path / "0").read("step", None, None, 50)
+    found = Column(tmp_path / "0").read("step", None, None, 50)[0]
     assert found.tobytes() == whole.tobytes()
 
 
@@ -155,7 +156,7 @@ def test_a_write_that_failed_halfway_is_overwritten_by_the_next(tmp_path):
     with (tmp_path / "0.0").open("ab") as file:
         file.write(b"\xff" * 50)  # as a full disk leaves it, while the service goes on
     made.append(points([3.0, 4.0], [2, 3]))
-    assert made.read("step", None, None, 10)["low"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert made.read("step", None, None, 10)[0]["low"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_file_of_names_that_is_damaged_costs_the_metrics_but_not_the_run(tmp_path):
@@ -177,11 +178,12 @@ def test_points_can_be_read_after_a_restart_and_are_counted(tmp_path):
     async def go():
         first = store(tmp_path)
         told = []
-        first.on_written.append(lambda owner, run: told.append((owner, run)))
+        first.on_written.append(lambda *what: told.append(what))
         first.add("ann", "a:train:0", [MetricPoint("loss", 1, 10, 5, 0.5)], {"steps": 1})
         assert first.state("ann", "a:train:0") == {"steps": 1}
         await first.stop()
-        assert told == [("ann", "a:train:0")]
+        point = MetricPoint("loss", 1, 10, 5, 0.5)
+        assert told == [("ann", "a:train:0", Written([point], {"loss": 0}))]
         again = store(tmp_path)
         await again.restore()
         assert again.run("ann", "a:train:0").last("loss")["value"] == 0.5
@@ -193,6 +195,121 @@ def test_points_can_be_read_after_a_restart_and_are_counted(tmp_path):
         await again.stop()
 
     asyncio.run(go())
+
+
+def test_a_metric_says_how_many_points_it_had_when_it_was_read(tmp_path):
+    run = RunMetrics(tmp_path)
+    for step in range(100):
+        written = run.append([MetricPoint("loss", step, 1, 1, 0.5)])
+        assert written.before == {"loss": step}
+    found = run.read("loss", "step", 10, 20, 5)
+    assert found is not None
+    assert (len(found[0]) <= 5, found[1]) == (True, 100)
+    assert run.read("other", "step", None, None, 5) is None
+
+
+def test_a_run_that_is_read_while_it_is_deleted_begins_anew(tmp_path, monkeypatch, caplog):
+    reads = []
+
+    async def go():
+        made = store(tmp_path)
+        made.add("ann", "run", [MetricPoint("loss", step, 0, 0, 1.0) for step in range(5)])
+        await made.flush()
+        before, remove = made.run("ann", "run"), store_module._removed
+
+        def read_and_remove(directory):
+            reads.append(made.run("ann", "run").last("loss"))  # as an open page does
+            return remove(directory)
+
+        monkeypatch.setattr(store_module, "_removed", read_and_remove)
+        assert await made.delete("ann", "run") == 5 * POINT.itemsize
+        assert before.last("loss") is None
+        assert before.read("loss", "step", None, None, 100) is None
+        made.add("ann", "run", [MetricPoint("loss", 9, 0, 0, 2.0)])
+        await made.flush()
+        found = made.run("ann", "run").read("loss", "step", None, None, 100)
+        assert found is not None
+        assert (found[0]["step_to"].tolist(), found[1]) == ([9.0], 1)
+        assert (
+            before.last("loss") is None
+        )  # its five points are gone, and the files are there again
+        await made.stop()
+
+    asyncio.run(go())
+    assert reads == [None]
+    assert caplog.records == []
+
+
+def test_flush_does_not_wait_for_points_that_come_meanwhile(tmp_path):
+    async def go():
+        made = store(tmp_path)
+        steps = iter(range(1_000))
+        announced = []  # on the event loop: the thread that writes may be one point further
+
+        def add():
+            made.add("ann", "run", [MetricPoint("loss", next(steps), 0, 0, 1.0)])
+
+        def announce(_owner, _run, written):
+            announced.extend(point.step for point in written.points)
+            add()  # there is always something that waits
+
+        made.on_written.append(announce)
+        add()
+        async with asyncio.timeout(10):
+            await made.flush()
+            assert announced == [0]
+            await made.flush()
+            assert announced == [0, 1]
+        made.on_written.clear()
+        await made.stop()
+        assert made.run("ann", "run").count("loss") == next(steps)
+
+    asyncio.run(go())
+
+
+def test_an_error_of_who_is_told_of_points_stops_neither_writing_nor_flushing(tmp_path):
+    async def go():
+        made = store(tmp_path)
+
+        def fail(*_):
+            made.add("ann", "run", [MetricPoint("loss", 2, 0, 0, 1.0)])
+            made.on_written.clear()
+            raise LookupError
+
+        made.on_written.append(fail)
+        made.add("ann", "run", [MetricPoint("loss", 1, 0, 0, 1.0)])
+        async with asyncio.timeout(10):
+            await made.flush()
+            await made.stop()
+        assert made.run("ann", "run").count("loss") == 2
+
+    asyncio.run(go())
+
+
+def test_damage_of_a_metric_is_logged_once_and_costs_no_other_metric(tmp_path, caplog):
+    run = RunMetrics(tmp_path)
+    run.append([MetricPoint(name, step, 0, 0, 1.0) for step in range(9) for name in ("a", "b")])
+    (tmp_path / "0.0").write_bytes(b"")
+    for _ in range(2):
+        assert run.last("a") is None
+        assert run.read("a", "step", None, None, 100) is None
+    assert run.last("b") is not None
+    assert [record.args[0] for record in caplog.records] == ["a"]
+
+
+def test_what_a_killed_service_was_deleting_is_gone_and_not_counted(tmp_path):
+    async def go():
+        first = store(tmp_path)
+        first.add("ann", "run", [MetricPoint("loss", 1, 0, 0, 1.0)])
+        await first.stop()
+        first.directory("ann", "run").rename(tmp_path / "of-ann" / ".deleted-0")
+        again = store(tmp_path, metric_bytes=POINT.itemsize)
+        await again.restore()
+        again.check_room("ann", POINT.itemsize)
+        await again.stop()
+
+    asyncio.run(go())
+    assert list((tmp_path / "of-ann").iterdir()) == []
 
 
 def test_a_key_at_its_limit_keeps_what_it_has_and_is_warned_once(tmp_path, caplog):

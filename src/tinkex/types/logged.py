@@ -8,6 +8,9 @@ from ._base import RequestModel, ResponseModel
 
 __all__ = ["LogEntry", "LogRequest", "LogResponse", "LoggedSample"]
 
+#: Seconds around 1970 that a browser has a date for.
+_DATES = 8.64e12
+
 Text = Annotated[str, Field(max_length=32 << 20)]
 
 
@@ -35,7 +38,7 @@ class LogEntry(RequestModel):
     """The report of one step; `time` is in seconds since 1970, by default when the service receives it."""
 
     step: Annotated[int, Field(ge=0, lt=1 << 53)]
-    time: float | None = None
+    time: Annotated[float, Field(ge=-_DATES, le=_DATES, allow_inf_nan=False)] | None = None
     metrics: dict[str, float] = {}
     samples: list[LoggedSample] = []
 

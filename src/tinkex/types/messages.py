@@ -184,7 +184,7 @@ class CancelFutureRequest(RequestModel):
 
 
 class EngineHealth(ResponseModel):
-    """One engine of a service that has several."""
+    """One engine of a service."""
 
     name: str
     kind: str = ""
@@ -203,7 +203,7 @@ class EngineHealth(ResponseModel):
 class HealthResponse(ResponseModel):
     """The service and its engine are running.
 
-    `engine` is the activity of its engines, and `engines` lists them if there are several, if the service reports it.
+    `engine` is the activity of its engines, and `engines` lists them, if the service reports it.
     """
 
     status: Literal["ok"] = "ok"

@@ -23,17 +23,18 @@ from starlette.responses import Response
 from tinkex._version import __version__
 from tinkex._wire import json_codec
 from tinkex.engine.base_models import built_in
-from tinkex.errors import InvalidInputError, NotFoundError
+from tinkex.errors import APIStatusError, InvalidInputError, NotFoundError
 from tinkex.types._base import RequestModel
 
 from ..checkpoints import tinker_path
 from ..decoding import checked_json
 from ..event_streams import EventStream
 from ..local_operations import PLAY_PROMPT
+from ..memory_use import engine_memory
 from .deletion import delete_run
 from .live import Live
 from .playground import PlaygroundRequest, play
-from .run_view import RunViews, series
+from .run_view import RunViews, series, short
 from .samples import Order, SampleLog
 from .thinning import Axis
 
@@ -98,6 +99,7 @@ class Dashboard:
         service.promises.on_accept.append(self.live.request_changed)
         service.promises.on_finish.append(self.live.request_changed)
         service.run_metrics.on_written.append(self.live.metrics_written)
+        service.run_metrics.on_samples.append(self.live.samples_written)
 
     def samples(self, owner: str, run_id: str) -> SampleLog:
         return SampleLog(self.service.run_metrics.directory(owner, run_id))
@@ -183,7 +185,8 @@ async def remove_run(asked: DashboardRequest) -> dict[str, Any]:
     keep: bool = asked.query.keep_checkpoints
     gone = await delete_run(asked.service, run, keep_checkpoints=keep)
     asked.dashboard.views.forget(run.run_id)
-    asked.dashboard.live.changed(asked.owner, run.run_id, "metrics")
+    asked.dashboard.live.curves_replaced(asked.owner, run.run_id)
+    asked.dashboard.live.samples_written(asked.owner, run.run_id)
     return gone
 
 
@@ -199,9 +202,10 @@ def _plots(asked: DashboardRequest) -> dict[str, Any]:
     names = metrics.names if plot.names is None else plot.names.split("\n")
     found = {}
     for name in names[plot.offset : plot.offset + _MAX_CURVES]:
-        buckets = metrics.read(name, plot.axis, plot.start, plot.end, plot.width)
-        if buckets is not None:
-            found[name] = _curve(buckets, plot.axis) | {"points": metrics.count(name)}
+        read = metrics.read(name, plot.axis, plot.start, plot.end, plot.width)
+        if read is not None:
+            buckets, points = read
+            found[name] = _curve(buckets, plot.axis) | {"points": points}
     return {"axis": plot.axis, "metrics": found, "names": metrics.names}
 
 
@@ -215,10 +219,8 @@ def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
         for name, word in (("nan", "NaN"), ("above", "∞"), ("below", "−∞"))
         for place in np.flatnonzero(buckets[name])[:200].tolist()
     ]
-    single = {name: drawn[name].astype(np.float32) for name in ("y", "low", "high")}
-    if exact:
-        del single["low"], single["high"]
-    return {"x": np.ascontiguousarray(x), **single, "odd": odd}
+    heights = {name: short(drawn[name]) for name in (("y",) if exact else ("y", "low", "high"))}
+    return {"x": np.ascontiguousarray(x), **heights, "odd": odd}
 
 
 async def list_run_checkpoints(asked: DashboardRequest) -> dict[str, Any]:
@@ -320,6 +322,10 @@ async def get_service(asked: DashboardRequest) -> dict[str, Any]:
     database = service.database
     sessions, runs, checkpoints = await database(database.store.counts)
     disk = await asyncio.to_thread(shutil.disk_usage, service.settings.data_dir)
+    try:
+        state, trouble = str(service.engine.check_health()), ""
+    except APIStatusError as error:  # the page is wanted most when no engine can serve
+        state, trouble = "cannot serve", error.message
     return {
         **_now(service),
         "owner": owner,
@@ -327,10 +333,22 @@ async def get_service(asked: DashboardRequest) -> dict[str, Any]:
             "kind": service.settings.engine,
             "device": service.settings.device,
             "dtype": service.settings.dtype,
-            "state": service.engine.check_health(),
+            "state": state,
+            "trouble": trouble,
             "cores": os.cpu_count(),
             "engines": [
-                {"name": each.name, "starts": each.starts, "busy_seconds": each.busy_seconds}
+                {
+                    "name": each.name,
+                    "up": each.up,
+                    "trouble": each.trouble,
+                    "node": each.node,
+                    "device": each.device,
+                    "memory_bytes": engine_memory(each),
+                    "models": each.models,
+                    "samples": each.samples,
+                    "starts": each.starts,
+                    "busy_seconds": each.busy_seconds,
+                }
                 for each in service.engine.status()
             ],
         },
@@ -422,7 +440,7 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "/local/runs/{run_id}/metrics",
         "Read metrics of a run, reduced to the width of a plot",
         "`metrics` by name: `x`, the mean `y`, and `low` and `high` where a point stands for several steps; `odd` has "
-        "the positions of values that are not finite.",
+        "the positions of values that are not finite, and `points` is how many values the whole metric has.",
         get_run_metrics,
         Plot,
     ),
@@ -465,7 +483,10 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "/local/events",
         "Listen to changes of the runs",
         "Server-sent events: first `hello`, then `runs` with the runs that changed, `gone` with the ids of deleted ones, "
-        "and a regular `beat`.",
+        "and a regular `beat`. A run's `changed` says what changed: its `state`, `metrics` or `samples`. With `metrics` it "
+        "has its new `points`: `step`, `tokens`, `time`, and `values` by name, each as its number within its metric, "
+        "from 0, and the value. A number above those that the reader has tells that some are missing; `points` is null if "
+        "there are too many for an event. Then `get_run_metrics` has them.",
         get_events,
         media=_EVENTS,
     ),

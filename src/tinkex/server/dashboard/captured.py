@@ -88,7 +88,7 @@ class Capture:
         log = SampleLog(store.directory(owner, run_id))
         entries = [(float(step), now, sample) for sample in samples]
         if store.has_room(owner, sum(8 * len(sample["tokens"]) for sample in samples)):
-            store.stored(owner, run_id, await store.in_thread(log.append, entries))
+            store.samples_stored(owner, run_id, await store.in_thread(log.append, entries))
 
 
 def _samples(

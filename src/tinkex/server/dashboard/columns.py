@@ -51,8 +51,10 @@ class Column:
         count = self._counts[0]
         return self._records(0, count - 1, count)[0] if count else None
 
-    def read(self, axis: Axis, start: float | None, end: float | None, width: int) -> Records:
-        """At most `width` buckets of the points within a range of an axis."""
+    def read(
+        self, axis: Axis, start: float | None, end: float | None, width: int
+    ) -> tuple[Records, int]:
+        """At most `width` buckets of the points within a range of an axis, and how many points there were in all."""
         counts = self._counts
         level = len(counts) - 1
         places = np.arange(counts[level])
@@ -69,7 +71,7 @@ class Column:
             rest = np.arange(counts[finer + 1] * FANOUT, counts[finer])
             newest = self._at(finer, rest, counts)
             parts.append(newest[_overlaps(newest, axis, start, end)])
-        return thinned(np.concatenate(parts), axis, width)
+        return thinned(np.concatenate(parts), axis, width), counts[0]
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -117,7 +119,10 @@ class Column:
         if end <= start:
             return np.empty(0, kind)
         offset = start * kind.itemsize
-        return np.fromfile(self._file(level), kind, count=end - start, offset=offset)
+        found = np.fromfile(self._file(level), kind, count=end - start, offset=offset)
+        if len(found) < end - start:
+            raise ValueError(f"{self._file(level).name} is shorter than it was")
+        return found
 
     def _at(self, level: int, places: NDArray[np.intp], counts: tuple[int, ...]) -> Records:
         """The records at these positions, in order, as buckets."""

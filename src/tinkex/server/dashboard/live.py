@@ -1,8 +1,8 @@
 """Live updates: one stream of server-sent events per open page.
 
-An event says which runs have changed and how they look now. A page draws itself anew for each event, on the processor that
-trains if the browser runs there, so changes are sent together: a thousand steps a second cost as little as two. Nothing is
-stored: a page that reconnects reads everything anew.
+An event says which runs have changed and how they look now, and carries their new points. A page draws itself anew for each
+event, on the processor that trains if the browser runs there, so changes are sent together. Nothing is stored: a page that
+reconnects reads everything anew.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import orjson
@@ -18,15 +20,18 @@ from tinkex._wire.operations import ServicePart
 from tinkex.errors import RateLimitError
 
 from ..futures import Promise
+from .growth import MOST_ROWS, MOST_VALUES, UNGROWN, Growth, growth_of
+from .store import Written
 
-__all__ = ["Listener", "Live"]
+__all__ = ["Change", "Listener", "Live"]
 
-#: Seconds for which a change waits for others. One of the state can wait for the metrics of the step that it belongs to.
-WAITS: Final = {"metrics": 0.05, "state": 1.0}
-#: Seconds for which a change of the state waits if a step of the run was sent less than this ago: the next step brings it.
+#: Seconds for which a change waits for others. One of the state waits longer: the metrics of its step often follow.
+WAITS: Final = {"metrics": 0.05, "samples": 0.05, "state": 1.0}
+#: Seconds for which a change of the state waits if the run made a step less than this ago: the next step brings it.
 STEADY: Final = 3.0
-#: Seconds between two events at least. A new step must be on the screen a second after its result.
-SPACING: Final = 0.7
+#: Seconds between two events at least. A step that comes sooner than this after the last one waits as long, so that one
+#: drawing shows both.
+SPACING: Final = 0.8
 #: Seconds after which a page hears something even if nothing changed: it shows that the connection lives.
 BEAT: Final = 5.0
 #: Pages of one key that may listen at a time.
@@ -35,37 +40,69 @@ MAX_LISTENERS: Final = 32
 _MAX_RUNS: Final = 200
 
 
+@dataclass
+class Change:
+    """What is different about a run; `rows` are its new points, None if the page must read its curves."""
+
+    what: set[str] = field(default_factory=set)
+    rows: list[orjson.Fragment] | None = field(default_factory=list)
+    values: int = 0  # in the rows
+
+
 class Listener:
     """What one open page has not heard yet, and when it hears it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._changed: dict[str, set[str]] = {}  # by run: what changed
-        self._stepped: dict[str, float] = {}  # by run: when its metrics were sent
+        self._changed: dict[str, Change] = {}  # by run
+        self._values = 0  # in all changes
+        self._stepped: dict[str, float] = {}  # by run: when it last got new metrics
         self._due: float | None = None
         self._sent = clock()
         self._sooner = asyncio.Event()
 
-    def note(self, run_id: str, what: str) -> None:
-        self._changed.setdefault(run_id, set()).add(what)
-        due = self._clock() + self._wait_of(run_id, what)
+    def note(self, run_id: str, what: str, growth: Growth | None = UNGROWN) -> None:
+        change = self._changed.setdefault(run_id, Change())
+        change.what.add(what)
+        self._grow(change, growth)
+        now = self._clock()
+        due = now + self._wait_of(run_id, what, now)
+        if what == "metrics":
+            self._stepped[run_id] = now
         if self._due is None or due < self._due:  # most changes come while an earlier one waits
             self._due = due
             self._sooner.set()
 
-    def _wait_of(self, run_id: str, what: str) -> float:
-        if what == "state" and self._clock() - self._stepped.get(run_id, -STEADY) < STEADY:
+    def _grow(self, change: Change, growth: Growth | None) -> None:
+        if change.rows is None:
+            return
+        if (
+            growth is None
+            or self._values + growth.values > MOST_VALUES
+            or len(change.rows) + len(growth.rows) > MOST_ROWS
+        ):
+            self._values -= change.values
+            change.rows, change.values = None, 0
+        else:
+            self._values += growth.values
+            change.values += growth.values
+            change.rows += growth.rows
+
+    def _wait_of(self, run_id: str, what: str, now: float) -> float:
+        passed = now - self._stepped.get(run_id, now - STEADY)
+        if what == "state" and passed < STEADY:
             return STEADY
+        if what == "metrics" and passed < SPACING:
+            return SPACING
         return WAITS[what]
 
-    def take(self, most: int) -> dict[str, set[str]]:
+    def take(self, most: int) -> dict[str, Change]:
         """The changes that are being sent now, of at most so many runs; the others are due with the next event."""
         changed = {run_id: self._changed.pop(run_id) for run_id in list(self._changed)[:most]}
+        self._values -= sum(each.values for each in changed.values())
         self._sent = self._clock()
         self._due = self._sent if self._changed else None
-        steady = {run: at for run, at in self._stepped.items() if self._sent - at < STEADY}
-        stepped = (run for run, what in changed.items() if "metrics" in what)
-        self._stepped = steady | dict.fromkeys(stepped, self._sent)
+        self._stepped = {run: at for run, at in self._stepped.items() if self._sent - at < STEADY}
         return changed
 
     def seconds_left(self) -> float:
@@ -93,12 +130,25 @@ class Live:
         for listener in self._listeners.get(owner, ()):
             listener.note(run_id, what)
 
+    def curves_replaced(self, owner: str, run_id: str) -> None:
+        """Note that curves of a run are different from before, not only longer."""
+        for listener in self._listeners.get(owner, ()):
+            listener.note(run_id, "metrics", None)
+
     def request_changed(self, promise: Promise) -> None:
         if promise.operation.runner is ServicePart.MODELS:
             self.changed(promise.owner, promise.scope, "state")
 
-    def metrics_written(self, owner: str, run_id: str) -> None:
-        self.changed(owner, run_id, "metrics")
+    def metrics_written(self, owner: str, run_id: str, written: Written) -> None:
+        listeners = self._listeners.get(owner)
+        if not listeners:
+            return
+        growth = growth_of(written)
+        for listener in listeners:
+            listener.note(run_id, "metrics", growth)
+
+    def samples_written(self, owner: str, run_id: str) -> None:
+        self.changed(owner, run_id, "samples")
 
     def listen(
         self,
@@ -119,7 +169,7 @@ class Live:
         clock = asyncio.get_running_loop().time
         listener = Listener(clock)  # counted at once: thousands may ask before the first one reads
         self._listeners.setdefault(owner, set()).add(listener)
-        events = _events(listener, describe, now, over, set(unsettled), clock)
+        events = _events(listener, describe, now, over, dict.fromkeys(unsettled), clock)
         return events, lambda: self._leave(owner, listener)
 
     def _leave(self, owner: str, listener: Listener) -> None:
@@ -133,7 +183,7 @@ async def _events(
     describe: Callable[[list[str]], Awaitable[list[dict[str, Any]]]],
     now: Callable[[], dict[str, Any]],
     over: Callable[[], bool],
-    unsettled: set[str],
+    unsettled: dict[str, None],
     clock: Callable[[], float],
 ) -> AsyncIterator[bytes]:
     looked = clock()
@@ -144,13 +194,19 @@ async def _events(
         asked = list(changed)
         if beat := clock() - looked >= BEAT:
             looked = clock()
-            asked += list(unsettled - changed.keys())[: _MAX_RUNS - len(asked)]
+            others = (run_id for run_id in unsettled if run_id not in changed)
+            asked += islice(others, _MAX_RUNS - len(asked))
+        for run_id in asked:  # its next turn is after that of all others
+            unsettled.pop(run_id, None)
         runs = await describe(asked) if asked else []
         for run in runs:
-            run["changed"] = sorted(changed.get(run["id"], ()))
-            (unsettled.discard if run["state"]["kind"] == "ended" else unsettled.add)(run["id"])
+            change = changed.get(run["id"], Change())
+            run["changed"] = sorted(change.what)
+            if "metrics" in change.what:
+                run["points"] = change.rows
+            if run["state"]["kind"] != "ended":
+                unsettled[run["id"]] = None
         if gone := set(asked) - {run["id"] for run in runs}:
-            unsettled -= gone
             yield _event("gone", {"runs": sorted(gone)})
         if runs:
             yield _event("runs", {"runs": runs})
@@ -160,4 +216,10 @@ async def _events(
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+    return (
+        b"event: "
+        + name.encode()
+        + b"\ndata: "
+        + orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+        + b"\n\n"
+    )

@@ -58,7 +58,7 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         size = sum(len(str(sample.get("text") or "")) for _, _, sample in samples)
         store.check_room(owner, size)
         log = SampleLog(store.directory(owner, run_id))
-        store.stored(owner, run_id, await store.in_thread(log.append, samples))
+        store.samples_stored(owner, run_id, await store.in_thread(log.append, samples))
     return LogResponse(metrics=len(points), samples=len(samples))
 
 

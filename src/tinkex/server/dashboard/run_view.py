@@ -1,14 +1,19 @@
-"""A run as the dashboard shows it: its facts from the database, its state from the queue, its progress from the metrics."""
+"""A run as the dashboard shows it: its facts from the database, its state from the queue, its progress from the metrics.
+
+Events describe the same runs again and again. What the database knows of a loaded run is kept between them, and read again
+only after a checkpoint was added or deleted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tinkex.errors import NotFoundError
 
@@ -17,18 +22,31 @@ from ..futures import Promise
 from ..inputs import lora_of
 from ..model import Model
 from ..store import RunRow, SessionRow
+from .growth import json_number
 from .samples import SampleLog
+from .thinning import Records
 
 if TYPE_CHECKING:
     from ..service import Service
 
-__all__ = ["RunViews"]
+__all__ = ["RunViews", "series", "short"]
 
 #: A run that did something this many seconds ago is still shown as training: steps have pauses between them.
 RECENT: Final = 10.0
 _SPARK_WIDTH: Final = 60
+_SINGLE: Final = np.finfo(np.float32)
 #: Requests of a queue that are listed; the others are only counted.
 _SHOWN_REQUESTS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the database knows of a run."""
+
+    row: RunRow
+    session: SessionRow | None
+    checkpoints: int
+    checkpoint_bytes: int
 
 
 class RunViews:
@@ -36,7 +54,14 @@ class RunViews:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._sparks: dict[str, tuple[int, list[float | None]]] = {}
+        self._sparks: dict[str, tuple[int, NDArray[Any]]] = {}  # and of how many points
+        self._facts: dict[str, _Facts] = {}  # of loaded runs that events described
+        self._changes = 0  # of checkpoints
+        service.checkpoints.on_change.append(self._checkpoint_changed)
+
+    def _checkpoint_changed(self, run_id: str) -> None:
+        self._changes += 1
+        self._facts.pop(run_id, None)
 
     async def owned(self, owner: str, run_id: str) -> RunRow:
         database = self._service.database
@@ -50,39 +75,53 @@ class RunViews:
         database = self._service.database
         await self._service.models.write_times()
         rows, total = await database(database.store.runs, owner, limit=limit, offset=offset)
-        return {"runs": await self._lines(owner, rows), "total": total}
+        return {"runs": await self._lines(await self._facts_of(rows)), "total": total}
 
     async def some(self, owner: str, run_ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Those of these runs that exist and belong to the owner."""
-        database = self._service.database
-        rows = await database(database.store.runs_by_id, owner, run_ids)
-        return await self._lines(owner, rows)
+        """Those of these runs that exist and belong to the owner, for an event."""
+        # Nothing tells when facts of a run that is not loaded change, such as its last request.
+        self._facts = {name: each for name, each in self._facts.items() if self._model(name)}
+        kept = [self._facts[run_id] for run_id in run_ids if run_id in self._facts]
+        facts = [each for each in kept if each.row.owner == owner]
+        missing = [run_id for run_id in run_ids if run_id not in self._facts]
+        if missing:
+            facts += await self._read(owner, missing)
+        return await self._lines(facts, rough=True)
 
-    async def _lines(self, owner: str, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+    async def _read(self, owner: str, run_ids: Sequence[str]) -> list[_Facts]:
+        """Read facts, and keep them unless a checkpoint changed meanwhile."""
+        database = self._service.database
+        changes = self._changes
+        rows = await database(database.store.runs_by_id, owner, run_ids)
+        found = await self._facts_of(rows)
+        if changes == self._changes:
+            self._facts |= {each.row.run_id: each for each in found}
+        return found
+
+    async def _facts_of(self, rows: Sequence[RunRow]) -> list[_Facts]:
         database = self._service.database
         sessions, sizes = await asyncio.gather(  # one visit to the database
             database(database.store.sessions_by_id, {row.session_id for row in rows}),
             database(database.store.checkpoint_totals, [row.run_id for row in rows]),
         )
-        moments = list(map(self._moment, rows))
+        return [
+            _Facts(row, sessions.get(row.session_id), *sizes.get(row.run_id, (0, 0)))
+            for row in rows
+        ]
+
+    async def _lines(self, facts: Sequence[_Facts], *, rough: bool = False) -> list[dict[str, Any]]:
+        moments = [self._moment(each.row) for each in facts]
         return await asyncio.to_thread(
             lambda: [
-                self._line(owner, row, sessions, sizes) | moment
-                for row, moment in zip(rows, moments, strict=True)
+                self._line(each, rough and moment["state"]["kind"] == "training") | moment
+                for each, moment in zip(facts, moments, strict=True)
             ]
         )
 
-    def _line(
-        self,
-        owner: str,
-        row: RunRow,
-        sessions: Mapping[str, SessionRow],
-        sizes: Mapping[str, tuple[int, int]],
-    ) -> dict[str, Any]:
-        metrics = self._service.run_metrics.run(owner, row.run_id)
-        progress = self._service.recorder.progress(owner, row.run_id)
-        session = sessions.get(row.session_id)
-        count, size = sizes.get(row.run_id, (0, 0))
+    def _line(self, facts: _Facts, rough: bool) -> dict[str, Any]:
+        row, session = facts.row, facts.session
+        metrics = self._service.run_metrics.run(row.owner, row.run_id)
+        progress = self._service.recorder.progress(row.owner, row.run_id)
         last = metrics.last("loss")
         return {
             "id": row.run_id,
@@ -92,40 +131,52 @@ class RunViews:
             "owner": row.owner,
             "tags": [str(tag) for tag in (session.tags if session else ())],
             "created_at": _seconds(row.created_at),
-            "active_at": _seconds(row.last_request_at),
             "steps": progress.steps,
             "tokens": progress.tokens,
-            "loss": None if last is None else _number(float(last["value"])),
-            "spark": self._spark(owner, row.run_id),
-            "checkpoints": count,
-            "bytes": size + metrics.bytes + SampleLog(metrics.directory).size,
+            "loss": None if last is None else json_number(float(last["value"])),
+            "spark": self._spark(row, last, rough),
+            "checkpoints": facts.checkpoints,
+            "bytes": facts.checkpoint_bytes + metrics.bytes + SampleLog(metrics.directory).size,
         }
 
     def _moment(self, row: RunRow) -> dict[str, Any]:
         """What only the event loop may read, because the queues change there."""
         model = self._model(row.run_id)
-        return {"state": self.state(row), "queued": 0 if model is None else len(model.line)}
+        asked_at = None if model is None else model.asked_at
+        return {
+            "state": self.state(row),
+            "queued": 0 if model is None else len(model.line),
+            "active_at": _seconds(asked_at or row.last_request_at),
+        }
 
-    def _spark(self, owner: str, run_id: str) -> list[float | None]:
-        metrics = self._service.run_metrics.run(owner, run_id)
+    def _spark(self, row: RunRow, last: Records | None, rough: bool) -> NDArray[Any]:
+        """The curve of the loss, a few pixels high.
+
+        A rough one, of a run that goes on, has its last step, but may lack those before that it has no pixel for.
+        """
+        metrics = self._service.run_metrics.run(row.owner, row.run_id)
         count = metrics.count("loss")
-        known = self._sparks.get(run_id)
-        if known is not None and known[0] == count:
-            return known[1]
+        known = self._sparks.get(row.run_id)
+        if known is not None:
+            before, spark = known
+            if before == count:
+                return spark
+            if rough and last is not None and before < count < before * (1 + 1 / _SPARK_WIDTH):
+                return short(np.append(spark[:-1].astype(np.float64), last["value"]))
         found = metrics.read("loss", "step", None, None, _SPARK_WIDTH)
-        drawn = [] if found is None else series(found, "step")["y"].tolist()
-        spark = [None if math.isnan(value) else value for value in drawn]
-        self._sparks[run_id] = count, spark
+        spark = short(np.empty(0) if found is None else series(found[0], "step")["y"])
+        self._sparks[row.run_id] = count, spark
         return spark
 
     def forget(self, run_id: str) -> None:
         self._sparks.pop(run_id, None)
+        self._facts.pop(run_id, None)
 
     # -- one run -------------------------------------------------------------------------------
 
     async def whole(self, owner: str, run_id: str) -> dict[str, Any]:
         row = await self.owned(owner, run_id)
-        lines = await self._lines(owner, [row])
+        lines = await self._lines(await self._facts_of([row]))
         database = self._service.database
         session = await database(database.store.session, row.session_id)
         metrics = self._service.run_metrics.run(owner, run_id)
@@ -220,13 +271,21 @@ def series(buckets: Any, axis: str) -> dict[str, Any]:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(some, buckets["total"] / finite, np.nan)
         # A sum of huge values may overflow although their mean does not.
-        mean = np.where(np.isfinite(mean) | ~some, mean, (buckets["low"] + buckets["high"]) / 2)
+        middle = buckets["low"] / 2 + buckets["high"] / 2
+        mean = np.where(np.isfinite(mean) | ~some, mean, middle)
     return {
         "x": buckets[f"{axis}_to"],
         "y": mean,
         "low": np.where(some, buckets["low"], np.nan),
         "high": np.where(some, buckets["high"], np.nan),
     }
+
+
+def short(values: NDArray[np.float64]) -> NDArray[Any]:
+    """In single precision, which is half as long as JSON, unless a value is outside of its range."""
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    fits = not len(sizes) or (sizes.max() <= _SINGLE.max and sizes.min() >= _SINGLE.tiny)
+    return values.astype(np.float32) if fits else np.ascontiguousarray(values)
 
 
 def _name(row: RunRow, session: SessionRow | None) -> str:
@@ -238,10 +297,6 @@ def _name(row: RunRow, session: SessionRow | None) -> str:
 
 def _seconds(moment: datetime) -> float:
     return moment.timestamp()
-
-
-def _number(value: float) -> float | str:
-    return value if np.isfinite(value) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +30,7 @@ from ..quotas import Quota
 from .columns import Column
 from .thinning import POINT, Axis, Records
 
-__all__ = ["MAX_NAMES", "MetricPoint", "MetricStore", "RunMetrics", "check_name"]
+__all__ = ["MAX_NAMES", "MetricPoint", "MetricStore", "RunMetrics", "Written", "check_name"]
 
 logger = logging.getLogger("tinkex.server")
 
@@ -39,6 +41,10 @@ T = TypeVar("T")
 MAX_NAMES: Final = 200
 #: Most points of a run that wait to be written. If the disk is full or slow, newer points are dropped.
 _MAX_WAITING: Final = 100_000
+#: What reading files raises that are shorter than they were, as after damage, or when a deleted run begins anew.
+_DAMAGE: Final = IndexError, ValueError
+#: Beginning of the name that the directory of a run has while it is removed.
+_DELETED: Final = ".deleted-"
 _NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
 
 
@@ -48,6 +54,15 @@ class MetricPoint(NamedTuple):
     tokens: float
     time: float
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Points that can be read from now on."""
+
+    points: Sequence[MetricPoint]
+    #: By name: how many points the metric had before. A name that is missing was one too many for its run.
+    before: Mapping[str, int]
 
 
 def check_name(name: str, field_name: str = "metrics") -> None:
@@ -63,6 +78,9 @@ class RunMetrics:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        #: Whether its files are being removed, or belong to a run that began anew.
+        self.deleted = False
+        self._damaged: set[str] = set()  # metrics whose damage is logged
         self._columns: dict[str, Column] = {}
         names = _read_json(directory / "names.json", [])
         for number, name in enumerate(names if isinstance(names, list) else []):
@@ -81,16 +99,28 @@ class RunMetrics:
         return 0 if column is None else column.count
 
     def last(self, name: str) -> Records | None:
-        column = self._columns.get(name)
-        return None if column is None else column.last()
+        return self._read(name, Column.last)
 
     def read(
         self, name: str, axis: Axis, start: float | None, end: float | None, width: int
-    ) -> Records | None:
-        column = self._columns.get(name)
-        return None if column is None else column.read(axis, start, end, width)
+    ) -> tuple[Records, int] | None:
+        """At most `width` buckets of a metric within a range, and how many points the whole metric has."""
+        return self._read(name, lambda column: column.read(axis, start, end, width))
 
-    def append(self, points: Sequence[MetricPoint]) -> None:
+    def _read(self, name: str, read: Callable[[Column], T | None]) -> T | None:
+        """None if there is nothing to read, also because the run was deleted or its files are damaged."""
+        column = self._columns.get(name)
+        if column is None:
+            return None
+        try:
+            return read(column)
+        except (FileNotFoundError, *_DAMAGE) as error:
+            if not self.deleted and name not in self._damaged:
+                self._damaged.add(name)  # logged once, not with every look at the page
+                logger.warning("Metric %r in %s cannot be read: %s", name, self.directory, error)
+            return None
+
+    def append(self, points: Sequence[MetricPoint]) -> Written:
         by_name: dict[str, list[tuple[float, ...]]] = {}
         for point in points:
             by_name.setdefault(point.name, []).append(point[1:])
@@ -102,9 +132,12 @@ class RunMetrics:
             for number, name in enumerate(names):
                 if name not in self._columns:
                     self._columns[name] = Column(self.directory / str(number))
+        before = {}
         for name, rows in by_name.items():
             if name in self._columns:
+                before[name] = self._columns[name].count
                 self._columns[name].append(np.array(rows, POINT))
+        return Written(points, before)
 
 
 @dataclass
@@ -116,6 +149,14 @@ class _Waiting:
     state: Mapping[str, Any] | None = None
 
 
+@dataclass
+class _Batch:
+    """What waits to be written, by run, and whether that has been done."""
+
+    runs: dict[str, _Waiting] = field(default_factory=dict)
+    written: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class MetricStore:
     """The metrics of one service."""
 
@@ -124,11 +165,16 @@ class MetricStore:
         self._quota = quota
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-metrics")
         self._runs: dict[tuple[str, str], RunMetrics] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        #: Held while a run is opened or its directory is moved away, so that no files are opened that are being removed.
+        self._opening = threading.Lock()
+        self._next = _Batch()
+        self._newest: _Batch | None = None  # of those with something in them
         self._writing: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
-        #: Called on the event loop with an owner and a run when new points of it can be read.
-        self.on_written: list[Callable[[str, str], None]] = []
+        #: Called on the event loop with an owner, a run and its new points when these can be read.
+        self.on_written: list[Callable[[str, str, Written], None]] = []
+        #: The same for new samples, without the samples.
+        self.on_samples: list[Callable[[str, str], None]] = []
 
     async def restore(self) -> None:
         """Count what each owner has stored."""
@@ -136,7 +182,8 @@ class MetricStore:
             self._quota.add(owner, size)
 
     async def stop(self) -> None:
-        await self.flush()
+        while self._next.runs or (self._newest is not None and not self._newest.written.is_set()):
+            await self.flush()
         self._thread.shutdown()
 
     def directory(self, owner: str, run_id: str) -> Path:
@@ -147,12 +194,15 @@ class MetricStore:
         key = owner, run_id
         found = self._runs.get(key)
         if found is None:
-            found = self._runs.setdefault(key, RunMetrics(self.directory(owner, run_id)))
+            with self._opening:
+                found = self._runs.get(key)
+                if found is None:
+                    found = self._runs[key] = RunMetrics(self.directory(owner, run_id))
         return found
 
     def state(self, owner: str, run_id: str) -> dict[str, Any]:
         """The last state that was set for a run."""
-        waiting = self._waiting.get(run_id)
+        waiting = self._next.runs.get(run_id)
         if waiting is not None and waiting.state is not None:
             return dict(waiting.state)
         found = _read_json(self.directory(owner, run_id) / "state.json", {})
@@ -165,7 +215,7 @@ class MetricStore:
 
     async def make_room(self, run_id: str, count: int) -> None:
         """Wait until `count` more points of a run can be taken: what is reported is acknowledged, so none may be lost."""
-        waiting = self._waiting.get(run_id)
+        waiting = self._next.runs.get(run_id)
         if waiting is not None and len(waiting.points) + count > _MAX_WAITING:
             await self.flush()
 
@@ -177,53 +227,74 @@ class MetricStore:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """Queue points, and perhaps a new state, to be written soon; returns at once."""
-        waiting = self._waiting.setdefault(run_id, _Waiting(owner))
+        self._newest = self._next
+        waiting = self._next.runs.setdefault(run_id, _Waiting(owner))
         waiting.points.extend(points)
         del waiting.points[_MAX_WAITING:]
         if state is not None:
             waiting.state = state
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.ensure_future(self._write_all())
+        self._write_soon()
 
     async def delete(self, owner: str, run_id: str) -> int:
         """Delete the metrics and samples of a run; returns how many bytes they had."""
         await self.flush()
-        self._runs.pop((owner, run_id), None)
-        size = await self.in_thread(_removed, self.directory(owner, run_id))
+        size = await self.in_thread(self._delete, owner, run_id)
         self._quota.release(owner, size)
         return size
 
-    def stored(self, owner: str, run_id: str, size: int) -> None:
-        """Count bytes that were written for a run, and announce that they can be read."""
+    def _delete(self, owner: str, run_id: str) -> int:
+        directory = self.directory(owner, run_id)
+        deleted = directory.with_name(f"{_DELETED}{secrets.token_hex(8)}")
+        with self._opening:
+            open_run = self._runs.pop((owner, run_id), None)
+            if open_run is not None:
+                open_run.deleted = True  # before its files are missing
+            with suppress(FileNotFoundError):
+                directory.rename(deleted)
+        return _removed(deleted)
+
+    def samples_stored(self, owner: str, run_id: str, size: int) -> None:
+        """Count the bytes of samples that were written for a run, and announce that they can be read."""
         self._quota.add(owner, size)
-        for notify in self.on_written:
+        for notify in self.on_samples:
             notify(owner, run_id)
 
     async def flush(self) -> None:
-        """Wait until everything so far can be read."""
-        while self._writing is not None and not self._writing.done():
-            await asyncio.wait([self._writing])
+        """Wait until everything so far can be read; what comes meanwhile is not waited for."""
+        if self._newest is not None:  # batches are written in their order
+            self._write_soon()  # if an error ended the last writing
+            await self._newest.written.wait()
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Run a write of a run's files on the thread that writes them all."""
         call = partial(work, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
+    def _write_soon(self) -> None:
+        if self._next.runs and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.ensure_future(self._write_all())
+
     async def _write_all(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, {}
-            for run_id, waiting in batch.items():
-                if not self.has_room(waiting.owner, len(waiting.points) * POINT.itemsize):
-                    continue
-                try:
-                    size = await self.in_thread(self._write, run_id, waiting)
-                except OSError as error:
-                    self._warn(waiting.owner, str(error))
-                    continue
-                if waiting.points:  # a state alone draws nothing
-                    self.stored(waiting.owner, run_id, size)
-                else:
-                    self._quota.add(waiting.owner, size)
+        while self._next.runs:
+            batch, self._next = self._next, _Batch()
+            try:
+                for run_id, waiting in batch.runs.items():
+                    await self._write_run(run_id, waiting)
+            finally:
+                batch.written.set()
+
+    async def _write_run(self, run_id: str, waiting: _Waiting) -> None:
+        if not self.has_room(waiting.owner, len(waiting.points) * POINT.itemsize):
+            return
+        try:
+            size, written = await self.in_thread(self._write, run_id, waiting)
+        except (OSError, *_DAMAGE) as error:  # the other runs are written all the same
+            self._warn(waiting.owner, str(error))
+            return
+        self._quota.add(waiting.owner, size)
+        if waiting.points:  # a state alone draws nothing
+            for notify in self.on_written:
+                notify(waiting.owner, run_id, written)
 
     def has_room(self, owner: str, size: int) -> bool:
         """Whether an owner may store more; warns once if not."""
@@ -240,21 +311,23 @@ class MetricStore:
             self._warned.add(owner)
             logger.warning("Metrics of %s are not kept: %s", owner, why)
 
-    def _write(self, run_id: str, waiting: _Waiting) -> int:
-        """Write the waiting points; return by how many bytes the columns have grown."""
+    def _write(self, run_id: str, waiting: _Waiting) -> tuple[int, Written]:
+        """Write the waiting points; return by how many bytes the columns have grown, and what was written."""
         run = self.run(waiting.owner, run_id)
         before = run.bytes
         make_directory(run.directory, 0o700)
-        run.append(waiting.points)
+        written = run.append(waiting.points)
         if waiting.state is not None:
             write_json(run.directory / "state.json", waiting.state)
-        return run.bytes - before
+        return run.bytes - before, written
 
 
 def _stored(directory: Path) -> dict[str, int]:
     """The bytes of points and samples by owner; the small files beside them do not count."""
     sizes: dict[str, int] = {}
     for owned in directory.glob("of-*"):
+        for deleted in owned.glob(f"{_DELETED}*"):  # of a service that ended meanwhile
+            _removed(deleted)
         sizes[owned.name.removeprefix("of-")] = _counted(owned)
     return sizes
 

@@ -61,7 +61,7 @@ def merged(buckets: Records, starts: NDArray[np.intp]) -> Records:
         found[f"{axis}_to"] = np.maximum.reduceat(buckets[f"{axis}_to"], starts)
     found["low"] = np.minimum.reduceat(buckets["low"], starts)
     found["high"] = np.maximum.reduceat(buckets["high"], starts)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # sums of huge values, of both signs
         for name in _COUNTS:
             found[name] = np.add.reduceat(buckets[name], starts)
     return found

@@ -1,7 +1,12 @@
-// Calls to the service. The key is kept in this tab only and is sent as a header, never in an address or a cookie.
+// Calls to the service, and its events. The key is kept in this tab only and is sent as a header, never in an address or a cookie.
+import { News } from "./news.js";
+
 const KEY = "tinkex-key";
 const PATIENCE = 1500;  // milliseconds that news wait for what is read because of them
-const watching = { key: new Set(), state: new Set(), news: new Set(), reading: new Set() };
+const LATE = 20000;  // milliseconds after which an answer is not waited for
+const SLOW = 1000;  // milliseconds that the page waits for its first events before it reads without them
+const UNSEEN = 30000;  // milliseconds after which a hidden page closes its connection: a browser allows six to a service
+const watching = { key: new Set(), state: new Set(), news: new Set(), reading: new Set(), following: new Set() };
 
 export class Failure extends Error {
   constructor(message, status) {
@@ -49,10 +54,21 @@ async function failed(answer) {
   return new Failure(message, answer.status);
 }
 
+// What the service answers, if it does in time.
 export async function get(path, query, signal) {
   const entries = Object.entries(query ?? {}).filter(([, value]) => value !== null && value !== undefined);
   const asked = entries.length ? `?${new URLSearchParams(entries)}` : "";
-  return (await call("GET", path + asked, undefined, signal)).json();
+  const limit = new AbortController(), stop = () => limit.abort(), timer = setTimeout(stop, LATE);
+  signal?.addEventListener("abort", stop);
+  try {
+    return await (await call("GET", path + asked, undefined, limit.signal)).json();
+  } catch (error) {
+    if (error.name === "AbortError" && !signal?.aborted) throw new Failure("The service does not answer in time.", 0);
+    throw error;
+  } finally {
+    clearTimeout(timer);
+    signal?.removeEventListener("abort", stop);
+  }
 }
 
 export const runPath = (id, rest = "") => `/local/runs/${encodeURIComponent(id)}${rest}`;
@@ -61,13 +77,13 @@ export const checkpointPath = (run, checkpoint, rest = "") =>
 
 // The events of a response as they arrive: [name, content].
 export async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = answer.body.getReader(), decoder = new TextDecoder();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      rest += value;
+      rest += decoder.decode(value, { stream: true });
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {
         const block = rest.slice(0, end);
@@ -99,55 +115,44 @@ export function whileSeen(work, pause) {
   return () => { clearInterval(timer); document.removeEventListener("visibilitychange", go); };
 }
 
-// What the page has not shown yet: runs that changed and are gone; `again` after a break, when anything may be different.
-const news = {
-  runs: new Map(), gone: new Set(), again: false, telling: false,
+// Resolved when somebody sees the page.
+export const seen = () => new Promise((done) => {
+  if (document.hidden) document.addEventListener("visibilitychange", done, { once: true }); else done();
+});
 
-  add({ runs = [], gone = [], again = false }) {
-    for (const run of runs) {
-      const before = this.runs.get(run.id)?.changed ?? [];
-      this.runs.set(run.id, { ...run, changed: [...new Set([...before, ...run.changed])] });
-      this.gone.delete(run.id);
-    }
-    for (const id of gone) { this.gone.add(id); this.runs.delete(id); }
-    this.again ||= again;
-    this.tell();
-  },
+const news = new News((id) => [...watching.following].some((follows) => follows(id)));
+let telling = false;
 
-  take() {
-    if (!this.runs.size && !this.gone.size && !this.again) return null;
-    const taken = { runs: [...this.runs.values()], gone: [...this.gone], again: this.again };
-    this.runs.clear();
-    this.gone.clear();
-    this.again = false;
-    return taken;
-  },
-
-  // What an open part reads because of the news is shown together with them, so that the page is drawn once. Nothing is
-  // read or drawn while nobody can see the page.
-  async tell() {
-    if (this.telling) return;
-    this.telling = true;
-    for (let told; !document.hidden && (told = this.take());) {
+// What an open part reads because of the news is shown together with them, so that the page is drawn once. Nothing is read
+// or drawn while nobody can see the page.
+async function tell() {
+  if (telling) return;
+  telling = true;
+  try {
+    for (let told; !document.hidden && (told = news.take());) {
       const read = [...watching.reading].map((each) => each(told)).filter(Boolean);
       const shown = read.length ? await Promise.race([Promise.all(read), new Promise((late) => setTimeout(late, PATIENCE))]) : null;
       if (!shown) read.forEach((each) => each.then((show) => show()));
       for (const show of shown ?? []) show();
-      for (const tell of watching.news) tell(told);
+      for (const each of watching.news) each(told);
     }
-    this.telling = false;
-  },
-};
-document.addEventListener("visibilitychange", () => news.tell());
+  } finally { // a part that fails must not stop the others for ever
+    telling = false;
+  }
+}
 
 // The one connection for live updates. After a break everything on the screen is read again.
+let open;
+
 export const stream = {
-  state: "connecting", hello: null, _abort: null, _running: false, _wake: null,
+  // Resolved when the page hears of changes, so that none falls between what it reads and the first event; or cannot hear yet.
+  opened: new Promise((done) => { open = done; }),
+  state: "connecting", _abort: null, _running: false, _wake: null, _closed: false,
 
   _set(state) {
     if (state === this.state) return;
     this.state = state;
-    for (const tell of watching.state) tell(state);
+    for (const each of watching.state) each(state);
   },
 
   restart() {
@@ -159,8 +164,11 @@ export const stream = {
   async start() {
     if (this._running) return;
     this._running = true;
-    let pause = 300, before = false;
+    let pause = 300, missed = false;  // whether something may have changed after it was read
+    const slow = setTimeout(() => { missed = true; open(); }, SLOW);
     for (;;) {
+      if (this._closed) await seen();
+      this._closed = false;
       this._abort = new AbortController();
       const quiet = setInterval(() => { if (Date.now() - heard > 20000) this._abort.abort(); }, 5000);
       let heard = Date.now();
@@ -169,25 +177,43 @@ export const stream = {
         for await (const [name, content] of events(answer)) {
           heard = Date.now();
           if (name === "hello") {
-            this.hello = content;
+            clearTimeout(slow);
             this._set("live");
-            if (before) news.add({ again: true });
-            before = true;
+            open();
+            if (missed) news.add({ again: true });
             pause = 300;
           } else if (name === "runs") {
             news.add({ runs: content.runs });
           } else if (name === "gone") {
             news.add({ gone: content.runs });
           }
+          tell();
         }
       } catch (error) {
-        if (error.status === 401) { before = true; pause = 60000; }
+        if (error.status === 401) pause = 60000;
       } finally {
         clearInterval(quiet);
       }
+      missed = true;
+      open();
       this._set("offline");
       await new Promise((done) => { this._wake = done; setTimeout(done, pause); });
       pause = Math.min(pause * 1.6, 4000);
     }
   },
+
+  close() {
+    this._closed = true;
+    this._abort?.abort();
+    news.drop();  // everything is read again
+  },
 };
+
+let closing;
+function looked() {
+  clearTimeout(closing);
+  if (document.hidden) closing = setTimeout(() => stream.close(), UNSEEN);
+  else tell();
+}
+document.addEventListener("visibilitychange", looked);
+looked();

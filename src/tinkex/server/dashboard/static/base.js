@@ -89,7 +89,7 @@ let ticking = new Set();
 setInterval(() => { if (!document.hidden) for (const tick of ticking) tick(); }, 20000);
 
 // A time as people say it; it is kept up to date, and the exact one shows on hover. `short` is for narrow places.
-export function Time({ at, short = false }) {
+export const Time = still(({ at, short = false }) => {
   const words = short ? brief : relative;
   const [, say] = useState("");
   useEffect(() => {
@@ -99,7 +99,7 @@ export function Time({ at, short = false }) {
   }, [at]);
   if (!at) return html`<span>–</span>`;
   return html`<time dateTime=${new Date(at * 1000).toISOString()} title=${exact(at)}>${ago(at, words)}</time>`;
-}
+});
 
 export function State({ state }) {
   return html`<span class="state ${state.kind}" title=${state.about || state.kind}>${state.kind}</span>`;
@@ -109,12 +109,12 @@ export function Spark({ values, label }) {
   const width = 112, height = 28;
   const finite = values.filter((number) => number !== null);
   if (finite.length < 2) return html`<svg class="spark" width=${width} height=${height} aria-hidden="true"></svg>`;
-  const low = Math.min(...finite), high = Math.max(...finite), span = high - low || 1;
+  const low = Math.min(...finite), high = Math.max(...finite), half = high / 2 - low / 2 || 1;  // halves, because the whole may be infinite
   let path = "";
   values.forEach((number, place) => {
     if (number === null) return;
     const x = (place / (values.length - 1)) * (width - 4) + 2;
-    const y = height - 3 - ((number - low) / span) * (height - 6);
+    const y = height - 3 - ((number / 2 - low / 2) / half) * (height - 6);
     path += `${path ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
   });
   return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${label}>

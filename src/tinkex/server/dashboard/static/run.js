@@ -1,58 +1,32 @@
 // One run: its metrics, samples, checkpoints and configuration.
-import { html, useState, useEffect, useRef, useMemo, count, value, bytes, Time, State, Notice, Code, Copy, Dialog, COLORS } from "./base.js";
-import { get, call, on, Failure, runPath, checkpointPath } from "./api.js";
+import { html, still, useState, useEffect, useRef, useMemo, useCallback, count, value, bytes, Time, State, Notice, Code, Copy, Dialog, COLORS } from "./base.js";
+import { get, call, on, seen, Failure, runPath, checkpointPath } from "./api.js";
+import { useLive, reading } from "./live.js";
+import { useCurves } from "./curves.js";
 import { Plot } from "./plot.js";
 import { Samples } from "./samples.js";
 
 const TABS = [["metrics", "Metrics"], ["samples", "Samples"], ["checkpoints", "Checkpoints"], ["configuration", "Configuration"]];
+const RETRY = 4000;  // milliseconds after which a run that could not be read is read again
 const FIRST = ["loss", "tokens_per_second", "grad_norm", "learning_rate"];
 const UNITS = new Map([["tokens_per_second", "tokens/s"]]);
-
-// Reads at once and whenever `what` of these runs changes. `load` reads and returns a function that shows what it read: for
-// a change it is called together with all others, so that the page is drawn once. Of two readings the later is shown. For
-// changes it reads again `pause` milliseconds after the last time at the earliest.
-export function useLive(ids, what, load, inputs, pause = 0) {
-  const last = useRef(0), current = useRef({}), began = useRef(0), later = useRef(null);
-  current.current = { load, pause };
-  const read = async () => {
-    const number = (last.current += 1);
-    began.current = performance.now();
-    clearTimeout(later.current);
-    later.current = null;
-    const show = await current.current.load();
-    return () => { if (number === last.current) show(); };
-  };
-  const readNow = () => { read().then((show) => show()); };
-  const readInTime = () => {
-    const left = began.current + current.current.pause - performance.now();
-    if (left <= 0) return read();
-    later.current ??= setTimeout(readNow, left);
-    return null;
-  };
-  useEffect(() => { readNow(); return () => { last.current += 1; clearTimeout(later.current); later.current = null; }; }, inputs);
-  useEffect(() => on("reading", ({ runs, again }) => {
-    if (again) return read();
-    return runs.some((run) => ids.includes(run.id) && what.some((each) => run.changed.includes(each))) ? readInTime() : null;
-  }), [ids.join(" "), what.join(" ")]);
-}
-
-// A load for `useLive` that shows what `ask` finds, or its failure.
-export const reading = (ask, show, setError) => async () => {
-  try {
-    const found = await ask();
-    return () => { show(found); setError(null); };
-  } catch (failure) {
-    return () => setError(failure);
-  }
-};
 
 export function Run({ address, runs, theme }) {
   const id = address.rest[0] ?? "", tab = address.rest[1] ?? "metrics";
   const [run, setRun] = useState(null);
   const [error, setError] = useState(null);
   const [deleting, setDeleting] = useState(false);
+  const askDelete = useCallback(() => setDeleting(true), []);
   // The list of runs tells everything else that changes; only settings and the queue are read again where they are shown.
-  useLive([id], tab === "configuration" ? ["metrics", "state"] : [], reading(() => get(runPath(id)), setRun, setError), [id, tab === "configuration"]);
+  const [tries, setTries] = useState(0);
+  useLive([id], tab === "configuration" ? ["metrics", "state"] : [], reading(() => get(runPath(id)), setRun, setError), [id, tab === "configuration", tries]);
+  const tryAgain = error !== null && ![401, 404].includes(error.status);
+  useEffect(() => {
+    if (!tryAgain) return undefined;
+    const timer = setTimeout(() => seen().then(() => setTries((before) => before + 1)), RETRY);
+    return () => clearTimeout(timer);
+  }, [error]);
+  const failed = error && html`<${Notice} kind="bad">${error.message}${tryAgain && " Trying again…"}<//>`;
   useEffect(() => on("news", ({ gone }) => { if (gone.includes(id)) setError(new Failure("It was deleted.", 404)); }), [id]);
   const saved = runs?.get(id)?.checkpoints;
   const part = useMemo(() => (tab === "samples" ? html`<${Samples} id=${id} />`
@@ -61,28 +35,38 @@ export function Run({ address, runs, theme }) {
   if (error?.status === 404) {
     return html`<h1>Not found</h1><${Notice} kind="bad">There is no run <code>${id}</code> for this key; it may have been deleted. <a href="#/">Back to all runs</a><//>`;
   }
-  if (!run) return error ? html`<${Notice} kind="bad">${error.message} Trying again…<//>` : html`<p class="soft wait">Loading…</p>`;
+  if (!run) return failed ?? html`<p class="soft wait">Loading…</p>`;
   const now = { ...run, ...(runs?.get(id) ?? {}) };
   return html`
-    <nav class="crumbs" aria-label="Path"><a href="#/">Runs</a></nav>
-    <div class="title"><h1>${now.name}</h1><${State} state=${now.state} />
-      ${now.tags.map((tag) => html`<span class="tag">${tag}</span>`)}
-      <span class="right buttons"><a class="button" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a>
-        <button class="bad" onClick=${() => setDeleting(true)}>Delete…</button></span></div>
-    <p class="soft about">${now.state.kind === "waiting" ? `Waiting ${now.state.about}.` : now.state.about} Last active <${Time} at=${now.active_at} />.</p>
-    ${error && html`<${Notice} kind="bad">${error.message} Trying again…<//>`}
-    <dl class="facts">
-      <div><dt>Loss</dt><dd>${value(now.loss)}</dd></div><div><dt>Steps</dt><dd>${count(now.steps)}</dd></div>
-      <div><dt>Tokens</dt><dd>${count(now.tokens)}</dd></div>
-      <div><dt>Base model</dt><dd class="text">${now.base_model.split("/").pop()} <span class="soft">rank ${now.rank}</span></dd></div>
-      <div><dt>Checkpoints</dt><dd>${count(now.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(now.bytes)}</dd></div>
-      <div><dt>Started</dt><dd class="text"><${Time} at=${now.created_at} short=${true} /></dd></div>
-      <div><dt>In queue</dt><dd>${count(now.queued)}</dd></div>
-    </dl>
-    <nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, text]) => html`<a href=${`#/run/${encodeURIComponent(id)}/${name}`} aria-current=${tab === name ? "page" : null}>${text}</a>`)}</nav>
+    <${Head} id=${id} name=${now.name} state=${now.state} tags=${now.tags} active=${now.active_at} onDelete=${askDelete} />
+    ${failed}
+    <${Facts} run=${now} />
+    <${Tabs} id=${id} tab=${tab} />
     ${tab === "configuration" ? html`<${Configuration} run=${run} />` : part}
     ${deleting && html`<${DeleteRun} run=${now} onClose=${() => setDeleting(false)} />`}`;
 }
+
+const Head = still(({ id, name, state, tags, active, onDelete }) => html`
+  <nav class="crumbs" aria-label="Path"><a href="#/">Runs</a></nav>
+  <div class="title"><h1>${name}</h1><${State} state=${state} />
+    ${tags.map((tag) => html`<span class="tag">${tag}</span>`)}
+    <span class="right buttons"><a class="button" href=${`#/compare?runs=${encodeURIComponent(id)}`}>Compare with…</a>
+      <button class="bad" onClick=${onDelete}>Delete…</button></span></div>
+  <p class="soft about">${state.kind === "waiting" ? `Waiting ${state.about}.` : state.about} Last active <${Time} at=${active} />.</p>`);
+
+function Facts({ run }) {
+  return html`<dl class="facts">
+    <div><dt>Loss</dt><dd>${value(run.loss)}</dd></div><div><dt>Steps</dt><dd>${count(run.steps)}</dd></div>
+    <div><dt>Tokens</dt><dd>${count(run.tokens)}</dd></div>
+    <div><dt>Base model</dt><dd class="text">${run.base_model.split("/").pop()} <span class="soft">rank ${run.rank}</span></dd></div>
+    <div><dt>Checkpoints</dt><dd>${count(run.checkpoints)}</dd></div><div><dt>On disk</dt><dd>${bytes(run.bytes)}</dd></div>
+    <div><dt>Started</dt><dd class="text"><${Time} at=${run.created_at} short=${true} /></dd></div>
+    <div><dt>In queue</dt><dd>${count(run.queued)}</dd></div>
+  </dl>`;
+}
+
+const Tabs = still(({ id, tab }) => html`<nav class="tabs" aria-label="Parts of the run">${TABS.map(([name, text]) =>
+  html`<a href=${`#/run/${encodeURIComponent(id)}/${name}`} aria-current=${tab === name ? "page" : null}>${text}</a>`)}</nav>`);
 
 // Asks before a run is deleted, and names what goes.
 function DeleteRun({ run, onClose }) {
@@ -112,39 +96,23 @@ function DeleteRun({ run, onClose }) {
 
 // -- metrics -----------------------------------------------------------------------------------------
 
-// All metrics of a run; one answer has a part of them.
-async function curvesOf(id, asked) {
-  const first = await get(runPath(id, "/metrics"), asked);
-  const size = Object.keys(first.metrics).length, rest = [];
-  for (let offset = size; size && offset < first.names.length; offset += size) rest.push(get(runPath(id, "/metrics"), { ...asked, offset }));
-  const parts = [first, ...(await Promise.all(rest))];
-  // Without a prototype, because a metric may be called "constructor".
-  return { ...first, metrics: Object.assign(Object.create(null), ...parts.map((part) => part.metrics)) };
-}
-
 // Pixels of a plot for each point that is read; where a point stands for several steps, a band shows their extremes.
 const PIXELS = 2;
-// Milliseconds between two readings of curves with more points than that: a step moves them by less than a pixel.
-const CROWDED = 2000;
 
 export function Metrics({ ids, names = null, theme }) {
   const [axis, setAxis] = useState("step");
   const [smoothing, setSmoothing] = useState(0);
   const [log, setLog] = useState(false);
   const [zoom, setZoom] = useState(null);
-  const [found, setFound] = useState(null);
-  const [error, setError] = useState(null);
   const width = useMemo(() => Math.round(Math.min(1200, innerWidth) / (innerWidth > 900 ? 2 : 1) / PIXELS), []);
-  const asked = { axis, width, start: zoom?.start, end: zoom?.end };
-  const crowded = found?.every((one) => Object.values(one.metrics).some((curve) => curve.points > width));
-  useLive(ids, ["metrics"], reading(() => Promise.all(ids.map((id) => curvesOf(id, asked))), setFound, setError), [ids.join(" "), axis, zoom], crowded ? CROWDED : 0);
+  const [found, error] = useCurves(ids, { axis, width, start: zoom?.start, end: zoom?.end }, [ids.join(" "), axis, zoom]);
 
   const drawn = useRef(new Map());
   const plots = useMemo(() => {
-    const all = [...new Set((found ?? []).flatMap((one) => Object.keys(one.metrics)))];
+    const all = [...new Set((found ?? []).flatMap((one) => Object.keys(one)))];
     all.sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
     const read = all.map((name) => [name, (found ?? []).flatMap((one, place) => {
-      const curve = one.metrics[name];
+      const curve = one[name];
       return curve && curve.x.length ? [{ ...curve, label: names?.[place] ?? name, color: COLORS[place % COLORS.length] }] : [];
     })]).filter(([, curves]) => curves.length);
     drawn.current = new Map(read.map(([name, curves]) => [name, unchanged(drawn.current.get(name), curves) ? drawn.current.get(name) : curves]));
@@ -152,6 +120,13 @@ export function Metrics({ ids, names = null, theme }) {
   }, [found, names?.join("|")]);
 
   return html`
+    <${Tools} axis=${axis} setAxis=${setAxis} smoothing=${smoothing} setSmoothing=${setSmoothing} log=${log} setLog=${setLog} zoom=${zoom} setZoom=${setZoom} />
+    ${error && html`<${Notice} kind="bad">${error.message}<//>`}
+    ${found && !error && !plots.length && html`<${Notice}>${zoom ? "Nothing was recorded in this part." : "No metrics yet. The first optimizer step draws the first point; training.log(step, metrics={…}) adds your own."}<//>`}
+    <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS.get(name) ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
+}
+
+const Tools = still(({ axis, setAxis, smoothing, setSmoothing, log, setLog, zoom, setZoom }) => html`
     <div class="tools">
       <label class="inline">By <select value=${axis} onChange=${(event) => { setZoom(null); setAxis(event.target.value); }}>
         <option value="step">step</option><option value="tokens">tokens</option><option value="time">time</option></select></label>
@@ -159,16 +134,14 @@ export function Metrics({ ids, names = null, theme }) {
       <label class="inline"><input type="checkbox" checked=${log} onChange=${(event) => setLog(event.target.checked)} /> Log scale</label>
       <button class="small" disabled=${!zoom} onClick=${() => setZoom(null)}>Show all</button>
       <span class="soft hint">Drag to zoom, shift-drag to move, double-click to show all</span>
-    </div>
-    ${error && html`<${Notice} kind="bad">${error.message}<//>`}
-    ${found && !plots.length && html`<${Notice}>${zoom ? "Nothing was recorded in this part." : "No metrics yet. The first optimizer step draws the first point; training.log(step, metrics={…}) adds your own."}<//>`}
-    <div class="plots">${plots.map(([name, curves]) => html`<${Plot} key=${name} title=${name} unit=${UNITS.get(name) ?? ""} curves=${curves} axis=${axis} log=${log} smoothing=${smoothing} zoom=${zoom} onZoom=${setZoom} theme=${theme} />`)}</div>`;
-}
+    </div>`);
 
-// Whether curves have no new point. A curve only grows at its end, so its ends tell.
+// Whether curves look as before. They have no new point, or only such as lie outside of the part that is shown; then these
+// are counted, and the others are the same list.
 function unchanged(before, curves) {
-  const ends = ({ x, y, odd, label, color }) => [x.length, x[0], x.at(-1), y[0], y.at(-1), odd.length, label, color].join("\n");
-  return before?.length === curves.length && curves.every((curve, place) => ends(curve) === ends(before[place]));
+  const facts = ({ x, y, odd, points, label, color }) => [x.length, x[0], x.at(-1), y[0], y.at(-1), odd.length, points, label, color].join("\n");
+  const same = (curve, other) => (curve.x === other.x && curve.label === other.label && curve.color === other.color) || facts(curve) === facts(other);
+  return before?.length === curves.length && curves.every((curve, place) => same(curve, before[place]));
 }
 
 const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : 99);

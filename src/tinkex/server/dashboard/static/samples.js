@@ -1,7 +1,7 @@
 // Samples of a run: by step, by group, by reward, with tokens coloured by how likely they were.
 import { html, useState, useEffect, useMemo, value, bytes, count, Time, Notice, Tokens } from "./base.js";
 import { get, call, runPath } from "./api.js";
-import { useLive, reading } from "./run.js";
+import { useLive, reading } from "./live.js";
 
 const PAGE = 50;
 
@@ -15,7 +15,7 @@ export function Samples({ id }) {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
   const fail = (failure) => setError(failure);
-  useLive([id], ["metrics"], reading(async () => (await get(runPath(id, "/sample_steps"))).steps, setSteps, setError), [id]);
+  useLive([id], ["samples"], reading(async () => (await get(runPath(id, "/sample_steps"))).steps, setSteps, setError), [id]);
   const place = chosen === null ? (steps?.length ?? 0) - 1 : chosen;
   const step = steps?.[place]?.step;
   useEffect(() => {
