@@ -35,7 +35,10 @@ def today() -> dict[str, str]:
 
 
 def test_capabilities_and_health_answer_the_first_requests_of_a_client(api):
-    assert api.got("healthz") == {"status": "ok", "engine": "idle"}
+    health = api.got("healthz")
+    (engine,) = health.pop("engines")
+    assert health == {"status": "ok", "engine": "idle"}
+    assert (engine["name"], engine["up"], engine["restarts"]) == ("engine", True, 0)
     (model,) = api.got("get_server_capabilities")["supported_models"]
     assert model["model_name"] == TINY
     assert model["max_context_length"] == 2048

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
+import re
+import shutil
 import signal
+import sys
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,21 +23,24 @@ import pytest
 from click.testing import CliRunner
 
 from tinkex.cli.serve import command as serve_command
+from tinkex.cli.status import command as status_command
 from tinkex.engine import directories
 from tinkex.engine.interface import IN_LINE, EngineDiedError, Spot
 from tinkex.engine.process import Setup
 from tinkex.engine.shared_memory import SharedMemory
 from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import APIStatusError, ConfigError, NotFoundError, RequestFailedError
-from tinkex.server.engines import engine_count, make_engines, share_out
+from tinkex.server.engines import engine_count, make_engines, share_out, visible_gpus
 from tinkex.server.members import Member
 from tinkex.server.pool import EnginePool
 from tinkex.server.service import Settings
 from tinkex.server.supervisor import Supervisor
 from tinkex.server.suspects import DEATHS_ALLOWED
+from tinkex.server.worker import Worker
 from tinkex.testing import service
 
 from .api import Api
+from .test_pool_training import engine_pids
 from .test_worker import TINY, run
 
 SPEC = LoraSpec(4, seed=1)
@@ -74,9 +83,15 @@ def request(count: int = 2) -> PassJob:
     return PassJob([example] * count, "cross_entropy")
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what nothing tells of, such as the state of an engine; a minute at most."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def died(lease) -> None:
-    while not lease.lost:  # noqa: ASYNC110 - nothing tells the holder of a lease
-        await asyncio.sleep(0.01)
+    await until(lambda: lease.lost)
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -324,6 +339,23 @@ def test_health_says_when_no_engine_is_left(cache_dir):
     run(main())
 
 
+def test_an_engine_that_is_silent_counts_as_down(cache_dir):
+    async def main():
+        async with pooled(cache_dir, thread=True) as pool:
+            first, second = pool.members
+            first.engine._worker.watch.silent = 31.0
+            assert pool.check_health() == "idle"  # the other one serves
+            assert "no progress" in pool.status()[0].trouble
+            second.engine._worker.watch.silent = 42.0
+            with pytest.raises(
+                APIStatusError, match="engine-0 has made no progress for 31 seconds"
+            ) as sick:
+                pool.check_health()
+            assert "engine-1 has made no progress for 42 seconds" in str(sick.value)
+
+    run(main())
+
+
 # -- samplers -------------------------------------------------------------------------------------
 
 
@@ -440,6 +472,53 @@ def test_an_adapter_used_again_while_another_is_closed_stays_open(cache_dir, tmp
     run(main())
 
 
+def test_a_sample_neither_waits_for_an_adapter_to_be_closed_nor_fails_with_it(
+    cache_dir, tmp_path, monkeypatch, caplog
+):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            place = await trained(pool, "m", tmp_path / "m", 1)
+            await pool.sampler.open_sampler("base", TINY, None)
+            await pool.sampler.open_sampler("s", TINY, place)
+            del pool.sampler._samplers["s"]  # nobody needs it, and an engine still has it open
+            reached, go_on = asyncio.Event(), asyncio.Event()
+
+            async def failing(_: str) -> None:
+                reached.set()
+                await go_on.wait()
+                raise RuntimeError("remove_lora failed")
+
+            for member in pool.members:
+                monkeypatch.setattr(member.engine, "close_sampler", failing)
+            while not reached.is_set():  # on the engine that has it
+                job = SampleJob("base", np.arange(3), max_tokens=2)
+                assert (await pool.sampler.sample(job)).tokens
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(*pool.sampler._tasks)
+            assert "RuntimeError: remove_lora failed" in caplog.text
+
+    run(main())
+
+
+def test_a_comparison_that_fails_is_logged(cache_dir, tmp_path, monkeypatch, caplog):
+    async def main():
+        async with pooled(cache_dir, 2, thread=True) as pool:
+            await pool.sampler.open_sampler("s", TINY, None)
+            result = await pool.sampler.sample(job := SampleJob("s", np.arange(3), max_tokens=2))
+
+            async def failing(*_: object) -> None:
+                raise OSError("the disk is full")
+
+            for member in pool.members:
+                monkeypatch.setattr(member.engine, "sample", failing)
+            sampler, adapter = next(iter(pool.members)), pool.sampler._samplers["s"]
+            await pool.sampler._check(sampler, adapter, job, result)
+            assert "A sample of engine-0 was not compared: OSError: the disk is full" in caplog.text
+
+    run(main())
+
+
 @pytest.mark.parametrize("during", ["link", "close"])
 def test_files_of_an_engine_that_reads_them_again_are_removed_after_a_cancelled_call(
     cache_dir, tmp_path, monkeypatch, during
@@ -499,6 +578,28 @@ def test_samples_are_retried_on_another_engine_when_one_dies(cache_dir, tmp_path
     run(main())
 
 
+def test_an_engine_that_is_killed_while_the_service_starts_is_named(cache_dir):
+    async def main():
+        pool = make_engines(
+            Setup((TINY,), cache_dir, "fake"),
+            count=3,
+            in_process=False,
+            deadline=60.0,
+            on_demand=False,
+        )
+        assert isinstance(pool, EnginePool)
+        starting = asyncio.create_task(pool.start())
+        try:
+            await until(lambda: pool.status()[1].pid is not None)
+            kill(pool, "engine-1")
+            with pytest.raises(ConfigError, match=r"^engine-1 was killed by signal 9 \(out of mem"):
+                await starting
+        finally:
+            await pool.stop()
+
+    run(main())
+
+
 # -- the service ----------------------------------------------------------------------------------
 
 
@@ -510,6 +611,44 @@ def test_service_lists_its_engines():
         text = api.http.get("/metrics").text
         assert 'tinkex_engine_up{base_models="tinkex/tiny",device="none",engine="engine-1"' in text
         assert 'tinkex_engine_restarts_total{engine="engine-0"} 0.0' in text
+
+
+@pytest.mark.heavy
+def test_engines_are_listed_when_none_can_serve(monkeypatch):
+    with service("fake", engines=2, engine_in_process=False) as running, Api(running.url) as api:
+        failing = [sys.executable, "-c", "raise SystemExit(3)"]
+        monkeypatch.setattr("tinkex.server.worker._command", lambda _: failing)
+        for pid in engine_pids():
+            os.kill(pid, signal.SIGKILL)
+        patience = time.monotonic() + 20
+        while True:
+            answer = api.http.get("/api/v1/healthz")
+            troubles = [each.get("trouble", "") for each in answer.json()["engines"]]
+            if all("exit code 3" in trouble for trouble in troubles):
+                break
+            assert time.monotonic() < patience, answer.text
+            time.sleep(0.02)
+        assert answer.status_code == 503
+        assert (
+            "engine-0 is being started. engine-0 ended with exit code 3" in answer.json()["detail"]
+        )
+        assert [each["up"] for each in answer.json()["engines"]] == [False, False]
+        without_key = api.http.get("/health")
+        assert without_key.status_code == 503
+        assert "engine-" not in without_key.text
+        shown = api.http.get("/local/service").json()["engine"]
+        assert shown["state"] == "cannot serve"
+        assert "engine-1 is being started" in shown["trouble"]
+        assert [each["up"] for each in shown["engines"]] == [False, False]
+        assert {"node", "device", "memory_bytes", "models", "samples"} <= shown["engines"][0].keys()
+        asked = CliRunner().invoke(
+            status_command, ["--base-url", running.url, "--api-key", "tml-local"]
+        )
+        assert asked.exit_code == 0, asked.output
+        assert re.search(
+            r"^Trouble: +No engine can serve: engine-0 is being started", asked.output, re.MULTILINE
+        )
+        assert re.search(r"engine-1  fake on none  starting", asked.output)
 
 
 def test_runs_of_a_pool_continue_with_another_number_of_engines(tmp_path):
@@ -530,13 +669,22 @@ def test_runs_of_a_pool_continue_with_another_number_of_engines(tmp_path):
 # -- sharing out ----------------------------------------------------------------------------------
 
 
-def test_processors_are_divided_between_engines_on_a_cpu(monkeypatch, cache_dir):
+def test_processors_and_memory_are_divided_between_engines_on_a_cpu(monkeypatch, cache_dir):
     monkeypatch.setattr("tinkex.server.engines.usable_processors", lambda: 8)
     monkeypatch.setattr("tinkex.server.engines.visible_gpus", lambda: 0)
     setup = Setup((TINY,), cache_dir)
-    assert share_out(setup, 3) == [("auto", 2)] * 3
-    assert share_out(setup, 20) == [("auto", 1)] * 20
+    assert share_out(setup, 4) == [replace(setup, threads=2, memory_share=1 / 4)] * 4
+    assert share_out(setup, 20) == [replace(setup, threads=1, memory_share=1 / 20)] * 20
     assert engine_count("auto", "auto") == 1
+
+
+def test_more_engines_than_processors_are_warned_about(monkeypatch, cache_dir, caplog):
+    monkeypatch.setattr("tinkex.server.engines.usable_processors", lambda: 2)
+    monkeypatch.setattr("tinkex.server.engines.visible_gpus", lambda: 0)
+    setup = Setup((TINY,), cache_dir)
+    for count in (2, 3):
+        make_engines(setup, count=count, in_process=False, deadline=60.0, on_demand=False)
+    assert [record.message[:27] for record in caplog.records] == ["3 engines share 2 processor"]
 
 
 def test_each_gpu_gets_an_engine(monkeypatch, cache_dir):
@@ -544,7 +692,15 @@ def test_each_gpu_gets_an_engine(monkeypatch, cache_dir):
     setup = Setup((TINY,), cache_dir)
     assert engine_count("auto", "auto") == 4
     assert engine_count("auto", "cpu") == 1
-    assert [device for device, _ in share_out(setup, 4)] == [f"cuda:{n}" for n in range(4)]
+    assert [each.device for each in share_out(setup, 4)] == [f"cuda:{n}" for n in range(4)]
+    assert {each.memory_share for each in share_out(setup, 4)} == {1.0}
+
+
+def test_engines_of_one_gpu_divide_its_memory(monkeypatch, cache_dir):
+    monkeypatch.setattr("tinkex.server.engines.visible_gpus", lambda: 2)
+    shared = share_out(Setup((TINY,), cache_dir, device="cuda"), 4)
+    assert [each.device for each in shared] == ["cuda:0", "cuda:1"] * 2
+    assert {each.memory_share for each in shared} == {0.5}
 
 
 def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
@@ -559,6 +715,41 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path):
     for each in (live, new):
         each.close()
         assert not each.directory.exists()
+
+
+def directory_of(pool: EnginePool) -> Path:
+    assert isinstance(pool._exchange, SharedMemory)
+    return pool._exchange.directory
+
+
+def test_killed_engine_leaves_nothing_in_the_exchange(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            exchange = directory_of(pool)
+            before = set(exchange.glob("tinkex-*"))
+            assert len(before) == 2
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            kill(pool, home(pool, "m"))
+            await died(lease)
+            await until(lambda: all(engine.up for engine in pool.status()))
+            after = set(exchange.glob("tinkex-*"))
+            assert len(after) == 2
+            assert len(after & before) == 1
+
+    run(main())
+
+
+def test_engine_starts_again_after_the_system_has_removed_the_exchange(cache_dir):
+    async def main():
+        async with pooled(cache_dir, 2) as pool:
+            shutil.rmtree(directory_of(pool))
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            kill(pool, home(pool, "m"))
+            await died(lease)
+            await until(lambda: all(engine.up for engine in pool.status()))
+            assert (directory_of(pool) / ".lock").exists()
+
+    run(main())
 
 
 def test_shared_memory_that_is_being_opened_does_not_look_abandoned(tmp_path, monkeypatch):
@@ -587,7 +778,49 @@ def test_number_of_engines_that_makes_no_sense_is_refused(wrong, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_number_of_engines_is_checked_in_settings_too(tmp_path):
-    with pytest.raises(ConfigError) as refused:
-        Settings(tmp_path, engines=0)
+@pytest.mark.parametrize("wrong", [0, 1025, 10**20])
+def test_number_of_engines_is_checked_in_settings_too(tmp_path, wrong):
+    with pytest.raises(ConfigError, match="must be between 1 and 1,024, or auto") as refused:
+        Settings(tmp_path, engines=wrong)
     assert refused.value.field == "engines"
+
+
+def test_more_engines_than_the_service_may_open_files_for_are_refused(cache_dir):
+    async def full(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main():
+        with pytest.raises(ConfigError, match="ulimit -n") as refused:
+            await Worker(Setup((TINY,), cache_dir, "fake"), launcher=full).start()
+        assert refused.value.field == "engines"
+
+    run(main())
+
+
+def test_processors_for_engines_need_a_cluster(tmp_path):
+    with pytest.raises(ConfigError, match="give --ray") as refused:
+        Settings(tmp_path, engine_cpus=2.0)
+    assert refused.value.field == "engine_cpus"
+
+
+@pytest.mark.parametrize(("drivers", "count"), [((), 0), ((__file__,), 2)])
+def test_cuda_visible_devices_counts_where_there_is_a_driver(monkeypatch, drivers, count):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("tinkex.server.engines._DRIVERS", drivers)
+    assert visible_gpus() == count
+
+
+def test_service_with_one_engine_frees_what_a_killed_pool_has_left(cache_dir):
+    left = SharedMemory()
+    left.open()
+    assert left._lock is not None
+    os.close(left._lock)  # as the kernel does when a process ends
+
+    async def main():
+        setup = Setup((TINY,), cache_dir, "fake")
+        engine = make_engines(setup, count=1, in_process=True, deadline=60.0, on_demand=False)
+        await engine.start()
+        assert not left.directory.exists()
+        await engine.stop()
+
+    run(main())

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import random
 import signal
@@ -15,8 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tinkex.engine.process import Setup
+from tinkex.engine.shared_memory import SharedMemory
+from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob
+from tinkex.server.engines import make_engines
+from tinkex.server.pool import EnginePool
 from tinkex.server.serve import ServiceThread
 from tinkex.server.service import Settings
 from tinkex.testing import service
@@ -105,6 +113,43 @@ def test_engines_that_are_killed_change_no_bit(expected, steps, tmp_path):
     with service("torch", data_dir=tmp_path, engines=3) as running:
         Run(("tinkex", sys.executable), running.url, steps).finish(kill)
     assert saved(tmp_path) == expected
+
+
+def test_large_pass_is_computed_at_home_if_there_is_no_room_to_share_it(
+    tmp_path, monkeypatch, caplog
+):
+    written = Path.write_bytes
+
+    def half(path, data):
+        written(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    random = np.random.default_rng(0)
+    lines = random.integers(0, 256, (16, 200))
+    request = PassJob([Example(line, {"target_tokens": line}) for line in lines], "cross_entropy")
+
+    async def trained(count: int) -> list[dict[str, float]]:
+        setup = Setup(("tinkex/tiny",), tmp_path, device="cpu", dtype="float32")
+        pool = make_engines(setup, count=count, in_process=True, deadline=60.0, on_demand=False)
+        await pool.start()
+        await pool.trainer.create_model("m", "tinkex/tiny", LoraSpec(4, seed=1))
+        metrics = []
+        for _ in range(2):
+            metrics.append(dict((await pool.trainer.run_pass("m", request)).metrics))
+            await pool.trainer.optim_step("m", AdamStep(1e-2))
+        if isinstance(pool, EnginePool):
+            assert isinstance(pool._exchange, SharedMemory)
+            lives = list(pool._exchange.directory.glob("tinkex-*"))
+            assert len(lives) == count
+            assert {file.name for life in lives for file in life.iterdir()} == {".lock"}
+        await pool.stop()
+        return metrics
+
+    expected = asyncio.run(trained(1))
+    monkeypatch.setattr(Path, "write_bytes", half)
+    assert asyncio.run(trained(2)) == expected
+    (told,) = [record for record in caplog.records if record.name == "tinkex.server"]
+    assert "computed by its home alone: OSError: [Errno 28]" in told.getMessage()
 
 
 def test_number_of_engines_may_change_across_a_restart(expected, steps, tmp_path):

@@ -14,13 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import socketpair
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tinkex.engine import bridge
-from tinkex.engine.actor import ActorDepot, EngineActor, HostFacts
+from tinkex.engine.actor import ActorDepot, EngineActor, HostFacts, ParcelPlace
 from tinkex.engine.actors import (
     ActorHandle,
     ActorLostError,
@@ -32,18 +33,20 @@ from tinkex.engine.actors import (
 )
 from tinkex.engine.base_models import parse_spec, prepare
 from tinkex.engine.bridge import Bridge
-from tinkex.engine.parcels import ParcelLostError
+from tinkex.engine.interface import EngineDiedError
+from tinkex.engine.parcels import Parcel, ParcelLostError
 from tinkex.engine.process import Setup
 from tinkex.engine.values import SampleJob, StreamedToken
 from tinkex.errors import APIStatusError, ConfigError, RequestFailedError
 from tinkex.server import ray_pool
 from tinkex.server.engines import ray_members, vllm_member
+from tinkex.server.members import Member
 from tinkex.server.ray_cluster import BridgeProcess, RayCluster, RayOptions
 from tinkex.server.ray_pool import RayPool
 from tinkex.server.service import Settings
 from tinkex.server.suspects import DEATHS_ALLOWED
 
-from .test_pool import SPEC, STEP, died, home, request
+from .test_pool import SPEC, STEP, died, home, request, until
 from .test_vllm import drawn_by_stand_in, vllm_pids
 from .test_vllm import python as python  # a fixture
 from .test_worker import TINY, run
@@ -58,6 +61,10 @@ class Handle:
         self.facts: dict[str, str] = {}
         self.full = False
         self.deaf = False
+        #: What a `push` raises that nobody expects.
+        self.odd: Exception | None = None
+        #: Whether it could remove its files before it was killed.
+        self.ended = False
 
     def send(self, method: str, *args: object) -> None:
         self.ask(method, *args)
@@ -65,7 +72,10 @@ class Handle:
     def ask(self, method: str, *args: object, timeout: float | None = None) -> Any:
         if self.full and method == "push":
             raise StoreFullError("no room in the object store")
+        if self.odd is not None and method == "push":
+            raise self.odd
         answer = None
+        self.ended |= method == "end" and not self.dead
         if not self.dead and not (self.deaf and method == "push"):
             answer = getattr(self.actor, method)(*args)
         if self.dead:
@@ -82,6 +92,9 @@ class ThreadActors:
     #: Facts that differ on a node, such as the version of a package.
     different: dict[str, dict[str, str]] = field(default_factory=dict)
     reachable: bool = True
+    #: Set while the head of the cluster is lost: who looks for an actor waits.
+    lost_head: threading.Event = field(default_factory=threading.Event)
+    found_head: threading.Event = field(default_factory=threading.Event)
     placing: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> None:
@@ -116,6 +129,8 @@ class ThreadActors:
         raise NotImplementedError
 
     def find(self, name: str) -> Handle:
+        if self.lost_head.is_set():
+            self.found_head.wait()
         for each in self.placed:
             if each.name == name and not each.dead:
                 return each
@@ -201,11 +216,6 @@ def own_cache(monkeypatch, cache_dir):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
 
 
-async def until(holds) -> None:
-    while not holds():  # noqa: ASYNC110 - the pool looks at its cluster by itself
-        await asyncio.sleep(0.01)
-
-
 def test_engines_fill_the_cluster_and_report_their_nodes(cache_dir):
     async def main():
         async with on_cluster(nodes("a", "b"), cache_dir) as pool:
@@ -286,6 +296,98 @@ def test_a_node_that_joins_is_used_and_a_lost_one_leaves(cache_dir, monkeypatch)
             assert home(pool, "m") == "engine-1"
             await until(lambda: len(pool.status()) == 1)
             assert pool.check_health() == "idle"
+
+    run(main())
+
+
+def test_pool_follows_the_cluster_although_one_look_failed(cache_dir, monkeypatch, caplog):
+    monkeypatch.setattr(ray_pool, "LOOKING", 0.01)
+
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            look = pool._cluster.look
+
+            async def broken():
+                monkeypatch.setattr(pool._cluster, "look", look)
+                raise RuntimeError("odd")
+
+            monkeypatch.setattr(pool._cluster, "look", broken)
+            await until(lambda: "could not follow the cluster" in caplog.text)
+            actors.totals["b"] = {"CPU": 1.0}
+            await until(lambda: len(pool.status()) == 2)
+
+    run(main())
+
+
+def test_engine_that_comes_back_while_another_one_is_let_go_stays(monkeypatch):
+    monkeypatch.setattr(ray_pool, "_LEAVING", 0.0)
+
+    async def main():
+        cluster = cluster_of(nodes("a"), RayOptions("stand-in"))
+        pool = RayPool(cluster, lambda *_: None, "auto")  # type: ignore[arg-type]
+
+        async def stop():
+            engines["back"].up = True
+
+        engines: dict[str, Any] = {
+            name: SimpleNamespace(name=name, up=name == "good", stop=stop, trouble="")
+            for name in ("gone", "back", "good")
+        }
+        gone, back, good = (Member(engine) for engine in engines.values())
+        for each in (gone, back, good):
+            pool.members.add(each)
+        pool._down_since = {gone: -1.0, back: -1.0}
+        await pool._let_go([gone, back])
+        assert list(pool.members) == [back, good]
+
+    run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_actor_is_let_go_if_the_bridge_fails_to_send_it_a_call(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            lease = await pool.trainer.create_model("m", TINY, SPEC)
+            actors.placed[0].odd = RuntimeError("nobody expects this")
+            with pytest.raises(EngineDiedError):
+                await pool.trainer.run_pass("m", request())
+            await died(lease)
+            await until(lambda: len(actors.placed) == 2)  # the node has room again
+            assert actors.placed[0].dead
+
+    run(main())
+
+
+def test_bridge_answers_while_it_looks_for_an_actor_in_vain(cache_dir):
+    async def main():
+        actors = nodes("a")
+        async with on_cluster(actors, cache_dir) as pool:
+            actors.lost_head.set()
+            place = ParcelPlace(actors.placed[0].name, "sum")
+            actors.placed[0].actor._depot.put("sum", b"numbers")
+            try:
+                pool._cluster.drop(Parcel("sum", 7, place))
+                await asyncio.sleep(0)  # the request to forget it is sent first
+                assert await asyncio.wait_for(pool._cluster.look(), 10)
+            finally:
+                actors.lost_head.clear()
+                actors.found_head.set()
+            await until(lambda: actors.placed[0].actor._depot.kept("sum") is None)
+
+    run(main())
+
+
+def test_actors_remove_their_files_before_they_are_killed(cache_dir):
+    async def main():
+        actors = nodes("a", "b")
+        async with on_cluster(actors, cache_dir):
+            kept = [each.actor._memory.directory for each in actors.placed]
+            assert all(directory.exists() for directory in kept)
+        await until(lambda: all(each.dead for each in actors.placed))
+        assert all(each.ended for each in actors.placed)
+        assert not any(directory.exists() for directory in kept)
 
     run(main())
 
@@ -400,7 +502,9 @@ def test_fewer_engines_than_asked_for_with_vllm_counts_engines_alone(cache_dir, 
     async def main():
         async with on_cluster(nodes("a"), cache_dir, 2, vllm=python) as pool:
             await until(lambda: "1 of 2 engines run" in caplog.text)
-            assert len(pool.status()) == 2
+            names = [each.name for each in pool.status()]
+            assert names == ["engine-0", "vllm", "waiting-0"]
+            assert [each.starts for each in pool.status()] == [1, 1, 0]
 
     run(main())
 
@@ -410,7 +514,7 @@ def test_vllm_that_does_not_start_is_said_at_once(cache_dir, tmp_path):
         missing = tmp_path / "python"
         missing.write_text("#!/bin/sh\nexit 1\n")
         missing.chmod(0o755)
-        with pytest.raises(ConfigError, match="ended before its engine was ready"):
+        with pytest.raises(ConfigError, match="is no Python"):
             async with on_cluster(nodes("a"), cache_dir, vllm=missing):
                 pass
 
@@ -536,8 +640,12 @@ def test_fewer_engines_than_asked_for_serve_until_there_is_room(cache_dir, monke
         async with on_cluster(actors, cache_dir, 2) as pool:
             await until(lambda: "1 of 2 engines run" in caplog.text)
             assert "no node has 1 CPU free" in caplog.text
+            (placed, waiting) = pool.status()
+            assert (placed.up, waiting.up) == (True, False)
+            assert "no node has 1 CPU free" in waiting.trouble
             actors.totals["b"] = {"CPU": 1.0}
-            await until(lambda: len(pool.status()) == 2)
+            await until(lambda: all(each.up for each in pool.status()))
+            assert [each.name for each in pool.status()] == ["engine-0", "engine-1"]
 
     run(main())
 
@@ -641,8 +749,9 @@ def test_parcels_are_fetched_from_the_engine_that_keeps_them():
     parcel = depot.put("sum", b"numbers")
     assert depot.get(parcel) == other.get(parcel) == b"numbers"
     other.drop(parcel)
-    with pytest.raises(ParcelLostError, match="has dropped"):
-        other.get(parcel)
+    for each in (depot, other):
+        with pytest.raises(ParcelLostError, match="has dropped"):
+            each.get(parcel)
     parcel = depot.put("sum", b"numbers")
     actors.kill(first)
     with pytest.raises(ParcelLostError, match="cannot send"):

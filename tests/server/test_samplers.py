@@ -103,6 +103,20 @@ def test_an_unnamed_sampler_expires(tmp_path):
     asyncio.run(scenario())
 
 
+def test_what_a_killed_engine_left_of_a_sampler_is_removed_later(tmp_path, monkeypatch):
+    async def main():
+        async with housed(tmp_path) as (made, _):
+            left = tmp_path / "samplers" / ".0123"
+            left.mkdir(parents=True)
+            await made.samplers.delete_expired()
+            assert left.exists()  # an engine may still be writing it
+            monkeypatch.setattr("tinkex.server.samplers._WRITING", 0.0)
+            await made.samplers.delete_expired()
+            assert not left.exists()
+
+    asyncio.run(main())
+
+
 def test_adding_an_unnamed_sampler_closes_the_least_recently_used_one(tmp_path):
     moment = [datetime(2026, 5, 1, tzinfo=UTC)]
 

@@ -23,10 +23,12 @@ from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.engine.vllm_engine import can_draw
 from tinkex.errors import ConfigError
 from tinkex.server.drift import Drift, checking_job
+from tinkex.server.other_python import _OLD, check_python
 from tinkex.server.service import Settings
 from tinkex.server.worker import _ELSEWHERE
 from tinkex.testing import service
 
+from ..cancelling import cancelled_in
 from ..processes import children, command
 from .api import Api, Sampler
 
@@ -144,6 +146,11 @@ def test_vllm_is_started_again_when_only_its_core_has_died(running):
         assert sampler.tokens([5, 6], seed=3) == before
         restarts = {each["name"]: each["restarts"] for each in api.got("healthz")["engines"]}
         assert restarts == {"engine-0": 0, "vllm": 1}
+
+
+def test_cancelled_sample_leaves_vllm(python, tmp_path):
+    tiny = prepare(parse_spec("tinkex/tiny"), tmp_path / "cache").directory
+    assert cancelled_in(python, tiny) == "3 1 2"
 
 
 def test_invalid_prompt_and_broken_adapter_fail_their_own_request(running):
@@ -274,11 +281,32 @@ def test_environment_without_vllm_is_refused_and_says_what_to_install(tmp_path):
 def test_sampler_python_that_is_no_python_is_named_in_the_refusal(tmp_path):
     python = Path("/bin/true")
     with (
-        pytest.raises(ConfigError, match="/bin/true ended before its engine was ready") as refused,
+        pytest.raises(ConfigError, match="/bin/true is no Python; give the Python") as refused,
         service("fake", data_dir=tmp_path, sampler="vllm", sampler_python=python, device="cpu"),
     ):
         pass
     assert refused.value.field == "sampler_python"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no program", "cannot be run (Exec format error); give the Python"),
+        ("#!/bin/sh\nsleep 1000", "did not answer within 0.2 s; give the Python"),
+        (f"#!/bin/sh\nexit {_OLD}", "is older than Python 3.11"),
+    ],
+)
+def test_file_that_is_no_python_of_use_is_refused_with_the_reason(tmp_path, text, reason):
+    file = tmp_path / "python"
+    file.write_text(text)
+    file.chmod(0o755)
+    with pytest.raises(ConfigError) as refused:
+        check_python(file, 0.2)
+    assert reason in str(refused.value)
+
+
+def test_this_python_is_of_use():
+    check_python(Path(sys.executable))
 
 
 def test_start_fails_with_the_reason_if_vllm_cannot_load_the_architecture(python, tmp_path):
@@ -319,6 +347,9 @@ def test_settings_of_vllm_are_checked(tmp_path):
         ({"sampler_python": Path(sys.executable)}, "sampler_python"),  # without vLLM
         ({"vllm_max_rank": 0}, "vllm_max_rank"),
         ({"vllm_memory_share": 1.5}, "vllm_memory_share"),
+        ({"vllm_max_loras": 0}, "vllm_max_loras"),
+        ({"vllm_kept_loras": 0}, "vllm_kept_loras"),
+        ({"vllm_cpu_cache_gb": 0}, "vllm_cpu_cache_gb"),
     ):
         with pytest.raises(ConfigError) as refused:
             Settings(tmp_path, **wrong)

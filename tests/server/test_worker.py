@@ -39,6 +39,7 @@ from tinkex.engine.values import (
 )
 from tinkex.errors import (
     APIStatusError,
+    ConfigError,
     InvalidInputError,
     NotFoundError,
     RequestErrorCategory,
@@ -377,7 +378,9 @@ def test_an_engine_can_be_stopped_while_it_starts(cache_dir, endless_model, how)
             pid = worker.pid
             if how == "killed":
                 kill(worker)
-                with pytest.raises(EngineDiedError, match="while it was starting"):
+                with pytest.raises(
+                    ConfigError, match=r"engine was killed by signal 9 .* while it was starting"
+                ):
                     await starting
             else:
                 starting.cancel()
@@ -385,6 +388,53 @@ def test_an_engine_can_be_stopped_while_it_starts(cache_dir, endless_model, how)
                     await starting
                 await worker.stop()
             assert is_gone(pid)
+
+    run(work())
+
+
+def test_an_engine_that_does_nothing_while_it_starts_is_killed(cache_dir, endless_model):
+    async def work() -> None:
+        worker = Worker(setup(cache_dir, f"slow={endless_model.parent}"), deadline=1.0)
+        with pytest.raises(ConfigError, match="made no progress for 1 seconds and was killed"):
+            await worker.start()  # nobody writes to the pipe that it reads
+        assert worker.pid is None
+
+    run(work())
+
+
+def test_a_supervisor_goes_on_if_stopping_the_dead_engine_fails(cache_dir, monkeypatch, caplog):
+    async def work() -> None:
+        async with supervised(cache_dir) as engine:
+            stop, failures = engine._worker.stop, [OSError("no descriptor is left")]
+
+            async def failing() -> None:
+                if failures:
+                    raise failures.pop()
+                await stop()
+
+            monkeypatch.setattr(engine._worker, "stop", failing)
+            kill(engine._worker)
+            await engine.persist(lambda: make(engine._worker))
+            assert "no descriptor is left" in caplog.text
+            assert (
+                "engine was killed by signal 9 (out of memory?); starting it again" in caplog.text
+            )
+            assert engine.status()[0].starts == 2
+
+    run(work())
+
+
+def test_a_call_to_an_engine_that_is_started_again_tells_of_the_life_that_ended(cache_dir):
+    """Otherwise it would count as a death of the life that is about to begin."""
+
+    async def work() -> None:
+        async with working(cache_dir) as worker:
+            kill(worker)
+            await worker.died.wait()
+            worker.life += 1  # as its supervisor does before it starts it again
+            with pytest.raises(EngineDiedError) as told:
+                await make(worker)
+            assert told.value.life == 0
 
     run(work())
 

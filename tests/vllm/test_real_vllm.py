@@ -15,6 +15,7 @@ import pytest
 from tinkex.testing import service
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
+from ..cancelling import cancelled_in
 from ..many_adapters import PER_MOMENT, sampled_while_training
 from ..processes import command
 from ..server.test_vllm import group, open_pidfd, vllm_pids
@@ -102,6 +103,10 @@ def test_every_sample_is_of_its_own_adapter(python, small, tmp_path):
             assert sequence.logprobs == pytest.approx(own.result()[start:], abs=1e-3), asked
             apart += sequence.logprobs != pytest.approx(other.result()[start:], abs=1e-3)
         assert apart > 0.9 * len(found)
+
+
+def test_cancelled_sample_leaves_vllm(python, small):
+    assert cancelled_in(python, small) == "3 1 2"
 
 
 def test_vllm_is_started_again_when_one_of_its_processes_is_killed(python, small, tmp_path):

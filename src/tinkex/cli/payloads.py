@@ -141,7 +141,10 @@ class ModelList(TypedDict):
 
 
 class Status(TypedDict):
-    """`running` is false for a local service that is not started; then models, runs and checkpoints are unknown."""
+    """`running` is false for a local service that is not started; then models, runs and checkpoints are unknown.
+
+    `trouble` says why the service cannot train or cannot sample now.
+    """
 
     base_url: str
     running: bool
@@ -149,6 +152,7 @@ class Status(TypedDict):
     data_dir: str
     models: list[str]
     engines: list[EngineHealth]
+    trouble: str | None
     runs: int | None
     checkpoints: int | None
     last_runs: list[TrainingRun]

@@ -57,7 +57,7 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
     show_default=True,
-    help="Type of the frozen weights. auto: bfloat16 where the device computes it natively, else float32.",
+    help="Type of the products with the frozen weights. auto: bfloat16 where the device computes it natively, else float32.",
 )
 @click.option(
     "--engines",
@@ -82,10 +82,8 @@ class EngineCount(click.ParamType[int | Literal["auto"]]):
 @click.option(
     "--engine-cpus",
     type=click.FloatRange(min=0),
-    default=1.0,
-    show_default=True,
     metavar="C",
-    help="Processors of each engine on Ray.",
+    help="Processors of each engine on Ray.  [default: 1]",
 )
 @click.option(
     "--shared-dir",
@@ -169,7 +167,7 @@ def command(
     engines: int | Literal["auto"],
     ray: str | None,
     engine_gpus: float | None,
-    engine_cpus: float,
+    engine_cpus: float | None,
     shared_dir: Path | None,
     sampler: str,
     sampler_python: Path | None,

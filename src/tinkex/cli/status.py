@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,7 @@ from .listing import of_user
 from .output import Output
 
 if TYPE_CHECKING:
+    from tinkex._client.service import ServiceClient
     from tinkex.types import EngineHealth
 
     from .payloads import Status
@@ -37,6 +39,7 @@ def command(connection: Connection, output: Output) -> None:
         "data_dir": str(_local.data_directory()),
         "models": [],
         "engines": [],
+        "trouble": None,
         "runs": None,
         "checkpoints": None,
         "last_runs": [],
@@ -49,11 +52,25 @@ def command(connection: Connection, output: Output) -> None:
 def _ask(connection: Connection, payload: Status) -> None:
     with connection.service(patient=False) as service:
         payload["models"] = service.get_server_capabilities().model_names()
-        payload["engines"] = service.health().engines or []
+        payload["engines"], payload["trouble"] = _health(service)
         rest = service.create_rest_client()
         runs = rest.list_training_runs(5, 0).result()
         _, payload["checkpoints"] = of_user(rest, 1, 0)
     payload["runs"], payload["last_runs"] = runs.cursor.total_count, runs.training_runs
+
+
+def _health(service: ServiceClient) -> tuple[list[EngineHealth], str | None]:
+    """The engines, and why they cannot serve. A service that answers 503 lists them too: now they are wanted most."""
+    from tinkex.errors import APIStatusError
+    from tinkex.types import HealthResponse
+
+    try:
+        return service.health().engines or [], None
+    except APIStatusError as error:
+        if error.status_code != 503 or not isinstance(error.body, Mapping):
+            raise
+        listed = error.body.get("engines", [])
+        return HealthResponse.model_validate({"engines": listed}).engines or [], error.message
 
 
 def _facts(payload: Status) -> dict[str, object]:
@@ -65,6 +82,7 @@ def _facts(payload: Status) -> dict[str, object]:
     if payload["running"]:
         facts |= {
             "Base models": ", ".join(payload["models"]) or "none",
+            **({} if payload["trouble"] is None else {"Trouble": payload["trouble"]}),
             **_engines(payload["engines"]),
             "Training runs": payload["runs"],
             "Checkpoints": "?" if payload["checkpoints"] is None else payload["checkpoints"],
@@ -78,7 +96,7 @@ def _facts(payload: Status) -> dict[str, object]:
 
 
 def _engines(engines: list[EngineHealth]) -> dict[str, str]:
-    """One line per engine, if the service reports them: it does so if it has several."""
+    """One line per engine, if the service reports them."""
     lines = [
         f"{each.name}  {each.kind} on {_place(each)}  {'up' if each.up else 'starting'}  "
         f"models {each.models}  queued {each.in_line}  samples {each.samples}  restarts {each.restarts}"

@@ -26,6 +26,8 @@ from tinkex._wire import json_codec
 from tinkex._wire.failures import response_from_error
 from tinkex._wire.operations import OPERATIONS, Body, Operation, ServicePart
 from tinkex.errors import (
+    APIStatusError,
+    HTTPResponse,
     InternalServerError,
     NotFoundError,
     TinkerError,
@@ -125,7 +127,10 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
 
     async def health(_: Request) -> Response:
         """For load balancers and container engines, which have no key: one word, no facts about the service."""
-        service.engine.check_health()
+        try:
+            service.engine.check_health()
+        except APIStatusError:
+            raise APIStatusError("No engine can serve.", HTTPResponse(503)) from None
         return Response(b'{"status":"ok"}', media_type="application/json")
 
     # Routes are tried in this order.

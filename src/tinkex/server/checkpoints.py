@@ -58,6 +58,8 @@ class Checkpoints:
         self._locks: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
         self._changes: set[asyncio.Future[Any]] = set()
         self._expiry = expiry or now  # checkpoints that expire up to this time are expired
+        #: Called on the event loop with the run of a checkpoint that was added, replaced or deleted.
+        self.on_change: list[Callable[[str], None]] = []
 
     async def restore(self) -> None:
         """Count the checkpoint bytes of each owner."""
@@ -179,7 +181,13 @@ class Checkpoints:
         place = self.place(row.run_id, row.kind, row.name)
         placed = nullcontext() if written is None else directories.placed(written, place)
         async with self._lock(row), self._files.within(placed):
-            return await self._db(self._insert, row)
+            replaced = await self._db(self._insert, row)
+        self._changed(row.run_id)
+        return replaced
+
+    def _changed(self, run_id: str) -> None:
+        for notify in self.on_change:
+            notify(run_id)
 
     def _insert(self, row: CheckpointRow) -> int:
         there = self._store.checkpoint(row.run_id, row.kind, row.name)
@@ -225,7 +233,9 @@ class Checkpoints:
                 return False
             with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
                 await self._files(self.place(row.run_id, row.kind, row.name).replace, doomed)
-            return await self._db(self._delete_row, row, event)
+            gone = await self._db(self._delete_row, row, event)
+        self._changed(row.run_id)
+        return gone
 
     def _delete_row(self, row: CheckpointRow, event: str) -> bool:
         with self._noted(row, event):

@@ -50,6 +50,11 @@ class Member:
         return self.engine.up and not self.gone
 
     @property
+    def unwell(self) -> str:
+        """Why it cannot serve now; empty if it can."""
+        return self.engine.unwell
+
+    @property
     def stranded(self) -> bool:
         """Whether it has left, or died and could not be started again."""
         return self.gone or self.engine.stranded
@@ -87,12 +92,17 @@ class Members:
 
     def add(self, member: Member) -> None:
         self._members[member.name] = member
-        self._changed.set()
+        self._tell()
 
     def remove(self, member: Member) -> None:
         member.gone = True
         self._members.pop(member.name, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake those that wait for an engine; each change has an event of its own, so that nobody misses it."""
         self._changed.set()
+        self._changed = asyncio.Event()
 
     async def enter(self, member: Member) -> None:
         """Wait until the current work may use an engine, and until the engine is up."""
@@ -138,7 +148,6 @@ class Members:
 
     async def _first(self, *events: Coroutine[object, object, object]) -> None:
         """Wait until one of these is over, or an engine joins or leaves."""
-        self._changed.clear()
         waiting: list[asyncio.Task[object]] = [asyncio.ensure_future(event) for event in events]
         waiting.append(asyncio.ensure_future(self._changed.wait()))
         try:

@@ -13,10 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tinkex.engine.interface import EngineStatus
-from tinkex.engine.resident import resident_bytes
 
 from .futures import Promise
-from .memory_use import memory_of
+from .memory_use import engine_memory, memory_of
 
 if TYPE_CHECKING:
     from .service import Service
@@ -108,7 +107,7 @@ class _Now(Collector):
         yield _gauge("tinkex_journal_bytes", "Size of the journal.", service.journal.size)
         yield _gauge(
             "tinkex_engine_lives",
-            "Number of times the engine was started.",
+            "Number of times that engines were started.",
             sum(engine.starts for engine in engines),
         )
         tokens = CounterMetricFamily("tinkex_tokens", "Tokens processed.", labels=["kind"])
@@ -122,7 +121,7 @@ class _Now(Collector):
         yield busy
         yield from _each_engine(engines)
         memory = GaugeMetricFamily("tinkex_resident_bytes", "Memory in use.", labels=["process"])
-        for name, size in memory_of(engine.pid for engine in engines):
+        for name, size in memory_of(engines):
             memory.add_metric([name], size)
         yield memory
 
@@ -146,12 +145,12 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         "tinkex_engine_memory_bytes", "Memory that an engine uses.", labels=["engine"]
     )
     for each in engines:
-        size = each.memory if each.pid is None else resident_bytes(str(each.pid))
+        size = engine_memory(each)
         if size:
             memory.add_metric([each.name], size)
         named = ",".join(each.base_models)
         up.add_metric([each.name, each.kind, each.node, each.device, named], float(each.up))
-        restarts.add_metric([each.name], each.starts - 1)
+        restarts.add_metric([each.name], max(0, each.starts - 1))
         for kind, count in (
             ("models", each.models),
             ("in_line", each.in_line),

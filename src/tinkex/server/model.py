@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from tinkex.engine.interface import EngineLease
 from tinkex.engine.values import LoraSpec
@@ -49,6 +50,8 @@ class Model:
     past: Past = field(default_factory=Past)
     lease: EngineLease | None = None  # of the engine that has this model
     ending: Ending | None = None
+    #: When it was last sent a request, since the service started.
+    asked_at: datetime | None = None
     #: Seconds of engines that its last request of each operation used.
     usual_seconds: dict[str, float] = field(default_factory=dict)
     #: Held while the snapshot is replaced, and while the model is restored from it.

@@ -213,7 +213,7 @@ class Models:
             promise.request = None
         else:
             self._kept_bytes += len(body)
-        self._asked_at[model.model_id] = self._now()
+        self._asked_at[model.model_id] = model.asked_at = self._now()
         self._enqueue(model, promise)
         if model.corrupted:  # otherwise it would wait for numbers that never come
             self._fail_waiting(model)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.catalog import Catalog
@@ -34,6 +34,9 @@ __all__ = ["EnginePool", "Exchange"]
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
+
+#: Of this many engines the health check says why they cannot serve; the list of engines says it of all.
+_REASONS: Final = 3
 
 
 class Exchange(Depot, Protocol):
@@ -85,6 +88,7 @@ class EnginePool:
     async def stop(self) -> None:
         self.stopping = True
         await self.sampler.stop()
+        await self.trainer.stop()
         await asyncio.gather(*(member.engine.stop() for member in self._members))
         self._exchange.close()
         self._scratch.close()
@@ -125,20 +129,15 @@ class EnginePool:
     # -- status ------------------------------------------------------------------------------
 
     def check_health(self) -> EngineState:
-        """Working if any engine is; raises if none can train or none can sample, or if one is stuck."""
-        up = [member for member in self._members if member.up]
-        if not any(member.trains for member in up) or not any(member.samples for member in up):
-            down = ", ".join(member.name for member in self._members if not member.up)
+        """Working if any engine is; raises a 503 if none can train or none can sample now."""
+        well = [member for member in self._members if not member.unwell]
+        if not any(member.trains for member in well) or not any(member.samples for member in well):
+            reasons = [member.unwell[:500] for member in self._members if member not in well]
             raise APIStatusError(
-                f"No engine can serve; being started: {down}.{self._trouble()}", HTTPResponse(503)
+                " ".join(["No engine can serve:", *reasons[:_REASONS]]), HTTPResponse(503)
             )
-        states = [member.engine.check_health() for member in up]
+        states = [member.engine.check_health() for member in well]
         return "working" if "working" in states else "idle"
-
-    def _trouble(self) -> str:
-        """Why engines do not start, if that is known."""
-        reasons = {member.engine.trouble for member in self._members} - {""}
-        return "".join(f" {reason[:500]}" for reason in sorted(reasons)[:3])
 
     def status(self) -> list[EngineStatus]:
         return [status for member in self._members for status in member.status()]

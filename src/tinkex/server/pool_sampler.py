@@ -7,11 +7,12 @@ can never be served under another's name, and a name is never used again for oth
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -30,6 +31,8 @@ from .pool_trainer import PoolTrainer
 from .routing import block_keys, new_tokens, sampling_cost
 
 __all__ = ["PoolSampler"]
+
+logger = logging.getLogger("tinkex.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,12 @@ class PoolSampler:
             return result
         finally:
             member.load.tokens -= cost
-            await self._close_unused(member)
+            self._tidy(member)
+
+    def _tidy(self, member: Member) -> None:
+        """Close what an engine need not keep open, without the caller, who has what it asked for."""
+        if self._to_close(member) is not None:
+            self._start(self._close_unused(member))
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -159,13 +167,18 @@ class PoolSampler:
         if not trainers:
             return
         trainer = min(trainers, key=lambda each: (each.load.in_line, each.load.wait(), each.name))
-        with suppress(EngineDiedError, TinkerError):  # it is only a check
+        try:
             async with self._using(trainer, adapter):
                 asked = replace(checking_job(job, result), sampler_id=adapter.name)
                 checked = await trainer.engine.sample(asked)
             assert checked.prompt_logprobs_T is not None
             sampler.drift.add(result.logprobs[0], checked.prompt_logprobs_T[len(job.prompt_T) :])
-        await self._close_unused(trainer)
+        except (EngineDiedError, TinkerError):
+            return  # it is only a check
+        except Exception as error:
+            logger.warning("A sample of %s was not compared: %s", sampler.name, _named(error))
+        finally:
+            self._tidy(trainer)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -262,7 +275,10 @@ class PoolSampler:
 
     async def _close_unused(self, member: Member) -> None:
         while (name := self._to_close(member)) is not None:
-            await self._close(member, name)
+            try:
+                await self._close(member, name)
+            except Exception as error:  # it is closed here; the engine may keep it
+                logger.warning("%s could not close an adapter: %s", member.name, _named(error))
 
     def _to_close(self, member: Member) -> str | None:
         """An adapter that an engine need not keep open; chosen anew for each, because closing takes time."""
@@ -271,3 +287,7 @@ class PoolSampler:
         unused = [name for name, held in opened.items() if not held.users]
         beyond = unused[: surplus(held.size for held in opened.values())]
         return next(iter([*beyond, *(name for name in unused if name not in needed)]), None)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

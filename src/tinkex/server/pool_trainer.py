@@ -12,10 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final
 
-from tinkex.engine.interface import IN_LINE, EngineDiedError, EngineLease, Spot
+from tinkex.engine.interface import (
+    IN_LINE,
+    EngineDiedError,
+    EngineLease,
+    EngineStuckError,
+    Spot,
+)
 from tinkex.engine.parcels import Depot, Parcel, ParcelLostError, PublishedAdapter
 from tinkex.engine.shards import Shard, ShardSums, divide
 from tinkex.engine.shared_memory import SharedMemory
@@ -26,7 +33,7 @@ from tinkex.engine.values import (
     PassResult,
     TracedGraph,
 )
-from tinkex.errors import NotFoundError, TinkerError
+from tinkex.errors import NotFoundError
 
 from .members import Member, Members
 from .routing import RECENT, assign, find_spot
@@ -36,6 +43,8 @@ __all__ = ["PoolTrainer"]
 
 logger = logging.getLogger("tinkex.server")
 
+#: Seconds for which no model moves to an engine that could not take one.
+AVOIDING: Final = 60.0
 #: Seconds that moving a model is expected to take, until one has moved and its time is known.
 MOVING: Final = 0.2
 
@@ -101,13 +110,24 @@ class PoolTrainer:
         self._scratch = scratch
         self._clock = clock
         self._homes: dict[str, _Home] = {}
+        #: Why other engines could not help with the last large pass.
+        self._unhelped = ""
         #: Seconds that moving a model took lately.
         self._moving = MOVING
+        #: When an engine, by its name, last failed to take a model.
+        self._refused: dict[str, float] = {}
+        #: Parts of cancelled passes that helpers still compute.
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     def home(self, model_id: str) -> Member | None:
         """The engine that has a model in memory."""
         home = self._homes.get(model_id)
         return None if home is None or home.lost else home.member
+
+    async def stop(self) -> None:
+        for task in self._abandoned:
+            task.cancel()
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
 
     # -- lines -------------------------------------------------------------------------------
 
@@ -117,15 +137,20 @@ class PoolTrainer:
         shortest = min(working, key=_crowd)
         if shortest.load.in_line >= IN_LINE:
             return [None] * len(model_ids)
-        return [self._spot(model_id, shortest) for model_id in model_ids]
+        taking = min(filter(self._takes_models, working), key=_crowd, default=None)
+        return [self._spot(model_id, shortest, taking) for model_id in model_ids]
 
-    def _spot(self, model_id: str, shortest: Member) -> Spot | None:
+    def _takes_models(self, member: Member) -> bool:
+        """Whether an engine has not failed to take a model lately."""
+        return self._clock() - self._refused.get(member.name, -inf) > AVOIDING
+
+    def _spot(self, model_id: str, shortest: Member, taking: Member | None) -> Spot | None:
         home = self._homes.get(model_id)
         if home is None or (home.lost and home.turn is None):
             return Spot(shortest.name)
-        own = home.member.name, home.member.load
-        movable = home.between_steps and not home.lost and self._alike(shortest, home)
-        elsewhere = (shortest.name, shortest.load) if movable else None
+        own, elsewhere = (home.member.name, home.member.load), None
+        if home.between_steps and not home.lost and taking and self._alike(taking, home):
+            elsewhere = taking.name, taking.load
         return find_spot(own, elsewhere, self._moving)
 
     def take_turn(self, model_id: str, spot: Spot) -> _Turn:
@@ -165,16 +190,27 @@ class PoolTrainer:
         source, model_id, started = home.member, home.model_id, self._clock()
         try:
             await self._members.enter(source)
+            if not self._alike(member, home):
+                # It would have to wait for the other engine inside this one, and others may do the opposite.
+                _stay(home)
+                return
             await self._members.enter(member)
             with self._scratch.new_directory() as directory:
                 await source.engine.move_out(model_id, directory)
                 lease = await member.engine.restore_snapshot(model_id, home.base_model, directory)
-        except (EngineDiedError, TinkerError, OSError) as error:
-            if home.turn is not None:
-                home.turn.move(source)
-            if isinstance(error, EngineDiedError):
-                raise
-            logger.warning("A model could not move to another engine: %s", error)
+        except EngineDiedError:
+            _stay(home)
+            raise
+        except Exception as error:  # also what torch raises, such as for a lack of memory
+            _stay(home)
+            self._refused[member.name] = self._clock()
+            logger.warning(
+                "A model could not move from %s to %s: %s: %s",
+                source.name,
+                member.name,
+                type(error).__name__,
+                error,
+            )
             return
         if self._homes.get(model_id) is not home:  # it was unloaded meanwhile
             await member.engine.unload_model(model_id)
@@ -183,7 +219,10 @@ class PoolTrainer:
         member.load.models += 1
         home.member, home.lease = member, lease
         self._moving += (self._clock() - started - self._moving) * RECENT
-        await source.engine.unload_model(model_id)
+        try:
+            await source.engine.unload_model(model_id)
+        except Exception as error:  # the model has moved: its request must not fail
+            logger.warning("%s could not free a model that has moved: %s", source.name, error)
 
     # -- models ------------------------------------------------------------------------------
 
@@ -329,28 +368,53 @@ class PoolTrainer:
             helping = self._help(member, home, publishing, request, numbers)
             work.append(asyncio.ensure_future(helping))
         # Wait for all of them: what a helper sends after the pass has failed would stay in the depot.
-        results = await asyncio.gather(*work, return_exceptions=True)
+        working = asyncio.gather(*work, return_exceptions=True)
+        try:
+            results = await asyncio.shield(working)
+        except asyncio.CancelledError:  # the engines go on
+            abandoned = asyncio.ensure_future(self._drop_later(working))
+            self._abandoned.add(abandoned)
+            abandoned.add_done_callback(self._abandoned.discard)
+            raise
+        failures = [result for result in results if isinstance(result, BaseException)]
         parts = [result for result in results if not isinstance(result, BaseException)]
-        if len(parts) == len(results):
-            try:
-                return await engine.finish_pass(model_id, request, parts)
-            except ParcelLostError as lost:  # the helper has died since
-                logger.warning("A helper's gradients are lost; the home computes all: %s", lost)
+        finished = False
+        try:
+            if not failures:
+                passed = await engine.finish_pass(model_id, request, parts)
+                finished, self._unhelped = True, ""
+                return passed
+        except ParcelLostError as lost:  # the helper has died since
+            failures = [lost]
+        finally:
+            if not finished:  # else the home has dropped them
                 self._drop(parts)
-                return await engine.run_pass(model_id, request)
-            except EngineDiedError:  # the home has died and cannot drop them
-                self._drop(parts)
-                raise
-        self._drop(parts)
         if isinstance(results[0], BaseException):
             raise results[0]
-        for result in results:
-            if isinstance(result, EngineDiedError):
-                raise result
-        logger.warning(
-            "An engine could not help with a pass; its home computes all of it: %s", results
-        )
+        for failure in failures:
+            # A stuck helper is one that did not help: if the request is the cause, its home gets stuck too.
+            if isinstance(failure, EngineDiedError) and not isinstance(failure, EngineStuckError):
+                raise failure
+        self._tell_unhelped(failures)
         return await engine.run_pass(model_id, request)
+
+    def _tell_unhelped(self, failures: Sequence[BaseException]) -> None:
+        """Log why the home computes a whole pass; once, because a full disk stays full for many passes."""
+        reasons = {f"{type(failure).__name__}: {failure}" for failure in failures}
+        unhelped = "; ".join(sorted(reasons))
+        if unhelped != self._unhelped:
+            logger.warning(
+                "Engines cannot help with large passes for now; each is computed by its home alone: %s",
+                unhelped,
+            )
+        self._unhelped = unhelped
+
+    async def _drop_later(
+        self, working: asyncio.Future[list[ShardSums[Parcel] | BaseException]]
+    ) -> None:
+        """Free what engines send for a pass that was cancelled."""
+        results = await working
+        self._drop([result for result in results if not isinstance(result, BaseException)])
 
     def _drop(self, parts: list[ShardSums[Parcel]]) -> None:
         """Free the gradients that helpers have sent and nobody will read."""
@@ -368,12 +432,24 @@ class PoolTrainer:
         line, started = member.load.line, self._clock()
         line.join()
         try:
+            if not self._alike(member, home):  # since just now; do not wait inside the home
+                raise _CannotHelpError(f"{member.name} is started again or in quarantine")
             await self._members.enter(member)
             return await member.engine.help_pass(await publishing, request, numbers)
         finally:
             worked = line.leave(started, self._clock())
             if home.turn is not None:
                 home.turn.helped_seconds += worked
+
+
+class _CannotHelpError(Exception):
+    """An engine that should help with a pass cannot do so at once."""
+
+
+def _stay(home: _Home) -> None:
+    """Give a model that does not move a place in the queue of its home."""
+    if home.turn is not None:
+        home.turn.move(home.member)
 
 
 def _crowd(member: Member) -> tuple[int, int, str]:

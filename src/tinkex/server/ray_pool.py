@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 from tinkex.engine.actors import fits, impossible, lacking
-from tinkex.engine.interface import EngineState
+from tinkex.engine.interface import EngineState, EngineStatus
 from tinkex.errors import APIStatusError, ConfigError, HTTPResponse
 
 from .members import Member
@@ -156,27 +156,33 @@ class RayPool(EnginePool):
         """Follow the cluster: take new room into use, and let go of engines that found no place."""
         while True:
             await asyncio.sleep(LOOKING)
-            view = await self._cluster.look()
-            now = asyncio.get_running_loop().time()
-            if view is None or view.age > _OLD or now - view.age < self._settled:
-                continue
-            room = fits(view.nodes, self._need)
-            placed = self._placed
-            down = [member for member in placed if not member.up]
-            starting = len(self._joining)
-            # Engines that start again, and those that are joining, need their room first.
-            more = room - len(down) - starting
-            if self._count != "auto":
-                more = min(more, self._count - len(placed) - starting)
-                if len(placed) + starting < self._count and more <= 0:
-                    self._explain(lacking(view.nodes, self._need))
-            elif not room:
-                await self._let_go(down)
-            if now >= self._not_before:
-                for _ in range(max(0, more)):
-                    task = asyncio.create_task(self._join(self._new()))
-                    self._joining.add(task)
-                    task.add_done_callback(self._joining.discard)
+            try:
+                await self._follow()
+            except Exception:  # the next look may succeed
+                logger.exception("The pool could not follow the cluster; it looks again.")
+
+    async def _follow(self) -> None:
+        view = await self._cluster.look()
+        now = asyncio.get_running_loop().time()
+        if view is None or view.age > _OLD or now - view.age < self._settled:
+            return
+        room = fits(view.nodes, self._need)
+        placed = self._placed
+        down = [member for member in placed if not member.up]
+        starting = len(self._joining)
+        # Engines that start again, and those that are joining, need their room first.
+        more = room - len(down) - starting
+        if self._count != "auto":
+            more = min(more, self._count - len(placed) - starting)
+            if len(placed) + starting < self._count and more <= 0:
+                self._explain(lacking(view.nodes, self._need))
+        elif not room:
+            await self._let_go(down)
+        if now >= self._not_before:
+            for _ in range(max(0, more)):
+                task = asyncio.create_task(self._join(self._new()))
+                self._joining.add(task)
+                task.add_done_callback(self._joining.discard)
 
     def _explain(self, reason: str | None) -> None:
         """Log once why there are fewer engines than asked for."""
@@ -201,13 +207,26 @@ class RayPool(EnginePool):
         now = asyncio.get_running_loop().time()
         self._down_since = {member: self._down_since.get(member, now) for member in down}
         for member, since in list(self._down_since.items()):
-            if now - since > _LEAVING and len(self._placed) > 1:
+            # Ending the one before took time, in which this one may have come back.
+            if now - since > _LEAVING and len(self._placed) > 1 and not member.up:
                 logger.warning("%s has left: %s", member.name, member.engine.trouble)
                 self._members.remove(member)
                 del self._down_since[member]
                 await member.engine.stop()
 
     # -- status ------------------------------------------------------------------------------
+
+    def status(self) -> list[EngineStatus]:
+        """All engines, also those that were asked for and find no room."""
+        found = super().status()
+        missing = 0 if self._count == "auto" else self._count - len(self._placed)
+        waiting = [
+            EngineStatus(
+                f"waiting-{number}", starts=0, up=False, busy_seconds=0.0, trouble=self._told
+            )
+            for number in range(missing)
+        ]
+        return [*found, *waiting]
 
     def check_health(self) -> EngineState:
         if not len(self._members):

@@ -24,14 +24,14 @@ from starlette.responses import RedirectResponse, Response
 
 from tinkex import types
 from tinkex._wire import json_codec, proto_codec
-from tinkex._wire.failures import failure_body
+from tinkex._wire.failures import failure_body, response_from_error
 from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
 from tinkex.engine.interface import EngineStatus
-from tinkex.engine.resident import resident_bytes
 from tinkex.errors import (
+    APIStatusError,
     AuthenticationError,
     InvalidInputError,
     NotFoundError,
@@ -45,6 +45,7 @@ from .dashboard import logged
 from .event_streams import EventStream
 from .futures import Promise
 from .inputs import lora_of
+from .memory_use import engine_memory
 from .nearness import is_near
 from .results import encode_result
 from .service import Service
@@ -133,17 +134,15 @@ def _promised(promise: Promise) -> types.UntypedAPIFuture:
 
 
 @_handles
-async def healthz(call: Call) -> types.HealthResponse:
-    engines = call.service.engine.status()
-    return types.HealthResponse(
-        engine=call.service.engine.check_health(),
-        engines=[_engine_health(each) for each in engines] if _listed(engines) else None,
-    )
-
-
-def _listed(engines: Sequence[EngineStatus]) -> bool:
-    """Whether the status lists each engine: there are several, or they are on other machines."""
-    return len(engines) > 1 or any(engine.node for engine in engines)
+async def healthz(call: Call) -> types.HealthResponse | Response:
+    engines = [_engine_health(each) for each in call.service.engine.status()]
+    try:
+        state = call.service.engine.check_health()
+    except APIStatusError as error:  # it says which engines are in trouble, too
+        status, _, body = response_from_error(error)
+        body["engines"] = [each.model_dump(mode="json", exclude_none=True) for each in engines]
+        return _json(json_codec.encode(body), status)
+    return types.HealthResponse(engine=state, engines=engines)
 
 
 def _engine_health(engine: EngineStatus) -> types.EngineHealth:
@@ -154,12 +153,12 @@ def _engine_health(engine: EngineStatus) -> types.EngineHealth:
         device=engine.device,
         up=engine.up,
         base_models=list(engine.base_models),
-        memory_bytes=engine.memory if engine.pid is None else resident_bytes(str(engine.pid)),
+        memory_bytes=engine_memory(engine),
         trouble=engine.trouble or None,
         models=engine.models,
         in_line=engine.in_line,
         samples=engine.samples,
-        restarts=engine.starts - 1,
+        restarts=max(0, engine.starts - 1),
     )
 
 

@@ -63,6 +63,8 @@ PASSING_LIMIT: Final = 32
 FEED_LIMIT: Final = 1000
 #: Client number n of a sampler numbers its requests from n times this stride.
 CLONE_STRIDE: Final = 1_000_000_000
+#: Seconds for which an incomplete directory may be unchanged while it is still written; a save takes less.
+_WRITING: Final = 3600.0
 
 _FeedKey = tuple[str, int]  # sampler id and client number
 
@@ -295,10 +297,12 @@ class Samplers:
         assert number is not None
         return number
 
-    def clear_scratch(self) -> None:
-        """Remove incomplete directories that a crash left."""
+    def clear_scratch(self, seconds: float = 0.0) -> None:
+        """Remove incomplete directories that did not change for some seconds: a crash of the service or an engine left them."""
         for leftover in self._directory.glob(".*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it has got its name meanwhile
+                if leftover.stat().st_ctime <= time.time() - seconds:
+                    shutil.rmtree(leftover, ignore_errors=True)
 
     async def close_session(self, session_id: str) -> None:
         """Close the samplers of an ended session and cancel their requests."""
@@ -311,7 +315,8 @@ class Samplers:
         del self._of_session[session_id]
 
     async def delete_expired(self) -> None:
-        """Delete expired samplers that no request uses."""
+        """Delete expired samplers that no request uses, and what engines that died left of others."""
+        await self._files(lambda: self.clear_scratch(_WRITING))
         for row in await self._db(self._store.expired_samplers, self._expiry()):
             sampler = self._samplers.get(row.sampler_id)
             if sampler is None or not sampler.drawing:

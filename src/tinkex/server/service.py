@@ -73,6 +73,9 @@ logger = logging.getLogger("tinkex.server")
 
 DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
+#: Far more than one service can feed; a larger number is a slip.
+MAX_ENGINES: Final = 1024
+
 
 def default_data_dir() -> Path:
     """The default data directory."""
@@ -95,8 +98,8 @@ class Settings:
     sampler_python: Path | None = None
     #: A Ray cluster for the engines: `HOST:PORT`, `auto` for the one this machine belongs to, `local` for a new one.
     ray: str | None = None
-    #: What each engine gets of the cluster. GPUs: one, if the cluster has any.
-    engine_cpus: float = 1.0
+    #: What each engine gets of the cluster: one processor, and one GPU if the cluster has any.
+    engine_cpus: float | None = None
     engine_gpus: float | None = None
     #: A directory that every node of the cluster sees under the same path.
     shared_dir: Path | None = None
@@ -112,7 +115,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     #: Seconds that one step of the engine's work may take: a micro-batch, a sampling step, a save. After that the
-    #: engine is killed, and the request that it was working on fails.
+    #: engine is killed, and the request that it was working on fails. While it starts: the seconds in which it does nothing.
     engine_deadline: float = 600.0
     database_url: str | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -200,15 +203,16 @@ class Settings:
     def ray_options(self) -> RayOptions | None:
         if self.ray is None:
             return None
-        return RayOptions(self.ray, self.engine_cpus, self.engine_gpus, self.shared_dir)
+        cpus = 1.0 if self.engine_cpus is None else self.engine_cpus
+        return RayOptions(self.ray, cpus, self.engine_gpus, self.shared_dir)
 
     @property
     def loss_limits(self) -> LossLimits:
         return LossLimits(self.max_loss_bytes, self.max_loss_work)
 
     def __post_init__(self) -> None:
-        if self.engines != "auto" and self.engines < 1:
-            raise ConfigError("must be at least 1, or auto", field="engines")
+        if self.engines != "auto" and not 1 <= self.engines <= MAX_ENGINES:
+            raise ConfigError(f"must be between 1 and {MAX_ENGINES:,}, or auto", field="engines")
         if self.sampler_python is not None and not os.access(self.sampler_python, os.X_OK):
             raise ConfigError(
                 f"{self.sampler_python} is not an executable file", field="sampler_python"
@@ -218,6 +222,9 @@ class Settings:
         self._check_ray()
         if not 1 <= self.vllm_max_rank <= MAX_RANK:
             raise ConfigError(f"must be between 1 and {MAX_RANK}", field="vllm_max_rank")
+        for name in ("vllm_max_loras", "vllm_kept_loras", "vllm_cpu_cache_gb"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", field=name)
         if not 0 < self.vllm_memory_share <= 1:
             raise ConfigError("must be more than 0 and at most 1", field="vllm_memory_share")
         if not self.engine_deadline > 0:
@@ -231,7 +238,7 @@ class Settings:
 
     def _check_ray(self) -> None:
         if self.ray is None:
-            for name in ("engine_gpus", "shared_dir"):
+            for name in ("engine_cpus", "engine_gpus", "shared_dir"):
                 if getattr(self, name) is not None:
                     raise ConfigError("is for engines on a Ray cluster; give --ray", field=name)
             return
@@ -241,7 +248,7 @@ class Settings:
             amount = getattr(self, name)
             if amount is not None and not (0 <= amount <= 1 or amount == int(amount) > 0):
                 raise ConfigError("must be a whole number, or between 0 and 1", field=name)
-        if not self.engine_cpus and not self.engine_gpus:
+        if self.engine_cpus == 0 and not self.engine_gpus:
             raise ConfigError("an engine needs a CPU or a GPU", field="engine_cpus")
         if self.shared_dir is not None and not self.shared_dir.is_dir():
             raise ConfigError(f"there is no directory {self.shared_dir}", field="shared_dir")
@@ -250,8 +257,14 @@ class Settings:
 def read_setting(text: str) -> tuple[str, Any]:
     """Parse NAME=NUMBER: a numeric field of `Settings`."""
     kinds = {each.name: type(each.default) for each in fields(Settings)}
-    known = [name for name, kind in kinds.items() if kind in {int, float}]
+    own_option = {"engines", "engine_cpus", "engine_gpus"}
+    known = [
+        name for name, kind in kinds.items() if kind in {int, float} and name not in own_option
+    ]
     name, _, value = text.partition("=")
+    if name in own_option:
+        option = f"--{name.replace('_', '-')} {value}".strip()
+        raise ConfigError(f"is not a setting of --set; give {option:.60}", field=name)
     if name not in known:
         raise ConfigError(f"is not a setting of --set; choose from {', '.join(known)}", field=name)
     whole = kinds[name] is int
@@ -443,7 +456,7 @@ class Service:
     def _reading(self) -> Reading:
         """The state of the service now, for the history of the last hour."""
         totals, engines = self.usage.totals, self.engine.status()
-        memory = dict(memory_of(engine.pid for engine in engines))
+        memory = dict(memory_of(engines))
         return Reading(
             time=self.promises.clock(),
             trained_total=totals["training"],

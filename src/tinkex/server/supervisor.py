@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tinkex.engine import calls
 from tinkex.engine.base_models import PreparedModel
@@ -38,7 +38,7 @@ from tinkex.engine.values import (
     SampleJob,
     TracedGraph,
 )
-from tinkex.errors import APIStatusError, ConfigError, HTTPResponse
+from tinkex.errors import APIStatusError, HTTPResponse, TinkerError
 
 from .routing import Line
 from .suspects import SuspectGroup
@@ -48,6 +48,9 @@ __all__ = ["Supervisor"]
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
+
+#: Seconds after which an engine that is started again counts as stranded at the latest.
+_LONGEST_PATIENCE: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,17 @@ class Supervisor:
     """One engine that survives the death of its process; it trains and samples."""
 
     def __init__(
-        self, worker: Worker, *, on_demand: bool = False, longest_pause: float = 60.0
+        self,
+        worker: Worker,
+        *,
+        on_demand: bool = False,
+        longest_pause: float = 60.0,
+        patience: float = 10.0,
     ) -> None:
         self._worker = worker
+        #: Seconds that starting it again may take until it counts as stranded, at least: others then do its work.
+        self._patience = patience
+        self._starts = 0
         #: Seconds between two attempts to start it grow up to this.
         self._longest_pause = longest_pause
         #: Why it could not be started the last time.
@@ -105,7 +116,12 @@ class Supervisor:
     # -- start and stop ----------------------------------------------------------------------
 
     async def start(self) -> None:
+        began = time.monotonic()
         self.catalog.add((await self._worker.start()).models)
+        self._starts += 1
+        # The first start may have downloaded a model; the next one will not.
+        took = time.monotonic() - began
+        self._patience = max(self._patience, min(2 * took, _LONGEST_PATIENCE))
         self._alive.set()
         self._watching = asyncio.create_task(self._watch())
 
@@ -122,24 +138,43 @@ class Supervisor:
             self._alive.clear()
             self._tried.clear()
             self._worker.life += 1
-            logger.error("The engine's process has died; starting it again.")
-            await self._worker.stop()
-            pause = 1.0
-            while True:
-                try:
-                    await self._worker.start()
-                    break
-                except Exception as error:
-                    self._tell(error, pause)
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 2, self._longest_pause)
+            await self._start_again()
             self.trouble = ""
             self._alive.set()
             self._tried.set()
 
+    async def _start_again(self) -> None:
+        """Start the engine after it died, as often as that takes."""
+        pause, told = 1.0, False
+        while True:
+            late = asyncio.get_running_loop().call_later(self._patience, self._strand)
+            try:
+                await self._worker.stop()
+                if not told:
+                    logger.error("%s %s; starting it again.", self.name, self._worker.ending)
+                    told = True
+                await self._worker.start()
+            except Exception as error:
+                late.cancel()
+                self._tell(error, pause)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, self._longest_pause)
+            else:
+                self._starts += 1
+                return
+            finally:
+                late.cancel()
+
+    def _strand(self) -> None:
+        """Let other engines do the work of one that takes long to start."""
+        if not self.trouble:
+            self.trouble = f"{self.name} was not up {self._patience:.0f} seconds after its end."
+            logger.warning("%s Engines that are up, if any, do its work meanwhile.", self.trouble)
+        self._tried.set()
+
     def _tell(self, error: Exception, pause: float) -> None:
-        """Log why the engine does not start; a setting that does not fit needs no traceback."""
-        known = isinstance(error, ConfigError)
+        """Log why the engine does not start; what an engine or the system answers needs no traceback."""
+        known = isinstance(error, TinkerError | OSError | RuntimeError)
         if not known or str(error) != self.trouble:
             logger.error(
                 "%s does not start; trying again in %.0f s: %s",
@@ -151,16 +186,23 @@ class Supervisor:
         self.trouble = str(error)
         self._tried.set()
 
-    def check_health(self) -> EngineState:
-        """The state of the engine; raises if it is dead or has been silent for half of its deadline."""
-        if not self._alive.is_set():
-            raise _unwell("The engine is not running; it is being started.")
+    @property
+    def unwell(self) -> str:
+        """Why the engine cannot serve now: it is down, or was silent for half of its deadline. Empty if it can."""
+        if not self.up:
+            return f"{self.name} is being started." + (f" {self.trouble}" if self.trouble else "")
         silent, deadline = self._worker.watch.silent, self._worker.watch.deadline
         if silent > deadline / 2:
-            raise _unwell(
-                f"The engine has made no progress for {silent:.0f} seconds; "
+            return (
+                f"{self.name} has made no progress for {silent:.0f} seconds; "
                 f"it is killed after {deadline:.0f} (the setting engine_deadline)."
             )
+        return ""
+
+    def check_health(self) -> EngineState:
+        """The state of the engine; raises a 503 if it cannot serve now."""
+        if why := self.unwell:
+            raise APIStatusError(f"No engine can serve: {why}", HTTPResponse(503))
         return "working" if self._worker.busy else "idle"
 
     @property
@@ -213,13 +255,13 @@ class Supervisor:
         return [
             EngineStatus(
                 worker.name,
-                starts=worker.life + 1,
+                starts=self._starts,
                 up=self.up,
                 busy_seconds=worker.busy_seconds,
                 pid=worker.pid,
                 node="" if ready is None else ready.node,
                 memory=worker.memory,
-                trouble=self.trouble,
+                trouble=self.unwell if self.up else self.trouble,
                 kind=worker.kind,
                 device="" if ready is None else ready.device,
                 base_models=tuple(model.name for model in self.catalog.models),
@@ -374,7 +416,3 @@ class Supervisor:
                 life=worker.life,
                 cause_known=True,
             )
-
-
-def _unwell(message: str) -> APIStatusError:
-    return APIStatusError(message, HTTPResponse(503))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -29,10 +30,11 @@ from tinkex.engine.calls import AddSample, CallFrame, CancelSample, EngineCall, 
 from tinkex.engine.group_memory import GroupMemory
 from tinkex.engine.interface import EngineDiedError, EngineStuckError, OnToken
 from tinkex.engine.process import Ready, Setup, encode_frame, serve
-from tinkex.engine.progress import EngineProgress
+from tinkex.engine.progress import SAMPLING, EngineProgress
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import ConfigError
 
+from .processes import activity, how_it_ended
 from .watch import Watch
 
 __all__ = ["Launcher", "Worker"]
@@ -43,12 +45,15 @@ Launcher = Callable[[socket.socket, EngineProgress], Awaitable[None]]
 logger = logging.getLogger("tinkex.server")
 
 _LENGTH: Final = struct.Struct("<Q")
+#: The work of an engine that is starting: it has a deadline, and is no call.
+_STARTING: Final = SAMPLING
 
 
 class Worker:
     """One engine at the other end of a pipe.
 
-    `deadline` is the number of seconds that one step of its work, such as a micro-batch, may take before it is killed.
+    `deadline` is the number of seconds that one step of its work, such as a micro-batch, may take before it is killed;
+    while it starts, the number of seconds in which it computes, reads and writes nothing.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Worker:
         in_process: bool = False,
         python: Path | None = None,
         launcher: Launcher | None = None,
+        prepare: Callable[[], None] | None = None,
         deadline: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,12 +75,19 @@ class Worker:
         self._in_process = in_process
         self._python = python
         self._launcher = launcher
+        #: Runs in a thread before each start.
+        self._prepare = prepare
         self._clock = clock
         self.watch = Watch(deadline)
         self._watching: asyncio.Task[None] | None = None
         self._timed: set[int] = set()  # calls in flight that have a deadline
         self._progress = EngineProgress.alone()
         self._stuck_in: int | None = None  # the call that the engine was killed for
+        #: The life that began last. While the engine is started again it is the one before `life`.
+        self._began = 0
+        #: How the last life ended, behind the engine's name; known once it is stopped.
+        self.ending = ""
+        self._stuck = False
         self._process: subprocess.Popen[bytes] | None = None
         #: Shared memory of an engine that starts processes itself.
         self._memory: GroupMemory | None = None
@@ -93,6 +106,17 @@ class Worker:
 
     async def start(self) -> Ready:
         """Start the engine and wait until its base models are in memory."""
+        if self._prepare is not None:
+            await asyncio.to_thread(self._prepare)
+        try:
+            return await self._start()
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                reason = "the service may not open more files for its engines; raise `ulimit -n`, or start fewer"
+                raise ConfigError(reason, field="engines") from None
+            raise
+
+    async def _start(self) -> Ready:
         ours, theirs = socket.socketpair()
         self._progress = progress = (
             EngineProgress.alone() if self._in_process else EngineProgress.shared()
@@ -113,29 +137,34 @@ class Worker:
             else:
                 # Start it from the event loop's thread: the kernel kills the engine when its parent thread ends.
                 passed = theirs.fileno(), progress.fileno()
-                self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own module, started at once
-                    [*_command(self._python), *map(str, (*passed, os.getpid()))],
-                    pass_fds=passed,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # signals from the terminal go only to the service
-                )
+                try:
+                    self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own module, started at once
+                        [*_command(self._python), *map(str, (*passed, os.getpid()))],
+                        pass_fds=passed,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        start_new_session=True,  # signals from the terminal go only to the service
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+        self._stuck = False
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(self._setup))
-        ready = await _frame(reader)
+        watching = asyncio.create_task(self._watch_start())
+        try:
+            ready = await _frame(reader)
+        finally:
+            watching.cancel()
         if ready is None:
             await self.stop()
-            if self._python is not None:
-                raise ConfigError(
-                    f"{self._python} ended before its engine was ready; its error output, if any, is above. Is it a "
-                    "Python, and at least as new as this one?",
-                    field="sampler_python",
-                )
-            raise self._death("The engine ended while it was starting; its error output is above.")
+            raise self._not_started()
         if ready.error is not None:
             await self.stop()
             raise ready.error
         self.ready = ready
+        self._began = self.life
+        self.watch = Watch(self.watch.deadline)
         if self._process is not None and self._python is not None:
             self._memory = GroupMemory(self._process.pid)
             await asyncio.to_thread(self._memory.look)
@@ -146,19 +175,49 @@ class Worker:
             self._watching = asyncio.create_task(self._watch(progress))
         return self.ready
 
+    async def _watch_start(self) -> None:
+        """Kill a process that does nothing while it should start. It may download a model: that is not nothing."""
+        watch = Watch(self.watch.deadline)
+        while self._process is not None:
+            done = await asyncio.to_thread(activity, self._process.pid)
+            if done is None:  # it has ended, or this system does not tell
+                return
+            if watch.look((done, _STARTING), waiting=True, now=self._clock()):
+                self._kill()
+                return
+            await asyncio.sleep(watch.interval)
+
+    def _not_started(self) -> ConfigError:
+        """Why there is no engine, for a process that ended before it was ready."""
+        if self._python is not None and not self._stuck:
+            return ConfigError(
+                f"{self._python} ended before its engine was ready; its error output, if any, is above. Is it a "
+                "Python, and at least as new as this one?",
+                field="sampler_python",
+            )
+        advice = "" if self._stuck else "; fewer --engines and smaller base models need less memory"
+        return ConfigError(
+            f"{self.name} {self.ending} while it was starting. Its error output, if any, is above{advice}."
+        )
+
     async def _watch(self, progress: EngineProgress) -> None:
         """Kill the engine when it makes no progress within its deadline."""
-        self.watch = watch = Watch(self.watch.deadline)
+        watch = self.watch
         while True:
             await asyncio.sleep(watch.interval)
             seen = progress.read()
             if watch.look(seen, waiting=bool(self._timed), now=self._clock()):
                 break
         self._stuck_in = seen[1] if seen[1] > 0 else None
+        self._kill()
+
+    def _kill(self) -> None:
         logger.error(
-            "The engine has made no progress for %.0f seconds (engine_deadline); killing it.",
-            watch.deadline,
+            "%s has made no progress for %.0f seconds (engine_deadline); killing it.",
+            self.name,
+            self.watch.deadline,
         )
+        self._stuck = True
         if self._process is not None:
             self._process.kill()
         elif self._writer is not None:
@@ -177,6 +236,7 @@ class Worker:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+        self.ending = how_it_ended(None)
         if self._process is not None:
             process = self._process
             try:
@@ -184,11 +244,14 @@ class Worker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 await asyncio.to_thread(process.wait)
+            self.ending = how_it_ended(process.returncode)
             with contextlib.suppress(ProcessLookupError):  # processes that the engine has started
                 os.killpg(process.pid, signal.SIGKILL)
             if self._memory is not None:
                 self._memory.remove()
             self._process = None  # only now: if `stop` is cancelled above, the next one must still find the process
+        if self._stuck:
+            self.ending = f"made no progress for {self.watch.deadline:.0f} seconds and was killed"
         self._fail_calls("The service is stopping.")
 
     def also_serve(self, base_model: str) -> None:
@@ -290,14 +353,14 @@ class Worker:
                 continue
             if call_id == cause:
                 stuck = EngineStuckError(
-                    why, engine=self.name, life=self.life, deadline=self.watch.deadline
+                    why, engine=self.name, life=self._began, deadline=self.watch.deadline
                 )
                 future.set_exception(stuck)
             else:
                 future.set_exception(self._death(why, cause_known=cause is not None))
 
     def _death(self, why: str, *, cause_known: bool = False) -> EngineDiedError:
-        return EngineDiedError(why, engine=self.name, life=self.life, cause_known=cause_known)
+        return EngineDiedError(why, engine=self.name, life=self._began, cause_known=cause_known)
 
 
 #: Runs the engine in another Python. Only this package is made importable there, by its file: the directory that

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import secrets
 import time
 from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
@@ -32,6 +33,7 @@ class RequestOutput:
 
 @dataclass
 class Request:
+    name: str
     prompt: list[int]
     params: Any
     weights: str
@@ -47,6 +49,7 @@ class LLMEngine:
     arguments: Any
     shared: SharedMemory
     loras: dict[int, str] = field(default_factory=dict)
+    #: By vLLM's own ids, of which callers do not learn: it appends to theirs, and answers and aborts by theirs.
     requests: dict[str, Request] = field(default_factory=dict)
 
     @classmethod
@@ -77,16 +80,21 @@ class LLMEngine:
             # Evicted adapters are read again from their path, as vLLM does.
             number = lora_request.lora_int_id
             weights = self.loras.setdefault(number, weights_of(lora_request.lora_path))
-        self.requests[name] = Request(prompt["prompt_token_ids"], params, weights)
-        return name
+        internal = f"{name}-{secrets.token_hex(4)}"
+        self.requests[internal] = Request(name, prompt["prompt_token_ids"], params, weights)
+        return internal
 
-    def abort_request(self, names: list[str]) -> None:
-        for name in names:
-            self.requests.pop(name, None)
+    def abort_request(self, names: list[str], internal: bool = False) -> None:
+        for own, request in list(self.requests.items()):
+            if (own if internal else request.name) in names:
+                del self.requests[own]
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
 
     def step(self) -> list[RequestOutput]:
         outputs = []
-        for name, request in list(self.requests.items()):
+        for internal, request in list(self.requests.items()):
             params = request.params
             text = f"{request.weights} {request.prompt} {params.seed} {request.drawn}"
             token = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 250
@@ -100,7 +108,7 @@ class LLMEngine:
                 scores = [None, *({each: Logprob(-0.5)} for each in request.prompt[1:])]
             reason = None if not finished else "stop" if stopped else "length"
             completion = Completion([token], [choices], reason)
-            outputs.append(RequestOutput(f"{name}-0a1b", [completion], finished, scores))
+            outputs.append(RequestOutput(request.name, [completion], finished, scores))
             if finished:
-                del self.requests[name]
+                del self.requests[internal]
         return outputs
