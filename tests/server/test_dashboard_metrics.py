@@ -244,7 +244,8 @@ def test_flush_does_not_wait_for_points_that_come_meanwhile(tmp_path):
     async def go():
         made = store(tmp_path)
         steps = iter(range(1_000))
-        announced = []  # on the event loop: the thread that writes may be one point further
+        # On the event loop: the thread that writes may be one point further.
+        announced: list[float] = []
 
         def add():
             made.add("ann", "run", [MetricPoint("loss", next(steps), 0, 0, 1.0)])
