@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -138,8 +139,10 @@ def test_a_non_numeric_loss_setting_in_protobuf_is_refused(running, value):
         assert model.step() > 0  # its number is skipped
 
 
-async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation: str) -> float:
-    """How long the queue of a model waits for a missing number after a body was refused."""
+async def _line_after(
+    client: httpx.AsyncClient, service, body: bytes, operation: str
+) -> Any:
+    """The queue of a model that waits for a missing number after a body was refused."""
     model_id = await new_model(client)
     refused = await client.post(
         operation, content=body, headers={"content-type": "application/json"}
@@ -148,7 +151,7 @@ async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation
     waiting = {"model_id": model_id, "seq_id": 2, "forward_backward_input": inputs()}
     assert (await client.post("forward_backward", json=waiting)).status_code == 200
     (line,) = (model.line for model in service.models if model.model_id == model_id)
-    return float(line.wakes_at(0.0) - line._gap_since)
+    return line
 
 
 @pytest.mark.parametrize("operation", ["forward_backward", "optim_step", "asample"])
@@ -157,7 +160,7 @@ def test_a_body_too_large_to_read_skips_no_number(tmp_path, operation):
 
     async def scenario() -> None:
         async with housed(tmp_path, max_body_bytes=10_000) as (made, client):
-            waits = await _line_after(client, made, b" " * 10_001, operation)
-            assert waits == GAP_LIMIT
+            line = await _line_after(client, made, b" " * 10_001, operation)
+            assert line.wakes_at(0.0) == line._gap_since + GAP_LIMIT
 
     asyncio.run(scenario())
