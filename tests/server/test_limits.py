@@ -139,9 +139,7 @@ def test_a_non_numeric_loss_setting_in_protobuf_is_refused(running, value):
         assert model.step() > 0  # its number is skipped
 
 
-async def _line_after(
-    client: httpx.AsyncClient, service, body: bytes, operation: str
-) -> Any:
+async def _line_after(client: httpx.AsyncClient, service, body: bytes, operation: str) -> Any:
     """The queue of a model that waits for a missing number after a body was refused."""
     model_id = await new_model(client)
     refused = await client.post(
