@@ -11,10 +11,12 @@ import pytest
 from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, InvalidPathError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, checkpoint_of, tinker_path
+from tinkex.server.database import Database
 from tinkex.server.file_threads import FileThreads
 from tinkex.server.quotas import KeyLimits, Quota, Quotas
 from tinkex.server.service import Service, Settings
-from tinkex.server.store import Database, RunRow, SessionRow, Store
+from tinkex.server.store import Store
+from tinkex.server.tables import RunRow, SessionRow
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = "s:train:0"

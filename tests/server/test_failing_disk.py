@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tinkex.errors import NotFoundError
-from tinkex.server.store import CheckpointRow
+from tinkex.server.tables import CheckpointRow
 
 from .failing_disk import FailingDisk
 from .test_storage import housed

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 import tinkex.engine.files
+from tinkex.server.database import Database
 from tinkex.server.file_threads import FileThreads
-from tinkex.server.store import Database, Store
+from tinkex.server.store import Store
 
 from .test_storage import housed, new_model, told
 

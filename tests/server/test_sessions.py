@@ -10,9 +10,11 @@ import pytest
 
 from tinkex._wire.json_codec import from_object
 from tinkex.errors import GoneError
+from tinkex.server.database import Database
 from tinkex.server.quotas import KeyLimits, Quotas
 from tinkex.server.sessions import Sessions
-from tinkex.server.store import Database, SessionRow, Store
+from tinkex.server.store import Store
+from tinkex.server.tables import SessionRow
 from tinkex.types import CreateSessionRequest, FinishSessionRequest
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

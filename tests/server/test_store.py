@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -18,18 +17,20 @@ import pytest
 import sqlalchemy as sa
 
 from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.server.database import Database
 from tinkex.server.service import Service, Settings
-from tinkex.server.store import (
+from tinkex.server.store import Store
+from tinkex.server.tables import (
     CheckpointRow,
-    Database,
     RunRow,
     SamplerRow,
     SessionRow,
-    Store,
     TelemetryRow,
     UsageRow,
 )
 from tinkex.types import CreateSessionRequest
+
+from ..ports import reserved
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -49,9 +50,7 @@ def postgres_url():
     if programs is None:
         pytest.skip("PostgreSQL was not tried: its server programs are not installed")
     data = Path(tempfile.mkdtemp(prefix="tinkex-postgres-"))  # pytest's own directories are private
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    kept, port = reserved()
     user = (
         ["runuser", "-u", "nobody", "--"] if os.geteuid() == 0 else []
     )  # PostgreSQL refuses to run as root
@@ -63,6 +62,7 @@ def postgres_url():
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories="
     control: list[str | Path] = [*user, programs / "pg_ctl", "-D", data / "d", "-w"]
     subprocess.run([*control, "-o", options, "-l", data / "log", "start"], check=True)
+    kept.close()
     yield f"postgresql+psycopg://t@127.0.0.1:{port}/postgres"
     subprocess.run([*control, "-m", "immediate", "stop"], check=True)
     shutil.rmtree(data)
@@ -463,11 +463,23 @@ def count_commits(store: Store) -> list[None]:
     return commits
 
 
+async def occupied(database: Database) -> tuple[asyncio.Future[None], threading.Event]:
+    """Have the thread of a database work on a call until the event is set; the next calls wait."""
+    begun, held = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        held.wait()
+
+    working = asyncio.ensure_future(database(wait))
+    await asyncio.to_thread(begun.wait)
+    return working, held
+
+
 def test_waiting_calls_are_committed_together(store):
     async def many() -> list[Any]:
         database = Database(store)
-        held = threading.Event()
-        first = asyncio.ensure_future(database(held.wait))
+        first, held = await occupied(database)
         calls = [
             asyncio.ensure_future(database(store.add_session, session(str(n)))) for n in range(20)
         ]
@@ -486,8 +498,7 @@ def test_waiting_calls_are_committed_together(store):
 def test_a_call_that_fails_fails_alone(store):
     async def many() -> list[Any]:
         database = Database(store)
-        held = threading.Event()
-        first = asyncio.ensure_future(database(held.wait))
+        first, held = await occupied(database)
         names = ["a", "b", "a", "c"]
         calls = [
             asyncio.ensure_future(database(store.add_session, session(name))) for name in names

@@ -16,11 +16,12 @@ from tinkex.engine import directories
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import Checkpoint, CheckpointType, ParsedCheckpointTinkerPath
 
+from .database import Database
 from .file_threads import FileThreads
 from .inputs import check_ttl
 from .names import validate_name
 from .quotas import Quota
-from .store import AuditRow, CheckpointRow, Database
+from .tables import AuditRow, CheckpointRow
 
 __all__ = ["Checkpoints", "check_samplable", "checkpoint_of", "tinker_path"]
 

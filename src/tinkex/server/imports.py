@@ -38,7 +38,7 @@ from .file_threads import FileThreads
 from .names import ADAPTER_FILES, validate_name
 from .nearness import is_near, was_forwarded
 from .service import Service
-from .store import RunRow
+from .tables import RunRow
 
 __all__ = ["LIMIT", "MEDIA_TYPE", "PATH", "receive", "unpack"]
 

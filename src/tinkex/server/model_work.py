@@ -43,6 +43,7 @@ from tinkex.types import (
 )
 
 from .checkpoints import Checkpoints, tinker_path
+from .database import Database
 from .exports import export
 from .file_threads import FileThreads
 from .futures import Promise, Promises
@@ -51,7 +52,7 @@ from .losses import Losses
 from .model import Ending, Model
 from .samplers import Samplers
 from .snapshots import Snapshot, Snapshots
-from .store import CheckpointRow, Database, RunRow
+from .tables import CheckpointRow, RunRow
 from .usage import UsageKind, UsageMeter
 
 __all__ = ["ModelWork", "answer_to", "reader_of"]

@@ -23,6 +23,7 @@ from tinkex.errors import (
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
 from .damage import Lost
+from .database import Database
 from .file_threads import FileThreads
 from .futures import Promise, Promises
 from .inputs import lora_of
@@ -43,7 +44,7 @@ from .scheduling import Candidate, Shares
 from .sessions import Sessions
 from .set_aside import SetAside
 from .snapshots import Snapshots
-from .store import Database, RunRow
+from .tables import RunRow
 
 __all__ = ["Models"]
 

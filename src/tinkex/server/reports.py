@@ -17,8 +17,9 @@ from tinkex._wire import json_codec
 from tinkex.types import Cursor, TelemetryEvent
 from tinkex.types._base import RequestModel, ResponseModel
 
+from .database import Database
 from .quotas import Quota
-from .store import Database, TelemetryRow
+from .tables import TelemetryRow
 
 __all__ = [
     "PATH",

@@ -50,7 +50,7 @@ from .nearness import is_near
 from .results import encode_result
 from .service import Service
 from .sessions import text_map, utc
-from .store import CheckpointRow, RunRow, TelemetryRow
+from .tables import CheckpointRow, RunRow, TelemetryRow
 
 __all__ = ["HANDLERS", "Call", "owner_of", "promise_response"]
 

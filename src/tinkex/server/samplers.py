@@ -43,6 +43,7 @@ from tinkex.types import (
 )
 
 from .checkpoints import Checkpoints, check_samplable, tinker_path
+from .database import Database
 from .file_threads import FileThreads
 from .futures import Feed, Promise, Promises
 from .grammar_trials import GrammarTrials
@@ -50,7 +51,7 @@ from .inputs import SampleLimits, sample_job
 from .kept_open import KEPT_BYTES, KEPT_OPEN, surplus
 from .quotas import Quota
 from .sessions import Sessions
-from .store import Database, SamplerRow
+from .tables import SamplerRow
 from .usage import UsageMeter
 
 __all__ = ["UNNAMED_LIMIT", "Samplers"]

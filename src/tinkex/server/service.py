@@ -35,6 +35,7 @@ from .dashboard.captured import Capture
 from .dashboard.history import History, Reading
 from .dashboard.recorder import Recorder
 from .dashboard.store import MetricStore
+from .database import Database
 from .engines import make_engines
 from .file_threads import FileThreads
 from .futures import Promise, Promises
@@ -57,7 +58,7 @@ from .sessions import Sessions
 from .set_aside import SetAside
 from .signing import Signer
 from .snapshots import Snapshots
-from .store import Database, Store
+from .store import Store
 from .usage import UsageMeter
 
 __all__ = [

@@ -25,8 +25,9 @@ from tinkex.types import (
 )
 
 from .checkpoints import now_utc
+from .database import Database
 from .quotas import Quota
-from .store import Database, SessionRow
+from .tables import SessionRow
 
 __all__ = ["DEFAULT_PROJECT", "Sessions"]
 

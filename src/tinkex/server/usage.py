@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Literal
 
 from .checkpoints import now_utc
-from .store import Database, UsageRow
+from .database import Database
+from .tables import UsageRow
 
 __all__ = ["UsageKind", "UsageMeter"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import ConflictError, TinkerError
 
-from ..store import AuditRow, RunRow
+from ..tables import AuditRow, RunRow
 
 if TYPE_CHECKING:
     from ..service import Service

@@ -21,7 +21,7 @@ from ..checkpoints import checkpoint_of
 from ..futures import Promise
 from ..inputs import lora_of
 from ..model import Model
-from ..store import RunRow, SessionRow
+from ..tables import RunRow, SessionRow
 from .growth import json_number
 from .samples import SampleLog
 from .thinning import Records

@@ -15,7 +15,7 @@ from .requests import ServingRequest, read
 
 if TYPE_CHECKING:
     from tinkex.server.service import Service
-    from tinkex.server.store import AliasRow
+    from tinkex.server.tables import AliasRow
 
 __all__ = ["ONE", "PATH", "AliasRequest", "delete", "listed", "put"]
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.server.checkpoints import Checkpoints, check_samplable, tinker_path
-from tinkex.server.store import AliasRow, Database
+from tinkex.server.database import Database
+from tinkex.server.tables import AliasRow
 from tinkex.types.paths import SCHEME
 
 __all__ = ["PATH", "Aliases"]
