@@ -111,6 +111,16 @@ def test_without_a_terminal_lines_are_plain():
     ]
 
 
+def test_the_last_line_is_not_repeated_when_only_time_has_passed():
+    time, file = Time(), io.StringIO()
+    with tinkex.progress(1, file=file, clock=time) as shown:
+        trained()
+        time.now = 1.0
+        shown.write()
+        time.now = 2.0
+    assert file.getvalue() == "step 1/1 · loss 2.5 · 1.0k tok/s · 0:00:01\n"
+
+
 def test_on_a_terminal_one_line_is_redrawn():
     file = Terminal()
     with tinkex.progress(2, file=file) as shown:

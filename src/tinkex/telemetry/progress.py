@@ -83,6 +83,7 @@ class Progress(bus.Collector):
         self._events = 0
         self._waiting: tuple[int, str] = (0, "")  # (number of events at that time, reason)
         self._last_line = ""
+        self._last_state: object = None  # what the last line told, apart from speed and time
         self._shown: Any = None
 
     # -- counting ----------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class Progress(bus.Collector):
     def __enter__(self) -> Self:
         self._began = self._clock()
         self._seen = deque([(self._began, self.tokens)])
-        self._shown = self._on_terminal() if _is_terminal(self._file) else _Lines(self.write)
+        lines = _Lines(self.write, self._finish)
+        self._shown = self._on_terminal() if _is_terminal(self._file) else lines
         self._shown.start()
         return self.attach()
 
@@ -179,9 +181,19 @@ class Progress(bus.Collector):
         if self._shown is not None and not isinstance(self._shown, _Lines):
             self._shown.refresh()
         elif (line := self.line) != self._last_line:
-            self._last_line = line
+            self._last_line, self._last_state = line, self._state
             with suppress(OSError, ValueError):  # a closed pipe must not end the work
                 print(line, file=self._file, flush=True)
+
+    @property
+    def _state(self) -> object:
+        self.flush()
+        return self._events, self.note, self._waiting
+
+    def _finish(self) -> None:
+        """Print the final state, unless the last line told it."""
+        if self._state != self._last_state:
+            self.write()
 
     def _on_terminal(self) -> Any:
         from rich.console import Console
@@ -206,10 +218,10 @@ class Progress(bus.Collector):
 
 
 class _Lines:
-    """Writes a line every ten seconds, on its own thread."""
+    """Writes a line every ten seconds, on its own thread, and the last one at the end."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[], None], finish: Callable[[], None]) -> None:
+        self._write, self._finish = write, finish
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tinkex-progress", daemon=True)
 
@@ -223,7 +235,7 @@ class _Lines:
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
-        self._write()
+        self._finish()
 
 
 def _is_terminal(file: TextIO) -> bool:
