@@ -45,6 +45,7 @@ export function Service({ theme }) {
       <div><dt>Runs</dt><dd>${count(counts.runs)}</dd></div><div><dt>Checkpoints</dt><dd>${count(counts.checkpoints)}</dd></div>
     </dl>
     <div class="tools"><span class="soft">The last hour</span> <button class="small" disabled=${!zoom} onClick=${() => setZoom(null)}>Show all</button></div>
+    ${!plots.length && html`<p class="soft">Not measured yet.</p>`}
     <div class="plots small-plots">${plots.map(([title, unit, format, curves]) => html`<${Plot} key=${title} title=${title} unit=${unit} format=${format} curves=${curves} axis="time" smoothing=${0} log=${false} zoom=${zoom} onZoom=${setZoom} height=${120} theme=${theme} />`)}</div>
     <div class="columns">
       <section><h2>Base models</h2><table class="list"><caption class="hidden">Base models</caption><thead><tr><th scope="col">Name</th><th scope="col">Context</th></tr></thead>
@@ -56,8 +57,8 @@ export function Service({ theme }) {
         <tr><th scope="row">Checkpoints of this key</th><td>${bytes(disk.checkpoints)}</td></tr>
         <tr><th scope="row">Metrics and samples of this key</th><td>${bytes(disk.metrics)}</td></tr>
         <tr><th scope="row">Journal</th><td>${bytes(disk.journal)}</td></tr></tbody></table>
-        <h2>Since the start</h2><table class="list pairs"><caption class="hidden">Usage</caption><tbody>
-        ${Object.entries(found.usage).map(([name, number]) => html`<tr><th scope="row">${name.replace("_", " ")}</th><td>${count(number)}</td></tr>`)}</tbody></table></section>
+        <h2>Since the start</h2>${!Object.keys(found.usage).length ? html`<p class="soft">Nothing yet.</p>` : html`<table class="list pairs"><caption class="hidden">Usage</caption><tbody>
+        ${Object.entries(found.usage).map(([name, number]) => html`<tr><th scope="row">${name.replace("_", " ")}</th><td>${count(number)}</td></tr>`)}</tbody></table>`}</section>
     </div>
     <h2>Failed in the last hour <span class="soft">${found.failures.length}</span></h2>
     ${found.failures.length === 0 ? html`<p class="soft">Nothing.</p>` : html`<div class="scroll"><table class="list"><caption class="hidden">Failed requests</caption>
