@@ -72,7 +72,29 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def quiet_bus() -> Iterator[None]:
+def only_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that other tests left open, which have a real clock, send nothing in the background meanwhile."""
+    from tinkex._client.heartbeat import Heartbeat
+    from tinkex._client.session import Session
+
+    beat, refresh = Heartbeat.beat, Session._refresh
+
+    async def own_beat(heartbeat: Heartbeat) -> bool:
+        return await beat(heartbeat) if _is_fake(heartbeat.transport.clock) else True
+
+    async def own_refresh(session: Session) -> float | None:
+        return await refresh(session) if _is_fake(session.clock) else 60.0
+
+    monkeypatch.setattr(Heartbeat, "beat", own_beat)
+    monkeypatch.setattr(Session, "_refresh", own_refresh)
+
+
+def _is_fake(clock: object) -> bool:
+    return isinstance(clock, FakeClock)
+
+
+@pytest.fixture
+def quiet_bus(only_own_clients: None) -> Iterator[None]:
     """Only subscriptions of this test exist, and it leaves none behind; those of other tests' clients do not count."""
     from tinkex.telemetry import bus
 

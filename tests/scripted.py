@@ -112,7 +112,7 @@ class ScriptedServer(ServerInThread):
             request for request in self.requests if (request.method, request.path) == (method, path)
         ]
 
-    def wait_for(self, route: str, count: int = 1, timeout: float = 10.0) -> list[Request]:
+    def wait_for(self, route: str, count: int = 1, timeout: float = 60.0) -> list[Request]:
         """Block until `route` has received `count` requests."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: len(self.asked(route)) >= count, timeout)
@@ -211,7 +211,7 @@ class _ServerConnection(asyncio.Protocol):
         reply = self._server.reply_to(request)
         if isinstance(reply, Answer):
             if reply.wait_for is not None:
-                await asyncio.to_thread(reply.wait_for.wait, 30)
+                await asyncio.to_thread(reply.wait_for.wait, 120)
             self._transport.write(reply.encode())
         elif isinstance(reply, Raw):
             self._transport.write(reply.data)

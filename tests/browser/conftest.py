@@ -26,6 +26,9 @@ FLAGS = (
     "--disable-sync",
 )
 BASE = "tinkex/tiny"
+#: Milliseconds in which a busy machine draws anything.
+PATIENCE = 60_000
+sync_api.expect.set_options(timeout=PATIENCE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -106,7 +109,7 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A page that must ask no other host for anything and may print no error."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     opened = context.new_page()
-    opened.set_default_timeout(15_000)
+    opened.set_default_timeout(PATIENCE)
     asked: list[str] = []
     errors: list[str] = []
     opened.on("request", lambda sent: asked.append(sent.url))

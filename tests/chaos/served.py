@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..ports import reserved
+
 
 class Served:
     def __init__(self, data_dir: Path, *arguments: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._kept, self.port = reserved()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             *(sys.executable, "-m", "tinkex", "serve", f"--port={self.port}"),
@@ -48,6 +47,7 @@ class Served:
     def stop(self) -> None:
         self.process.terminate()
         self._wait()
+        self._kept.close()
 
     def _wait(self) -> None:
         self.process.wait()

@@ -151,6 +151,6 @@ def test_repeated_ctrl_c_causes_no_traceback(server, tmp_path):
         server.wait_for("GET /archive.tar")
         for _ in range(2):
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err

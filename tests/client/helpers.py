@@ -57,7 +57,7 @@ def until(condition: Callable[[], bool]) -> None:
 
     waiting: SampleFuture[None] = SampleFuture()
     try:
-        runtime().submit(turns(), waiting, TaskGroup()).result(10)
+        runtime().submit(turns(), waiting, TaskGroup()).result(60)
     finally:
         waiting.cancel()
 
@@ -168,7 +168,7 @@ def run_script(source: str, *, stdin: str = "") -> str:
         input=stdin,
         text=True,
         capture_output=True,
-        timeout=30,
+        timeout=120,
         cwd=ROOT,
         check=False,
     )

@@ -38,7 +38,7 @@ class Told(logging.Handler):
         self._said.set()
 
     def wait(self) -> str:
-        assert self._said.wait(10), "nothing was said"
+        assert self._said.wait(60), "nothing was said"
         return self.lines[0]
 
 
@@ -196,7 +196,7 @@ def test_slow_work_is_reported(told, server, service, clock):
     server.on_future("step", not_yet)
     training = service().create_lora_training_client("some/model")
     future = training.optim_step(types.AdamParams())
-    assert polled.wait(10)
+    assert polled.wait(60)
     assert told.wait() == (
         f"Waiting for optim_step (step) for 11 s: {server.url} has accepted it and has not finished it."
     )

@@ -10,10 +10,11 @@ import pytest
 
 import tinkex
 from tinkex._client.http1 import HTTP1Client
+from tinkex._client.runtime import SampleFuture, TaskGroup, runtime
 from tinkex.errors import APIConnectionError, APITimeoutError
 
 from ..scripted import Answer, FakeClock, Hang, Raw, promise
-from .helpers import POLL, STEP, answer_training, new_trainer
+from .helpers import POLL, STEP, answer_training, new_trainer, until
 
 DONE = Answer({"metrics": {"x": 1.0}})
 RUNS = "GET /api/v1/training_runs"
@@ -69,10 +70,14 @@ def test_host_name_that_never_resolves_ends_as_connection_error(service):
 def test_timeout_before_the_session_is_open_names_what_prevents_it(service):
     waiting = FakeClock(long=0.0)  # the first retry waits for ever
     client = service(http_client=Nameless(10**9), clock=waiting)
+    session = client.holder
+    opening = runtime().submit(session.opened(), SampleFuture(), TaskGroup())
+    until(lambda: session.transport.unopened is not None)
     with pytest.raises(
         APITimeoutError, match=r"session could be opened.*name resolution"
     ) as caught:
         client.get_server_capabilities(timeout=0.05)
+    opening.cancel()
     assert isinstance(caught.value.__cause__, APIConnectionError)
 
 

@@ -40,6 +40,7 @@ from .helpers import (
     sample,
     sampled,
     seq_ids,
+    until,
 )
 
 
@@ -436,9 +437,10 @@ def test_sample_is_cancelled_with_awaiting_task(server, service):
     server.on(SAMPLE, promise("sample"))
     server.on_future("sample", Hang())
     server.on(CANCEL, Answer({}))
-    drawing = sample(new_sampler(service()))
+    client = service()
+    drawing = sample(new_sampler(client))
     server.wait_for(POLL)
-    server.wait_for(DYNAMIC)
+    until(lambda: client.holder.dynamic.sample_cancel_enabled)
     asyncio.run(awaited_then_cancelled(drawing))
     assert server.wait_for(CANCEL)[0].json == {"request_id": "sample"}
 

@@ -722,8 +722,14 @@ def test_cancelling_compute_logprobs_cancels_its_sample(server, waiting_sampler)
     assert server.wait_for(CANCEL)[0].json == {"request_id": "r-0"}
 
 
-def test_timed_out_sample_is_cancelled_at_the_service(server, waiting_sampler):
-    drawing = sample(waiting_sampler(True), timeout=0.02)
+def test_timed_out_sample_is_cancelled_at_the_service(server, clock, waiting_sampler):
+    def late(_: Request) -> Answer:
+        clock.now += 60
+        return Answer({"type": "try_again"}, 408)
+
+    sampler = waiting_sampler(True)
+    server.on_future("r-0", late)
+    drawing = sample(sampler, timeout=30)
     with pytest.raises(APITimeoutError):
         drawing.result(10)
     assert server.wait_for(CANCEL)[0].json == {"request_id": "r-0"}

@@ -28,6 +28,7 @@ from tinkex.errors import (
 )
 from tinkex.regularizers import CustomLossError, CustomLossTimeoutError
 
+from ..late import only_late
 from ..scripted import Answer, Request, ScriptedServer, promise
 from .helpers import (
     CREATE_MODEL,
@@ -1394,7 +1395,9 @@ def never() -> Iterator[Callable[..., Any]]:
     over.set()
 
 
-def test_custom_loss_is_abandoned_after_loss_timeout(server, trainer, never):
+def test_custom_loss_is_abandoned_after_loss_timeout(server, trainer, never, monkeypatch):
+    # Late are the first loss, and of the second one with two regularizers the last.
+    only_late(monkeypatch, 0, 3)
     stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=0.05)
     step = trainer.optim_step()
     with pytest.raises(CustomLossTimeoutError, match=r"loss_fn: did not return within 0\.05 s"):
@@ -1409,7 +1412,8 @@ def test_custom_loss_is_abandoned_after_loss_timeout(server, trainer, never):
     assert numbers(server) == [1, 2, 3, 4, 5]
 
 
-def test_timeout_of_the_operation_limits_its_custom_loss(server, trainer, never):
+def test_timeout_of_the_operation_limits_its_custom_loss(server, trainer, never, clock):
+    clock.timeout = lambda _: asyncio.timeout(None)  # exchanges may take longer than the loss
     stuck = trainer.forward_backward_custom([datum(1)], never, loss_timeout=None, timeout=0.05)
     step = trainer.optim_step()
     with pytest.raises(APITimeoutError):

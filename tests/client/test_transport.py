@@ -873,7 +873,13 @@ def test_each_pool_has_its_own_http_client(use):
     assert len(Recorder.made) == len(Pool)
 
 
-def test_many_samples_use_only_sampling_connections(server, use):
+@pytest.fixture
+def patient_samples(monkeypatch):
+    """No sample waits so long that it adds connections, however slow the machine is."""
+    monkeypatch.setattr("tinkex._client.transport._PATIENCE", 3600.0)
+
+
+def test_many_samples_use_only_sampling_connections(server, use, patient_samples):
     server.on("POST /api/v1/asample", Hang())
     on_health(server, WELL)
     asample = operation("asample")
@@ -986,7 +992,7 @@ def test_a_closed_client_refuses_at_once(server, service):
     assert server.requests == []
 
 
-def test_closing_ends_requests_in_flight_and_waiting(server, use):
+def test_closing_ends_requests_in_flight_and_waiting(server, use, patient_samples):
     server.on("POST /api/v1/asample", Hang())
     asample = operation("asample")
 

@@ -56,7 +56,7 @@ from tinkex.engine.values import (
 from tinkex.errors import ConfigError, InvalidInputError, NotFoundError
 
 BASE = PreparedModel("base", Path("nowhere"), 32, 23, "none", False, ())
-PATIENCE = 30.0  # seconds that a thread or process may take to end
+PATIENCE = 120.0  # seconds that a thread or process may take to end
 
 
 # -- an engine that records its calls ----------------------------------------------------------------

@@ -15,6 +15,8 @@ import pytest
 from tinkex.errors import InvalidInputError
 from tinkex.regularizers.executor import Executor, start
 
+from ..late import only_late
+
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
@@ -68,13 +70,15 @@ def test_an_error_is_an_outcome():
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_function_that_never_returns_times_out(over, parallel):
+def test_function_that_never_returns_times_out(over, parallel, monkeypatch):
+    only_late(monkeypatch, 0)
     executor = Executor(parallel=parallel, timeout=0.05, max_concurrency=2)
     late, good = executor.run([over.wait, lambda: 1])
     assert (late.result, late.error, good.result) == (None, None, 1)
 
 
-def test_abandoned_function_does_not_use_a_slot(over):
+def test_abandoned_function_does_not_use_a_slot(over, monkeypatch):
+    only_late(monkeypatch, 0, 2)
     executor = Executor(timeout=0.05, max_concurrency=1)
     assert results(executor, over.wait, lambda: 1, over.wait, lambda: 2) == [None, 1, None, 2]
 

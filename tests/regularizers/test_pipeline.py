@@ -32,6 +32,8 @@ from tinkex.regularizers import (
 from tinkex.telemetry.events import CustomLossEvent, RegularizerEvent, RegularizerStop
 from tinkex.types import Datum, ModelInput
 
+from ..late import only_late
+
 X = torch.tensor([-1.0, -2.0, -3.0])
 DATA = [Datum(ModelInput.from_ints([1]), {})]
 
@@ -274,10 +276,12 @@ def over() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_timeout_error_names_the_regularizer(over):
+def test_timeout_error_names_the_regularizer(over, monkeypatch):
     def never(data: Any, logprobs: Any) -> Any:
         over.wait()
 
+    # Of a loss and two regularizers the last is late, then the loss of another pipeline.
+    only_late(monkeypatch, 2, 3)
     with pytest.raises(CustomLossTimeoutError, match=r"regularizers\.mine: .* 0\.05 s") as caught:
         compute(spec(squares, name="good"), spec(never), timeout=0.05)
     assert isinstance(caught.value, TinkerError)
@@ -285,7 +289,8 @@ def test_timeout_error_names_the_regularizer(over):
         compute(spec(squares), loss=never, timeout=0.05)
 
 
-def test_async_regularizer_is_cancelled_after_the_timeout():
+def test_async_regularizer_is_cancelled_after_the_timeout(monkeypatch):
+    only_late(monkeypatch, 1)
     cancelled = threading.Event()
 
     async def never(data: Any, logprobs: Any) -> Any:
@@ -316,7 +321,8 @@ def test_the_first_error_of_the_list_is_raised_with_its_cause(over, parallel):
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-def test_errors_can_be_pickled(over):
+def test_errors_can_be_pickled(over, monkeypatch):
+    only_late(monkeypatch, 1)
     with pytest.raises(CustomLossTimeoutError) as caught:
         compute(spec(lambda data, logprobs: over.wait()), timeout=0.01)
     copy = pickle.loads(pickle.dumps(caught.value))

@@ -422,12 +422,12 @@ class Listener:
 
     def __enter__(self):
         self._thread.start()
-        assert self.heard.wait(10)
+        assert self.heard.wait(60)
         return self
 
     def __exit__(self, *_):
         self._closed.set()
-        self._thread.join(20)
+        self._thread.join(60)
 
     def _read(self):
         with self._api.http.stream("GET", "/local/events") as stream:
@@ -448,7 +448,7 @@ class Listener:
             for name, content in list(self.events):
                 if fits(name, content):
                     return content
-            assert self.heard.wait(20), self.events
+            assert self.heard.wait(60), self.events
         raise AssertionError(self.events)
 
 

@@ -256,7 +256,7 @@ def test_flush_does_not_wait_for_points_that_come_meanwhile(tmp_path):
 
         made.on_written.append(announce)
         add()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await made.flush()
             assert announced == [0]
             await made.flush()
@@ -279,7 +279,7 @@ def test_an_error_of_who_is_told_of_points_stops_neither_writing_nor_flushing(tm
 
         made.on_written.append(fail)
         made.add("ann", "run", [MetricPoint("loss", 1, 0, 0, 1.0)])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await made.flush()
             await made.stop()
         assert made.run("ann", "run").count("loss") == 2

@@ -715,15 +715,18 @@ def test_unflushed_bytes_are_bounded_when_the_disk_never_flushes(tmp_path):
 
 
 def test_many_bytes_without_a_waiter_are_flushed(tmp_path):
-    async def fill(journal: Journal) -> None:
-        for _ in range(100):
-            last = journal.append(RESULT, {}, bytes(1000))
-            await asyncio.sleep(0.001)
-            if journal.is_flushed(last):
-                return
-        raise AssertionError("nothing was flushed")
+    disk = SlowDisk()
+    disk.go.set()
 
-    with opened(tmp_path, unflushed_bytes=100_000) as (journal, _):
+    async def fill(journal: Journal) -> None:
+        for _ in range(50):
+            last = journal.append(RESULT, {}, bytes(1000))
+        assert await asyncio.to_thread(disk.begun.acquire, timeout=60), "nothing was flushed"
+        async with asyncio.timeout(60):
+            while not journal.is_flushed(last):  # noqa: ASYNC110 - nothing else tells it
+                await asyncio.sleep(0)
+
+    with opened(tmp_path, sync=disk, unflushed_bytes=100_000) as (journal, _):
         asyncio.run(fill(journal))
 
 

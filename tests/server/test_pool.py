@@ -26,7 +26,7 @@ from tinkex.cli.serve import command as serve_command
 from tinkex.cli.status import command as status_command
 from tinkex.engine import directories
 from tinkex.engine.interface import IN_LINE, EngineDiedError, Spot
-from tinkex.engine.process import Setup
+from tinkex.engine.process import Setup, encode_frame
 from tinkex.engine.shared_memory import SharedMemory
 from tinkex.engine.values import AdamStep, Example, LoraSpec, PassJob, SampleJob
 from tinkex.errors import APIStatusError, ConfigError, NotFoundError, RequestFailedError
@@ -39,8 +39,8 @@ from tinkex.server.suspects import DEATHS_ALLOWED
 from tinkex.server.worker import Worker
 from tinkex.testing import service
 
+from ..processes import children
 from .api import Api
-from .test_pool_training import engine_pids
 from .test_worker import TINY, run
 
 SPEC = LoraSpec(4, seed=1)
@@ -59,6 +59,8 @@ async def pooled(
     setup = Setup((TINY,), cache_dir, "fake")
     pool = make_engines(setup, count=count, in_process=thread, deadline=60.0, on_demand=False)
     assert isinstance(pool, EnginePool)
+    for member in pool.members:
+        member.engine._patience = 600.0  # however slow the machine is, its engines come back
     await pool.start()
     try:
         yield pool
@@ -70,6 +72,12 @@ def kill(pool: EnginePool, name: str) -> None:
     pid = {engine.name: engine.pid for engine in pool.status()}[name]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+def stay_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that die from now on cannot be started again."""
+    failing = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr("tinkex.server.worker._command", lambda _: failing)
 
 
 def home(pool: EnginePool, model_id: str) -> str:
@@ -242,7 +250,7 @@ def test_model_with_gradients_does_not_move(cache_dir):
 
 
 @pytest.mark.heavy
-def test_a_death_loses_only_the_models_of_that_engine(cache_dir):
+def test_a_death_loses_only_the_models_of_that_engine(cache_dir, monkeypatch):
     async def main():
         async with pooled(cache_dir) as pool:
             leases = {
@@ -250,6 +258,7 @@ def test_a_death_loses_only_the_models_of_that_engine(cache_dir):
             }
             lost, kept = home(pool, "a"), home(pool, "b")
             assert lost != kept
+            stay_down(monkeypatch)
             kill(pool, lost)
             await died(leases["a"])
             assert not leases["b"].lost
@@ -322,12 +331,13 @@ def test_work_that_waits_for_an_engine_waits_on_when_another_joins(cache_dir):
     run(main())
 
 
-def test_health_says_when_no_engine_is_left(cache_dir):
+def test_health_says_when_no_engine_is_left(cache_dir, monkeypatch):
     async def main():
         async with pooled(cache_dir) as pool:
             assert pool.check_health() == "idle"
             leases = [await pool.trainer.create_model(name, TINY, SPEC) for name in "ab"]
             names = [home(pool, name) for name in "ab"]
+            stay_down(monkeypatch)
             kill(pool, names[0])
             await died(leases[0])
             assert pool.check_health() == "idle"  # the other one serves
@@ -578,7 +588,9 @@ def test_samples_are_retried_on_another_engine_when_one_dies(cache_dir, tmp_path
     run(main())
 
 
-def test_an_engine_that_is_killed_while_the_service_starts_is_named(cache_dir):
+def test_an_engine_that_is_killed_while_the_service_starts_is_named(cache_dir, monkeypatch):
+    killed: list[str] = []
+
     async def main():
         pool = make_engines(
             Setup((TINY,), cache_dir, "fake"),
@@ -588,12 +600,18 @@ def test_an_engine_that_is_killed_while_the_service_starts_is_named(cache_dir):
             on_demand=False,
         )
         assert isinstance(pool, EnginePool)
-        starting = asyncio.create_task(pool.start())
+
+        def encode(value):
+            """Kill an engine before it is told what to serve: it cannot be up yet."""
+            if isinstance(value, Setup) and not killed and pool.status()[1].pid is not None:
+                killed.append("engine-1")
+                kill(pool, "engine-1")
+            return encode_frame(value)
+
+        monkeypatch.setattr("tinkex.server.worker.encode_frame", encode)
         try:
-            await until(lambda: pool.status()[1].pid is not None)
-            kill(pool, "engine-1")
             with pytest.raises(ConfigError, match=r"^engine-1 was killed by signal 9 \(out of mem"):
-                await starting
+                await pool.start()
         finally:
             await pool.stop()
 
@@ -615,12 +633,14 @@ def test_service_lists_its_engines():
 
 @pytest.mark.heavy
 def test_engines_are_listed_when_none_can_serve(monkeypatch):
+    others = children()
     with service("fake", engines=2, engine_in_process=False) as running, Api(running.url) as api:
-        failing = [sys.executable, "-c", "raise SystemExit(3)"]
-        monkeypatch.setattr("tinkex.server.worker._command", lambda _: failing)
-        for pid in engine_pids():
+        engines = children() - others
+        assert len(engines) == 2
+        stay_down(monkeypatch)
+        for pid in engines:
             os.kill(pid, signal.SIGKILL)
-        patience = time.monotonic() + 20
+        patience = time.monotonic() + 120
         while True:
             answer = api.http.get("/api/v1/healthz")
             troubles = [each.get("trouble", "") for each in answer.json()["engines"]]

@@ -167,7 +167,7 @@ def test_two_models_that_move_in_opposite_directions_do_not_wait_for_each_other(
                     finally:
                         visit.end(cause=False)
 
-            await asyncio.wait_for(asyncio.gather(*map(step, "mn", pool.members)), 5)
+            await asyncio.wait_for(asyncio.gather(*map(step, "mn", pool.members)), 60)
             assert [group.calm for group in groups] == [False, False]
 
     run(main())
@@ -252,7 +252,7 @@ def test_no_change_of_the_engines_is_missed():
 
             # The third begins to wait before anything that the first has started runs.
             first, _, third = wait(), asyncio.create_task(add()), wait()
-            await asyncio.wait_for(first, 5)
+            await asyncio.wait_for(first, 60)
             third.cancel()
 
     run(main())

@@ -10,7 +10,6 @@ import errno
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from tinkex.server.service import Settings
 from tinkex.testing import service
 
 from ..environments import environment
+from ..ports import reserved
+from ..processes import children, command
 
 SCRIPT = Path(__file__).with_name("pool_run.py")
 
@@ -47,10 +48,9 @@ def client(request) -> tuple[str, str | Path]:
     return "tinker", environment("tinker-0.36.0", "tinker==0.36.0")
 
 
-def engine_pids() -> list[int]:
+def engine_pids() -> set[int]:
     """The engine processes that this process has started."""
-    asked = ["pgrep", "-P", str(os.getpid()), "-f", "tinkex.engine"]
-    return list(map(int, subprocess.run(asked, capture_output=True, text=True).stdout.split()))
+    return {pid for pid in children() if b"tinkex.engine" in command(pid)}
 
 
 class Run:
@@ -106,9 +106,11 @@ def test_engines_that_are_killed_change_no_bit(expected, steps, tmp_path):
     chance = random.Random(steps)
     fatal = set(chance.sample(range(steps), min(20, steps)))
 
+    others = engine_pids()
+
     def kill(step: int) -> None:
-        if step in fatal and (pids := engine_pids()):
-            os.kill(chance.choice(pids), signal.SIGKILL)
+        if step in fatal and (pids := engine_pids() - others):
+            os.kill(chance.choice(sorted(pids)), signal.SIGKILL)
 
     with service("torch", data_dir=tmp_path, engines=3) as running:
         Run(("tinkex", sys.executable), running.url, steps).finish(kill)
@@ -154,9 +156,7 @@ def test_large_pass_is_computed_at_home_if_there_is_no_room_to_share_it(
 
 def test_number_of_engines_may_change_across_a_restart(expected, steps, tmp_path):
     """The service restarts in the middle of two steps, with more and with fewer engines; the client only waits."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    kept, port = reserved()
     settings = Settings(tmp_path, ("tinkex/tiny",), engine="torch", engines=2)
     served = ServiceThread(settings, port)
     run = Run(("tinkex", sys.executable), served.start(), steps)
@@ -173,4 +173,5 @@ def test_number_of_engines_may_change_across_a_restart(expected, steps, tmp_path
         run.finish(restart)
     finally:
         served.close()
+        kept.close()
     assert saved(tmp_path) == expected

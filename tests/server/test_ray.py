@@ -49,7 +49,7 @@ from tinkex.server.suspects import DEATHS_ALLOWED
 from .test_pool import SPEC, STEP, died, home, request, until
 from .test_vllm import drawn_by_stand_in, vllm_pids
 from .test_vllm import python as python  # a fixture
-from .test_worker import TINY, run
+from .test_worker import TINY, PausedClock, run
 
 
 class Handle:
@@ -370,7 +370,7 @@ def test_bridge_answers_while_it_looks_for_an_actor_in_vain(cache_dir):
             try:
                 pool._cluster.drop(Parcel("sum", 7, place))
                 await asyncio.sleep(0)  # the request to forget it is sent first
-                assert await asyncio.wait_for(pool._cluster.look(), 10)
+                assert await asyncio.wait_for(pool._cluster.look(), 60)
             finally:
                 actors.lost_head.clear()
                 actors.found_head.set()
@@ -421,6 +421,9 @@ def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
     async def main():
         actors = nodes("a")
         async with on_cluster(actors, cache_dir, deadline=0.5) as pool:
+            (member,) = pool.members
+            worker, clock = member.engine._worker, PausedClock()
+            worker._clock = clock
             await pool.trainer.create_model("m", TINY, SPEC)
             stuck = actors.placed[0]
             stuck.deaf = True  # calls are lost
@@ -429,7 +432,11 @@ def test_an_engine_that_makes_no_progress_is_killed(cache_dir):
                 await pool.trainer.create_model("m", TINY, SPEC)
                 await pool.trainer.run_pass("m", request())
 
-            await pool.persist(work)
+            working = asyncio.create_task(pool.persist(work))
+            clock.go_on()
+            await worker.died.wait()
+            clock.pause()
+            await working
             assert stuck.dead
             assert pool.status()[0].starts == 2
 

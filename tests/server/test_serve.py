@@ -27,7 +27,7 @@ from tinkex.server.serve import ADDRESS_FILE, ServiceThread, _serve
 from tinkex.server.service import Settings, read_setting
 
 TINY = "tinkex/tiny"
-PATIENCE = 30.0
+PATIENCE = 120.0
 READY = re.compile(r"tinkex is serving (.+) at (http://\S+)\n")
 
 

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
@@ -52,7 +53,7 @@ from tinkex.server.worker import Worker
 T = TypeVar("T")
 
 TINY = "tinkex/tiny"
-PATIENCE = 30.0
+PATIENCE = 300.0  # seconds; engines are started several times, perhaps on a busy machine
 PROMPT = np.arange(3, dtype=np.int32)
 
 
@@ -84,9 +85,28 @@ async def working(cache_dir: Path, *, in_process: bool = False) -> AsyncIterator
         await worker.stop()
 
 
+class PausedClock:
+    """The time of a deadline. It passes only while a test lets it: an engine may be slow without being killed."""
+
+    def __init__(self) -> None:
+        self._now, self._step = 0.0, 0.0
+
+    def __call__(self) -> float:
+        self._now += self._step
+        return self._now
+
+    def go_on(self) -> None:
+        self._step = 1.0
+
+    def pause(self) -> None:
+        self._step = 0.0
+
+
 @asynccontextmanager
-async def supervised(cache_dir: Path, deadline: float = inf) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(Worker(setup(cache_dir), deadline=deadline))
+async def supervised(
+    cache_dir: Path, deadline: float = inf, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(Worker(setup(cache_dir), deadline=deadline, clock=clock))
     await supervisor.start()
     try:
         yield supervisor
@@ -713,10 +733,17 @@ def endless_name() -> Any:
     return name
 
 
+async def blocked(worker: Worker) -> None:
+    """Wait until the engine works on the first call."""
+    while worker._progress.read()[1] != 1:  # noqa: ASYNC110 - nothing tells it
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.heavy
 def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
     async def work() -> None:
-        async with supervised(cache_dir, deadline=1.0) as engine:
+        clock = PausedClock()
+        async with supervised(cache_dir, deadline=1.0, clock=clock) as engine:
             tried, sampled = 0, 0
 
             async def wedge() -> None:
@@ -733,8 +760,11 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
             wedging = asyncio.create_task(engine.persist(wedge))
             await asyncio.sleep(0)
             others = [asyncio.create_task(engine.persist(sample)) for _ in range(10)]
+            await blocked(engine._worker)
+            clock.go_on()
             with pytest.raises(RequestFailedError, match="engine_deadline") as caught:
                 await wedging
+            clock.pause()
             assert caught.value.category is RequestErrorCategory.User  # not retried by clients
             results = await asyncio.gather(*others)
             assert [result.stop_reasons for result in results] == [["length"]] * 10
@@ -747,10 +777,15 @@ def test_a_call_that_blocks_the_engine_fails_alone_and_once(cache_dir):
 @pytest.mark.heavy
 def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
     async def work() -> None:
-        async with supervised(cache_dir, deadline=1.0) as engine:
+        clock = PausedClock()
+        async with supervised(cache_dir, deadline=1.0, clock=clock) as engine:
             assert engine._worker.pid is not None
             os.kill(engine._worker.pid, signal.SIGSTOP)
-            await engine.persist(lambda: make(engine._worker))
+            making = asyncio.create_task(engine.persist(lambda: make(engine._worker)))
+            clock.go_on()
+            await engine._worker.died.wait()
+            clock.pause()
+            await making
             assert engine._worker.life == 1
 
     run(work())
@@ -759,19 +794,25 @@ def test_an_engine_that_ignores_calls_is_killed_and_they_are_retried(cache_dir):
 @pytest.mark.heavy
 def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
     async def work() -> None:
-        async with supervised(cache_dir, deadline=2.0) as engine:
+        clock = PausedClock()
+        async with supervised(cache_dir, deadline=2.0, clock=clock) as engine:
             assert engine.check_health() == "idle"
             wedged = asyncio.create_task(
                 engine._worker.call(CreateModel("m", endless_name(), LoraSpec(4)))
             )
             await asyncio.sleep(0)
             assert engine.check_health() == "working"
+            await blocked(engine._worker)
+            clock.go_on()
             while engine._worker.watch.silent <= 1.0:  # noqa: ASYNC110 - half of the deadline
                 await asyncio.sleep(0.05)
+            clock.pause()
             with pytest.raises(APIStatusError, match="no progress for") as caught:
                 engine.check_health()
             assert caught.value.status_code == 503
+            clock.go_on()
             await asyncio.gather(wedged, return_exceptions=True)
+            clock.pause()
             await engine.persist(lambda: make(engine._worker))
             assert engine.check_health() == "idle"
 
