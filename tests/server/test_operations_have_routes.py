@@ -60,7 +60,7 @@ def test_the_openapi_document_is_served(http):
 SERVER = Path(tinkex.server.__file__).parent
 #: Strings that are no names of operations, though they are spelled like some.
 OTHER_MEANINGS = {
-    ("store.py", "telemetry"): "a table of the database",
+    ("tables.py", "telemetry"): "a table of the database",
     ("replay.py", "forward"): "a key of the journal",
 }
 
