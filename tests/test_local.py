@@ -15,6 +15,7 @@ import pytest
 import tinkex
 from tinkex import types
 from tinkex._local import _is_free
+from tinkex.errors import APIConnectionError
 from tinkex.testing import service
 
 pytestmark = [
@@ -160,6 +161,32 @@ def test_service_runs_until_its_last_script_ends_or_is_killed(tmp_path):
             assert process.alive
             second.end(signal.SIGKILL)
             assert process.ended()
+
+
+def test_lines_that_something_prints_before_the_address_do_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('this site is ready')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with local(tmp_path / "data", timeout=SECONDS) as client:
+        assert train(client) > 0
+
+
+@pytest.mark.heavy
+def test_modules_in_the_working_directory_do_not_replace_those_of_python(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "secrets.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    with tinkex.local(data_dir=tmp_path / "data", timeout=SECONDS) as client:
+        assert train(client) > 0
+
+
+def test_a_service_that_cannot_start_is_tried_once(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'serve' in sys.argv: print('almost'); raise SystemExit('broken')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(APIConnectionError, match="did not start"):
+        local(tmp_path / "data", timeout=SECONDS)
+    assert capfd.readouterr().err.count("Fatal Python error") == 1
 
 
 def test_service_started_by_others_is_shared_and_not_stopped(tmp_path):

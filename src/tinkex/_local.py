@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from tinkex._client.service import ServiceClient
+from tinkex._python import PYTHON
 from tinkex.config import KEYLESS, read_env
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
 
@@ -41,6 +42,8 @@ __all__ = [
 
 #: Seconds; enough to load a model from a slow disk or to download one.
 START_LIMIT: Final = 600.0
+#: What `tinkex serve` prints when it is ready; a `sitecustomize` or a library may print lines of their own.
+_ANNOUNCEMENT: Final = re.compile(rb"^tinkex is serving .* at (\S+)\n", re.MULTILINE)
 _NEEDED: Final = ("sqlalchemy", "starlette", "torch", "transformers", "uvicorn")
 
 
@@ -194,18 +197,21 @@ def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | 
             f"the local service needs {', '.join(missing)}: pip install 'tinkex[local]'",
             field="base_url",
         )
-    command = [sys.executable, "-m", "tinkex", "serve", "--port=0", "--leased"]
+    command = [*PYTHON, "-m", "tinkex", "serve", "--port=0", "--leased"]
     process = subprocess.Popen(  # noqa: S603 - our own module
         [*command, f"--data-dir={directory}", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C must not reach the service; it ends when its last lease ends
     )
-    line = _first_line(process, deadline)
-    if line:
-        # Reaps the process when it ends, so that it does not become a zombie.
-        threading.Thread(target=process.wait, name="tinkex-service-end", daemon=True).start()
-        return line.rpartition(" ")[2]
+    try:
+        url = _announced(process, deadline)
+    finally:
+        end = threading.Thread(target=_see_off, args=[process], name="tinkex-service-end")
+        end.daemon = True
+        end.start()
+    if url is not None:
+        return url
     process.wait()
     if not _is_free(directory):
         return None
@@ -215,14 +221,30 @@ def _start(directory: Path, arguments: Sequence[str], deadline: float) -> str | 
     )
 
 
-def _first_line(process: subprocess.Popen[bytes], deadline: float) -> str:
+def _announced(process: subprocess.Popen[bytes], deadline: float) -> str | None:
+    """The address that a starting service prints; None if it ends without one. Other lines do not matter."""
     assert process.stdout is not None
-    with process.stdout as output, selectors.DefaultSelector() as selector:
+    printed, output = b"", process.stdout.fileno()
+    with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-            process.kill()
-            raise APITimeoutError(message="The local service took too long to start.")
-        return output.readline().decode().strip()
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            part = os.read(output, 4096)
+            printed += part
+            if found := _ANNOUNCEMENT.search(printed):
+                return found[1].decode()
+            if not part:
+                return None
+    process.kill()
+    raise APITimeoutError(message="The local service took too long to start.")
+
+
+def _see_off(process: subprocess.Popen[bytes]) -> None:
+    """Read what else a service prints, so that it never waits, and reap it when it ends."""
+    assert process.stdout is not None
+    with process.stdout as output:
+        for _ in output:
+            pass
+    process.wait()
 
 
 def _lease(url: str) -> socket.socket | None:

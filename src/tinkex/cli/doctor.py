@@ -7,13 +7,13 @@ import importlib.util
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 import click
 
+from tinkex._python import PYTHON
 from tinkex.config import LOCAL
 from tinkex.errors import AuthenticationError, InvalidInputError, TinkerError
 
@@ -104,7 +104,7 @@ def _packages(missing: list[str], *, needed: bool) -> Finding:
 
 
 def _engine() -> Finding:
-    command = [sys.executable, "-c", _TRY_TORCH]
+    command = [*PYTHON, "-c", _TRY_TORCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - our own code
     except subprocess.TimeoutExpired:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from hashlib import sha256
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
+from tinkex._python import PYTHON
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.values import Constraint
 from tinkex.errors import InternalServerError, InvalidInputError
@@ -138,7 +138,7 @@ class GrammarTrials:
         return None
 
     async def _started(self) -> Process:
-        command = sys.executable, "-m", "tinkex.engine.grammar_trial", str(self._seconds)
+        command = *PYTHON, "-m", "tinkex.engine.grammar_trial", str(self._seconds)
         return await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
         )

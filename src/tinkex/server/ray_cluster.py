@@ -13,13 +13,13 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tinkex._python import PYTHON
 from tinkex.engine.actor import ParcelPlace
 from tinkex.engine.actors import NodeView
 from tinkex.engine.bridge import BridgeSetup, ClusterView, Connected, ForgetParcel, Launch, Look
@@ -70,7 +70,7 @@ def start_bridge(address: str) -> BridgeProcess:
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - our own module
             [
-                sys.executable,
+                *PYTHON,
                 "-m",
                 "tinkex.engine.ray_bridge",
                 str(theirs.fileno()),

@@ -16,7 +16,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from tinkex._python import PYTHON
 from tinkex.engine.base_models import PreparedModel
 from tinkex.engine.calls import AddSample, CallFrame, CancelSample, EngineCall, Reply, Token
 from tinkex.engine.group_memory import GroupMemory
@@ -380,8 +380,8 @@ main(has_children=True)
 def _command(python: Path | None) -> list[str]:
     """How an engine is started: by this interpreter, or by one that has packages of its own."""
     if python is None:
-        return [sys.executable, "-m", "tinkex.engine"]
-    return [str(python), "-c", _ELSEWHERE, str(Path(__file__).parent.parent / "__init__.py")]
+        return [*PYTHON, "-m", "tinkex.engine"]
+    return [str(python), "-P", "-c", _ELSEWHERE, str(Path(__file__).parent.parent / "__init__.py")]
 
 
 async def _frame(reader: asyncio.StreamReader) -> Any:
