@@ -14,6 +14,8 @@ import pytest
 
 from tinkex._version import __version__
 from tinkex.cli import doctor
+from tinkex.cli.status import _engines
+from tinkex.types import EngineHealth
 
 from ..scripted import Answer
 from .commands import payload, process, run
@@ -105,6 +107,15 @@ def test_models(here):
     assert head.split() == ["Model", "Context", "Train", "Sample"]
     assert row.split() == [TINY, str(tiny["max_context_length"]), "yes", "yes"]
     assert payload("model list", here.quick("model", "list", "none", "--json")) == {"models": []}
+
+
+@pytest.mark.parametrize(
+    ("up", "trouble", "state"),
+    [(True, None, "up"), (True, "no progress", "stuck"), (False, "killed", "starting")],
+)
+def test_status_says_what_an_engine_does(up, trouble, state):
+    lines = _engines([EngineHealth(name="engine-1", up=up, trouble=trouble)])["Engines"]
+    assert re.split(" {2,}", lines)[2] == state
 
 
 def test_status_shows_the_service_and_starts_none(here, training, tmp_path):

@@ -646,7 +646,7 @@ def test_whoami_reads_the_claims_of_the_token(server, rest):
 
 
 def test_whoami_fails_if_the_service_does_not_exchange_keys(rest):
-    with pytest.raises(AuthenticationError, match="does not exchange"):
+    with pytest.raises(AuthenticationError, match="does not ask for keys"):
         rest.whoami().result(10)
 
 

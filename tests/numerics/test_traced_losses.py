@@ -180,6 +180,20 @@ def test_lists_and_strings_cannot_grow_without_limit(growing):
         loss(torch.zeros(3, requires_grad=True), {})
 
 
+def test_inputs_that_may_not_be_written_are_copied():
+    """As they come from the pipe. PyTorch would warn, and tests turn warnings into errors."""
+    given = [
+        node("placeholder", "given", "given"),
+        node("call_function", "x", "operator.mul", {"ref": "logprobs"}, {"ref": "given"}),
+        node("call_method", "total", "sum", {"ref": "x"}),
+        node("output", "output", "output", {"tuple": [{"ref": "total"}, {"dict": {}}]}),
+    ]
+    loss = TracedLoss(TracedGraph("loss", [("logprobs", 1), ("given", 1)], [LOGPROBS, *given]))
+    weights = np.array([1.0, 2.0], np.float32)
+    weights.flags.writeable = False
+    assert float(loss(torch.tensor([3.0, 4.0]), {"given": weights})[0]) == 11.0
+
+
 def test_integers_cannot_grow_without_limit():
     power = node("call_function", "x", "operator.pow", 9, 1_000_000_000)
     total = node("call_method", "total", "sum", REF)

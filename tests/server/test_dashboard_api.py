@@ -352,6 +352,7 @@ def test_deleted_run_is_gone_with_its_metrics_samples_and_checkpoints(alone):
     refused = api.http.delete(run)
     assert refused.status_code == 409
     assert "Close the client" in refused.json()["detail"]
+    assert refused.headers["x-should-retry"] == "false"  # clients would repeat it for a minute
     ended(api, model)
     local(api, run.removeprefix("/local/") + "/metrics")  # waits until everything is written
     assert local(api, "service")["disk"]["metrics"] > 0

@@ -120,6 +120,11 @@ def test_tokens_are_counted_by_kind(scrapes):
     assert 5 <= grown(scrapes, "tinkex_tokens_total", kind="sampling_sample") <= 5 * 5
 
 
+def test_only_tokens_count_as_tokens(scrapes):
+    kinds = {sample.labels["kind"] for sample in scrapes[1].families["tinkex_tokens"].samples}
+    assert kinds == {"training", "sampling_prefill", "sampling_sample"}
+
+
 def test_steps_are_timed_from_acceptance_to_start_and_from_start_to_result(scrapes):
     for operation, count in [("forward_backward", 3), ("optim_step", 3), ("asample", 2)]:
         for name in ("tinkex_work_seconds", "tinkex_waiting_seconds"):

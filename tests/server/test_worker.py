@@ -809,6 +809,8 @@ def test_health_reports_an_engine_that_makes_no_progress(cache_dir):
             clock.pause()
             with pytest.raises(APIStatusError, match="no progress for") as caught:
                 engine.check_health()
+            (status,) = engine.status()
+            assert (status.up, status.works) == (True, False)  # `tinkex_engine_up` is `works`
             assert caught.value.status_code == 503
             clock.go_on()
             await asyncio.gather(wedged, return_exceptions=True)

@@ -105,7 +105,8 @@ class Auth:
             if str(content.get("iss", "")).startswith("passport-"):
                 return content
         raise AuthenticationError(
-            "The service does not exchange keys for tokens, so it cannot say who you are."
+            "The service does not ask for keys to be exchanged for tokens, so it cannot say who you are; "
+            "`tinkex auth status` says whether it accepts the key."
         )
 
 

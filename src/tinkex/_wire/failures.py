@@ -17,6 +17,7 @@ from tinkex.errors import (
     APIStatusError,
     APITimeoutError,
     ClientClosedError,
+    ConflictError,
     DecodeError,
     HTTPRequest,
     HTTPResponse,
@@ -158,8 +159,8 @@ def response_from_error(error: TinkerError) -> tuple[int, dict[str, str], dict[s
     headers = {}
     if error.retry_after is not None:
         headers["retry-after-ms"] = str(round(error.retry_after * 1000))
-    elif isinstance(error, RateLimitError):
-        # This limit does not pass by itself. Without the header, clients would retry for minutes.
+    elif isinstance(error, RateLimitError | ConflictError):
+        # It does not pass by itself. Without the header, clients would retry for minutes.
         headers["x-should-retry"] = "false"
     if error.request_id:
         headers["x-request-id"] = error.request_id

@@ -206,7 +206,7 @@ def unpublish(checkpoint_path: str, connection: Connection, output: Output) -> N
 @click.option(
     "--ttl",
     type=click.IntRange(min=1),
-    help="Seconds until the checkpoint is deleted; at most ten years.",
+    help="Seconds until the checkpoint is deleted; a service may ask for an hour at least and ten years at most.",
 )
 @click.option("--remove", is_flag=True, help="Never delete it.")
 @connected

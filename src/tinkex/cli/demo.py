@@ -187,7 +187,8 @@ def _demonstrate(service: ServiceClient, base_model: str, steps: int, output: Pa
 
     click.echo("\nWhat to try next:")
     click.echo(f"  create_sampling_client(model_path={path!r})")
-    click.echo("  tinkex serve       a service that stays, with this run and its dashboard")
+    serve = "tinkex serve" if base_model == _MODEL else f"tinkex serve --base-model {base_model}"
+    click.echo(f"  {serve}       a service that stays, with this run and its dashboard")
     click.echo("  docs/ and README   how to write the training loop")
     if opened is not None and can_press_a_key():
         _leave_open(opened, path)

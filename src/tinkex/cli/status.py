@@ -98,13 +98,17 @@ def _facts(payload: Status) -> dict[str, object]:
 def _engines(engines: list[EngineHealth]) -> dict[str, str]:
     """One line per engine, if the service reports them."""
     lines = [
-        f"{each.name}  {each.kind} on {_place(each)}  {'up' if each.up else 'starting'}  "
+        f"{each.name}  {each.kind} on {_place(each)}  {_state(each)}  "
         f"models {each.models}  queued {each.in_line}  samples {each.samples}  restarts {each.restarts}"
         + ("" if each.memory_bytes is None else f"  {size(each.memory_bytes)}")
         + ("" if each.trouble is None else f"\n  {each.trouble}")
         for each in engines
     ]
     return {"Engines": "\n".join(lines)} if lines else {}
+
+
+def _state(engine: EngineHealth) -> str:
+    return "starting" if not engine.up else "up" if engine.trouble is None else "stuck"
 
 
 def _place(engine: EngineHealth) -> str:

@@ -70,7 +70,8 @@ def check_base(name: str, known: Collection[str], field: str = "base_model") -> 
     """Refuse an unknown base model."""
     if name not in known:
         raise InvalidInputError(
-            f"this service does not have {name!r:.200}; it has {', '.join(known) or 'none'}",
+            f"this service does not have {name!r:.200}; it has {', '.join(known) or 'none'}. "
+            "`tinkex serve --base-model NAME`, repeated for several, says which models it has",
             field=field,
         )
 

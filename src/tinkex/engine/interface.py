@@ -195,7 +195,7 @@ class EngineStatus:
     node: str = ""
     #: Bytes of memory, if its process is on another machine.
     memory: int | None = None
-    #: Why it could not be started the last time.
+    #: Why it could not be started the last time, or that it makes no progress.
     trouble: str = ""
     kind: str = "torch"
     device: str = ""
@@ -208,6 +208,11 @@ class EngineStatus:
     drift_tokens: int = 0
     drift_sum: float = 0.0
     drift_max: float = 0.0
+
+    @property
+    def works(self) -> bool:
+        """Whether it is up and not stuck."""
+        return self.up and not self.trouble
 
 
 class Engines(Protocol):

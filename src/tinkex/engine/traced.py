@@ -113,7 +113,7 @@ class TracedLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute the loss and the metrics of one example."""
         given = [
-            torch.from_numpy(inputs[name]).to(logprobs.device) for name, _ in self.graph.inputs[1:]
+            torch.tensor(inputs[name], device=logprobs.device) for name, _ in self.graph.inputs[1:]
         ]
         loss, metrics = self.run([logprobs, *given])
         return loss, {

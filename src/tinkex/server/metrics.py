@@ -112,7 +112,8 @@ class _Now(Collector):
         )
         tokens = CounterMetricFamily("tinkex_tokens", "Tokens processed.", labels=["kind"])
         for kind, count in service.usage.totals.items():
-            tokens.add_metric([kind], count)
+            if kind != "checkpoint":
+                tokens.add_metric([kind], count)
         yield tokens
         busy = CounterMetricFamily(
             "tinkex_engine_busy_seconds", "Time the engine has spent on training."
@@ -130,7 +131,7 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     """One sample per engine and metric; the labels of `tinkex_engine_up` describe the engine."""
     up = GaugeMetricFamily(
         "tinkex_engine_up",
-        "Whether an engine can work.",
+        "Whether an engine can work: it has started and is not stuck.",
         labels=["engine", "kind", "node", "device", "base_models"],
     )
     restarts = CounterMetricFamily(
@@ -149,7 +150,7 @@ def _each_engine(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         if size:
             memory.add_metric([each.name], size)
         named = ",".join(each.base_models)
-        up.add_metric([each.name, each.kind, each.node, each.device, named], float(each.up))
+        up.add_metric([each.name, each.kind, each.node, each.device, named], float(each.works))
         restarts.add_metric([each.name], max(0, each.starts - 1))
         for kind, count in (
             ("models", each.models),

@@ -50,7 +50,7 @@ export function Service({ theme }) {
     <div class="columns">
       <section><h2>Base models</h2><table class="list"><caption class="hidden">Base models</caption><thead><tr><th scope="col">Name</th><th scope="col">Context</th></tr></thead>
         <tbody>${found.models.map((model) => html`<tr><td><code>${model.name}</code></td><td class="number">${count(model.context_length)} tokens</td></tr>`)}</tbody></table>
-        <h2>Engines</h2><div class="scroll"><table class="list"><caption class="hidden">Engines</caption><thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col">Memory</th><th scope="col">Models</th><th scope="col">Starts</th><th scope="col">Time at work</th></tr></thead>
+        <h2>Engines</h2><div class="scroll"><table class="list"><caption class="hidden">Engines</caption><thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col">Memory</th><th scope="col">Models</th><th scope="col">Starts</th><th scope="col">Time training</th></tr></thead>
         <tbody>${engine.engines.map((each) => html`<tr><td>${each.name || "engine"} <span class="soft">${each.node} ${each.device}</span></td><td class=${each.trouble ? "bad" : ""} title=${each.trouble}>${!each.up ? "down" : each.trouble ? "stuck" : "up"}</td><td>${bytes(each.memory_bytes)}</td><td class="number">${count(each.models)}</td><td class="number">${count(each.starts)}</td><td>${duration(each.busy_seconds)}</td></tr>`)}</tbody></table></div></section>
       <section><h2>Disk</h2><table class="list pairs"><caption class="hidden">Disk</caption><tbody>
         <tr><th scope="row">Free</th><td>${bytes(disk.free)} of ${bytes(disk.total)}</td></tr>
