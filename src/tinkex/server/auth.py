@@ -170,7 +170,7 @@ def _parse_key(key: str) -> bytes:
             raise _BadLineError("'sha256:' must be followed by 64 hexadecimal digits")
         return bytes.fromhex(digits)
     if not _KEY.fullmatch(key):
-        raise _BadLineError(_KEY_RULE)
+        raise _BadLineError(f"{_KEY_RULE}; a line is a key, or 'name: key'")
     return _digest(key)
 
 
