@@ -7,7 +7,6 @@ deleting a run, for which the protocol has no operation.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -31,6 +30,7 @@ from ..decoding import checked_json
 from ..event_streams import EventStream
 from ..local_operations import PLAY_PROMPT
 from ..memory_use import engine_memory
+from ..threads import InTurn
 from .deletion import delete_run
 from .live import Live
 from .playground import PlaygroundRequest, play
@@ -119,6 +119,11 @@ class DashboardRequest:
         return self.dashboard.service
 
     @property
+    def in_turn(self) -> InTurn:
+        """Runs a read in a thread, after the earlier reads of this key."""
+        return self.service.reading.of(self.owner)
+
+    @property
     def run_id(self) -> str:
         return str(self.http.path_params["run_id"])
 
@@ -190,13 +195,13 @@ async def remove_run(asked: DashboardRequest) -> dict[str, Any]:
     return gone
 
 
-async def get_run_metrics(asked: DashboardRequest) -> dict[str, Any]:
+async def get_run_metrics(asked: DashboardRequest) -> Response:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.run_metrics.flush()
-    return await asyncio.to_thread(_plots, asked)
+    return await asked.in_turn(_plots, asked)
 
 
-def _plots(asked: DashboardRequest) -> dict[str, Any]:
+def _plots(asked: DashboardRequest) -> Response:
     plot: Plot = asked.query
     metrics = asked.service.run_metrics.run(asked.owner, asked.run_id)
     names = metrics.names if plot.names is None else plot.names.split("\n")
@@ -206,7 +211,7 @@ def _plots(asked: DashboardRequest) -> dict[str, Any]:
         if read is not None:
             buckets, points = read
             found[name] = _curve(buckets, plot.axis) | {"points": points}
-    return {"axis": plot.axis, "metrics": found, "names": metrics.names}
+    return _json({"axis": plot.axis, "metrics": found, "names": metrics.names})
 
 
 def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
@@ -234,7 +239,7 @@ async def list_sample_steps(asked: DashboardRequest) -> dict[str, Any]:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    return {"steps": await asyncio.to_thread(log.steps)}
+    return {"steps": await asked.in_turn(log.steps)}
 
 
 async def list_samples(asked: DashboardRequest) -> dict[str, Any]:
@@ -244,13 +249,11 @@ async def list_samples(asked: DashboardRequest) -> dict[str, Any]:
     wanted: SamplesOf = asked.query
     step = wanted.step
     if step is None:
-        steps = await asyncio.to_thread(log.steps)
+        steps = await asked.in_turn(log.steps)
         if not steps:
             return {"step": None, "samples": [], "total": 0}
         step = steps[-1]["step"]
-    samples, total = await asyncio.to_thread(
-        log.at, step, wanted.order, wanted.offset, wanted.limit
-    )
+    samples, total = await asked.in_turn(log.at, step, wanted.order, wanted.offset, wanted.limit)
     await _add_texts(asked.service, run.base_model, samples)
     return {"step": step, "samples": samples, "total": total}
 
@@ -282,7 +285,7 @@ async def get_sample(asked: DashboardRequest) -> Response:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     number = asked.http.path_params["number"]
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    whole = await asyncio.to_thread(log.whole, number)
+    whole = await asked.in_turn(log.whole, number)
     headers = {
         "content-disposition": f'attachment; filename="sample-{number}.json"',
         "x-content-type-options": "nosniff",
@@ -321,7 +324,7 @@ async def get_service(asked: DashboardRequest) -> dict[str, Any]:
         waiting[mine] = waiting.get(mine, 0) + len(model.line)
     database = service.database
     sessions, runs, checkpoints = await database(database.store.counts)
-    disk = await asyncio.to_thread(shutil.disk_usage, service.settings.data_dir)
+    disk = await asked.in_turn(shutil.disk_usage, service.settings.data_dir)
     try:
         state, trouble = str(service.engine.check_health()), ""
     except APIStatusError as error:  # the page is wanted most when no engine can serve

@@ -111,12 +111,16 @@ class RunViews:
 
     async def _lines(self, facts: Sequence[_Facts], *, rough: bool = False) -> list[dict[str, Any]]:
         moments = [self._moment(each.row) for each in facts]
-        return await asyncio.to_thread(
-            lambda: [
+        if not facts:
+            return []
+
+        def lines() -> list[dict[str, Any]]:
+            return [
                 self._line(each, rough and moment["state"]["kind"] == "training") | moment
                 for each, moment in zip(facts, moments, strict=True)
             ]
-        )
+
+        return await self._service.reading(facts[0].row.owner, lines)  # all are of one owner
 
     def _line(self, facts: _Facts, rough: bool) -> dict[str, Any]:
         row, session = facts.row, facts.session

@@ -178,7 +178,7 @@ class MetricStore:
 
     async def restore(self) -> None:
         """Count what each owner has stored."""
-        for owner, size in (await asyncio.to_thread(_stored, self._directory)).items():
+        for owner, size in (await self.in_thread(_stored, self._directory)).items():
             self._quota.add(owner, size)
 
     async def stop(self) -> None:
