@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -11,11 +12,20 @@ from pathlib import Path
 import pytest
 
 from tinkex.server.auth import Keys
+from tinkex.server.dashboard import api as dashboard_api
 from tinkex.server.dashboard import static
-from tinkex.server.dashboard.samples import SHOWN_CHARACTERS, SHOWN_TOKENS
+from tinkex.server.dashboard.samples import (
+    MAX_ALTERNATIVES,
+    PAGE_ITEMS,
+    SHOWN_ALTERNATIVES,
+    SHOWN_CHARACTERS,
+    SHOWN_TOKENS,
+)
+from tinkex.server.serving.vocabulary import Vocabulary
 from tinkex.testing import service
 
 from .api import TINY, Api, datum
+from .test_storage import housed, new_model, told
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -280,6 +290,65 @@ def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):
     assert short["cut"] is False
     assert long["cut"] is True
     assert len(long["tokens"]) == len(long["token_texts"]) == SHOWN_TOKENS
+
+
+def test_a_page_shows_few_alternatives_of_a_token_and_few_samples_of_many(api, model):
+    wide = [[[5, -1.0]] * (SHOWN_ALTERNATIVES + 9)] * 900
+    entry = {"step": 1, "samples": [{"tokens": [5] * 900, "alternatives": wide}]}
+    for _ in range(24):
+        assert log(api, model.model_id, entry).status_code == 200
+    first = local(api, f"runs/{model.model_id}/samples", limit=200)
+    assert first["total"] == 24
+    assert all(sample["cut"] for sample in first["samples"])
+    rows = [row for sample in first["samples"] for row in sample["alternatives"]]
+    assert {len(row) for row in rows} == {SHOWN_ALTERNATIVES}
+    assert len(rows) * SHOWN_ALTERNATIVES < 1.1 * PAGE_ITEMS
+    shown = len(first["samples"])
+    assert 0 < shown < 24
+    rest = local(api, f"runs/{model.model_id}/samples", limit=200, offset=shown)
+    assert shown + len(rest["samples"]) == 24
+    whole = api.http.get(f"/local/runs/{model.model_id}/samples/0").json()
+    assert whole["alternatives"] == wide
+
+
+def test_a_report_with_too_many_alternatives_of_a_token_is_refused_by_name(api, model):
+    def report(count):
+        sample = {"tokens": [5, 5], "alternatives": [[], [[5, -1.0]] * count]}
+        return log(api, model.model_id, {"step": 1, "samples": [sample]})
+
+    assert report(MAX_ALTERNATIVES).status_code == 200
+    refused = report(MAX_ALTERNATIVES + 1)
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "entries.0.samples.0.alternatives"
+
+
+def test_texts_of_tokens_are_looked_up_and_pages_encoded_in_the_turn_of_their_key(
+    tmp_path, monkeypatch
+):
+    threads = set()
+
+    def noted(real):
+        def call(*arguments):
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Vocabulary, "token_text", noted(Vocabulary.token_text))
+    monkeypatch.setattr(dashboard_api, "_json", noted(dashboard_api._json))
+
+    async def scenario():
+        async with housed(tmp_path) as (_, client):
+            model = await new_model(client)
+            entry = {"step": 1, "samples": [{"tokens": [5, 6]}]}
+            await told(client, f"training_runs/{model}/log", {"entries": [entry]})
+            url = f"http://localhost/local/runs/{model}/samples"
+            for _ in range(2):  # the vocabulary is loaded, and then known
+                page = (await client.get(url)).json()
+                assert len(page["samples"][0]["token_texts"]) == 2
+
+    asyncio.run(scenario())
+    assert threads == {"tinkex-reading"}
 
 
 def test_a_few_samples_of_each_step_are_kept_without_being_logged(api):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
@@ -30,6 +32,7 @@ from ..decoding import checked_json
 from ..event_streams import EventStream
 from ..local_operations import PLAY_PROMPT
 from ..memory_use import engine_memory
+from ..serving.vocabulary import Vocabulary
 from ..threads import InTurn
 from .deletion import delete_run
 from .live import Live
@@ -242,30 +245,42 @@ async def list_sample_steps(asked: DashboardRequest) -> dict[str, Any]:
     return {"steps": await asked.in_turn(log.steps)}
 
 
-async def list_samples(asked: DashboardRequest) -> dict[str, Any]:
+async def list_samples(asked: DashboardRequest) -> Response:
     run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    wanted: SamplesOf = asked.query
+    models = asked.service.served_models
+    vocabulary = models.known_vocabulary(run.base_model)
+    page = await asked.in_turn(_page, log, asked.query, vocabulary)
+    if page is None:  # only now: it may have to load the base model
+        with suppress(InvalidInputError, NotFoundError):  # the service no longer offers it
+            vocabulary = await models.vocabulary(run.base_model)
+        # Read again: pages that wait for their turn must not wait in memory.
+        page = await asked.in_turn(partial(_page, log, asked.query, vocabulary, bare=True))
+        assert page is not None
+    return page
+
+
+def _page(
+    log: SampleLog, wanted: SamplesOf, vocabulary: Vocabulary | None, *, bare: bool = False
+) -> Response | None:
+    """The answer; without a vocabulary None if there are tokens, unless these may be `bare` of texts."""
     step = wanted.step
     if step is None:
-        steps = await asked.in_turn(log.steps)
+        steps = log.steps()
         if not steps:
-            return {"step": None, "samples": [], "total": 0}
+            return _json({"step": None, "samples": [], "total": 0})
         step = steps[-1]["step"]
-    samples, total = await asked.in_turn(log.at, step, wanted.order, wanted.offset, wanted.limit)
-    await _add_texts(asked.service, run.base_model, samples)
-    return {"step": step, "samples": samples, "total": total}
+    samples, total = log.at(step, wanted.order, wanted.offset, wanted.limit)
+    if vocabulary is not None:
+        _add_texts(vocabulary, samples)
+    elif not bare and any(each.get("tokens") or each.get("prompt_tokens") for each in samples):
+        return None
+    return _json({"step": step, "samples": samples, "total": total})
 
 
-async def _add_texts(service: Service, base_model: str, samples: list[dict[str, Any]]) -> None:
+def _add_texts(vocabulary: Vocabulary, samples: list[dict[str, Any]]) -> None:
     """Look up the texts of tokens, and the whole text where the client gave only tokens."""
-    if not any(sample.get("tokens") or sample.get("prompt_tokens") for sample in samples):
-        return
-    try:
-        vocabulary = await service.served_models.vocabulary(base_model)
-    except (InvalidInputError, NotFoundError):  # the service no longer offers this base model
-        return
     for sample in samples:
         tokens = sample.get("tokens")
         if tokens:
@@ -468,7 +483,8 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "GET",
         "/local/runs/{run_id}/samples",
         "Read samples of a step; long ones are cut",
-        "`samples`, and the `total` of the step. A sample with `cut` has more than is shown.",
+        "`samples`, and the `total` of the step. A sample with `cut` has more than is shown. There are fewer than `limit` if "
+        "they are long.",
         list_samples,
         SamplesOf,
     ),

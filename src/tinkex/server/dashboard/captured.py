@@ -13,7 +13,7 @@ from tinkex.errors import InvalidPathError
 from tinkex.types import ParsedCheckpointTinkerPath, SampledSequence, SampleRequest, SampleResponse
 
 from ..futures import Promise
-from .samples import SHOWN_TOKENS, SampleLog
+from .samples import SHOWN_ALTERNATIVES, SHOWN_TOKENS, SampleLog
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -104,5 +104,7 @@ def _samples(
             "group": request_id[:8] if len(sequences) > 1 else None,
         }
         if sequence.topk_logprobs:
-            sample["alternatives"] = [list(row or ()) for row in sequence.topk_logprobs]
+            sample["alternatives"] = [
+                list(row or ())[:SHOWN_ALTERNATIVES] for row in sequence.topk_logprobs
+            ]
         yield {name: value for name, value in sample.items() if value is not None}

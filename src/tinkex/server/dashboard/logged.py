@@ -9,7 +9,7 @@ from tinkex._wire import json_codec
 from tinkex.errors import InvalidInputError
 from tinkex.types import LogEntry, LogRequest, LogResponse
 
-from .samples import SampleLog
+from .samples import MAX_ALTERNATIVES, SampleLog
 from .store import MAX_NAMES, MetricPoint, check_name
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ def _samples(entries: list[LogEntry], now: float) -> Iterator[tuple[float, float
                 raise InvalidInputError(
                     "must have one number for each of tokens",
                     field=f"entries.{number}.samples.{place}.logprobs",
+                )
+            most = max(map(len, sample.alternatives or ()), default=0)
+            if most > MAX_ALTERNATIVES:
+                raise InvalidInputError(
+                    f"at most {MAX_ALTERNATIVES} of a token are kept, one has {most}",
+                    field=f"entries.{number}.samples.{place}.alternatives",
                 )
             fields = json_codec.parse(json_codec.encode(sample))
             yield entry.step, now if entry.time is None else entry.time, fields

@@ -37,8 +37,13 @@ _INDEX: Final = np.dtype(
 #: Characters of a text, and tokens, that a list of samples shows.
 SHOWN_CHARACTERS: Final = 4_000
 SHOWN_TOKENS: Final = 1_000
+#: Alternatives of a token that a list of samples shows, and that a report may have.
+SHOWN_ALTERNATIVES: Final = 10
+MAX_ALTERNATIVES: Final = 100
 #: Bytes of samples that one page reads, or a single longer sample.
 _READ_BYTES: Final = 32 << 20
+#: Tokens, logprobs and alternatives in one page: a token of two bytes takes a hundred in memory and in the answer.
+PAGE_ITEMS: Final = 200_000
 
 
 class SampleLog:
@@ -106,11 +111,13 @@ class SampleLog:
                 by_reward = np.argsort(ranked, kind="stable")
             places = places[by_reward]
         shown: list[dict[str, Any]] = []
-        left = _READ_BYTES
+        bytes_left, items_left = _READ_BYTES, PAGE_ITEMS
         for place in places[offset : offset + limit]:
-            shown.append(self._short(int(place), index[place]))
-            left -= shown[-1]["bytes"]
-            if left < 0:  # a page of very long samples is short
+            sample = self._short(int(place), index[place])
+            shown.append(sample)
+            bytes_left -= sample["bytes"]
+            items_left -= _items(sample)
+            if bytes_left < 0 or items_left < 0:  # a page of very long samples is short
                 break
         return shown, len(places)
 
@@ -149,8 +156,17 @@ def shortened(sample: dict[str, Any]) -> dict[str, Any]:
         values = sample.get(name)
         if isinstance(values, list) and len(values) > SHOWN_TOKENS:
             sample[name], cut = values[:SHOWN_TOKENS], True
+    rows = sample.get("alternatives")
+    if isinstance(rows, list) and any(len(row) > SHOWN_ALTERNATIVES for row in rows):
+        sample["alternatives"], cut = [row[:SHOWN_ALTERNATIVES] for row in rows], True
     sample["cut"] = cut
     return sample
+
+
+def _items(sample: Mapping[str, Any]) -> int:
+    """What a shortened sample has of tokens and numbers."""
+    lists = [sample.get(name) or () for name in ("prompt_tokens", "tokens", "logprobs")]
+    return sum(map(len, [*lists, *(sample.get("alternatives") or ())]))
 
 
 def _size(file: Path) -> int:

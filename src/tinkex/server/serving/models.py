@@ -64,6 +64,13 @@ class ServedModels:
         prepared = await self._service.engine.catalog.model(base_model, "base_model")
         return await self._vocabularies.of(prepared)
 
+    def known_vocabulary(self, base_model: str) -> Vocabulary | None:
+        """The same, if it is in memory."""
+        for prepared in self._service.engine.catalog.models:
+            if prepared.name == base_model:
+                return self._vocabularies.known(prepared)
+        return None
+
     def template(self, model: ServedModel) -> ChatTemplate:
         """The chat template of a model, compiled once."""
         vocabulary = model.vocabulary

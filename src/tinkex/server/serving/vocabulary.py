@@ -203,6 +203,9 @@ class Vocabularies:
         self._loaded: dict[Path, Vocabulary] = {}
         self._loading = asyncio.Lock()
 
+    def known(self, model: PreparedModel) -> Vocabulary | None:
+        return self._loaded.get(model.directory)
+
     async def of(self, model: PreparedModel) -> Vocabulary:
         found = self._loaded.get(model.directory)
         if found is None:
