@@ -13,7 +13,7 @@ import pytest
 
 from tinkex.server.auth import Keys
 from tinkex.server.dashboard import api as dashboard_api
-from tinkex.server.dashboard import static
+from tinkex.server.dashboard import static, store
 from tinkex.server.dashboard.samples import (
     MAX_ALTERNATIVES,
     PAGE_ITEMS,
@@ -290,6 +290,37 @@ def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):
     assert short["cut"] is False
     assert long["cut"] is True
     assert len(long["tokens"]) == len(long["token_texts"]) == SHOWN_TOKENS
+
+
+def test_what_is_known_of_a_run_goes_when_it_is_closed_and_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAX_OPEN", 2)
+
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            models = [await new_model(client) for _ in range(6)]
+            entry = {"step": 1, "samples": [{"text": "a"}]}
+            passing = {"data": [datum()], "loss_fn": "cross_entropy"}
+            for seq in (1, 3):
+                for model in models:
+                    named = {"model_id": model}
+                    body = {**named, "seq_id": seq, "forward_backward_input": passing}
+                    await told(client, "forward_backward", body)
+                    step = {**named, "seq_id": seq + 1, "adam_params": {}}
+                    await told(client, "optim_step", step)
+                    await told(client, f"training_runs/{model}/log", {"entries": [entry]})
+            listed = (await client.get("http://localhost/local/runs")).json()["runs"]
+            assert [(row["steps"], row["tokens"], len(row["spark"])) for row in listed] == [
+                (2, 6, 2)
+            ] * 6
+            hanging = (
+                made.run_metrics._runs,
+                made.recorder._progress,
+                made.captured._kept,
+                made.captured._logged,
+            )
+            assert all(len(each) <= 2 for each in hanging)
+
+    asyncio.run(scenario())
 
 
 def test_a_page_shows_few_alternatives_of_a_token_and_few_samples_of_many(api, model):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 from tinkex.errors import InvalidPathError
 from tinkex.types import ParsedCheckpointTinkerPath, SampledSequence, SampleRequest, SampleResponse
 
 from ..futures import Promise
 from .samples import SHOWN_ALTERNATIVES, SHOWN_TOKENS, SampleLog
+from .store import RunMetrics
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -29,30 +31,33 @@ class Capture:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._kept: dict[
-            tuple[str, str], tuple[int, int]
-        ] = {}  # by owner and run: the step, and how many samples of it are kept
-        self._logged: set[str] = set()
+        #: Of opened runs: the step, and how many samples of it are kept.
+        self._kept: WeakKeyDictionary[RunMetrics, tuple[int, int]] = WeakKeyDictionary()
+        #: Opened runs whose clients log samples.
+        self._logged: WeakSet[RunMetrics] = WeakSet()
         self._writing: set[asyncio.Task[None]] = set()
 
-    def leave_to_client(self, run_id: str) -> None:
+    def leave_to_client(self, run: RunMetrics) -> None:
         """Capture no more samples of this run: its client logs them itself."""
-        self._logged.add(run_id)
+        self._logged.add(run)
 
     def finished(self, promise: Promise, value: Any) -> None:
         """Keep a result if it is one of the first of its step; cheap for all others."""
         if not isinstance(value, SampleResponse) or not isinstance(promise.request, SampleRequest):
             return
         run_id = self._run_of(promise)
-        if run_id is None or run_id in self._logged:
+        if run_id is None:
+            return
+        run = self._service.run_metrics.run(promise.owner, run_id)
+        if run in self._logged:
             return
         step = self._service.recorder.progress(promise.owner, run_id).steps
-        known_step, number = self._kept.get((promise.owner, run_id), (step, 0))
+        known_step, number = self._kept.get(run, (step, 0))
         room = KEPT - (number if known_step == step else 0)
         if room <= 0:
             return
         sequences = list(value.sequences)[:room]
-        self._kept[promise.owner, run_id] = step, KEPT - room + len(sequences)
+        self._kept[run] = step, KEPT - room + len(sequences)
         samples = list(_samples(promise.request, sequences, promise.request_id))
         task = asyncio.ensure_future(self._write(promise.owner, run_id, step, samples))
         self._writing.add(task)

@@ -27,7 +27,6 @@ async def delete_run(service: Service, run: RunRow, *, keep_checkpoints: bool) -
             await service.checkpoints.delete(checkpoint)
     await service.captured.flush()
     freed = await service.run_metrics.delete(run.owner, run.run_id)
-    service.recorder.forget(run.owner, run.run_id)
     if not keep_checkpoints:
         entry = AuditRow(service.settings.now(), run.owner, "runs", "run_deleted", {}, run.run_id)
         await database(_delete_row, service, run, entry)

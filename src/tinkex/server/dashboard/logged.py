@@ -54,7 +54,7 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         store.add(owner, run_id, points)
     samples = list(_samples(request.entries, now))
     if samples:
-        service.captured.leave_to_client(run_id)
+        service.captured.leave_to_client(store.run(owner, run_id))
         size = sum(len(str(sample.get("text") or "")) for _, _, sample in samples)
         store.check_room(owner, size)
         log = SampleLog(store.directory(owner, run_id))

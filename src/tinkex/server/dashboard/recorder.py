@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from tinkex.types import (
 
 from ..futures import Promise
 from ..replay import changes_model
-from .store import MetricPoint, MetricStore
+from .store import MetricPoint, MetricStore, RunMetrics
 
 __all__ = ["Recorder", "RunProgress"]
 
@@ -58,6 +59,8 @@ class RunProgress:
         for name in ("loss", "weight"):
             if known.get(name, 0.0) is None:
                 known[name] = math.nan
+        for joined in known.get("others", {}).values():
+            joined[:] = [math.nan if number is None else number for number in joined]
         return cls(**known)
 
 
@@ -67,18 +70,16 @@ class Recorder:
     def __init__(self, store: MetricStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._progress: dict[tuple[str, str], RunProgress] = {}  # by owner and run
+        self._progress: WeakKeyDictionary[RunMetrics, RunProgress] = WeakKeyDictionary()
 
     def progress(self, owner: str, run_id: str) -> RunProgress:
-        found = self._progress.get((owner, run_id))
+        run = self._store.run(owner, run_id)
+        found = self._progress.get(run)
         if found is None:
             # Threads of open pages call this too; the first one creates the entry.
             read = RunProgress.of(self._store.state(owner, run_id))
-            found = self._progress.setdefault((owner, run_id), read)
+            found = self._progress.setdefault(run, read)
         return found
-
-    def forget(self, owner: str, run_id: str) -> None:
-        self._progress.pop((owner, run_id), None)
 
     def finished(self, promise: Promise, value: Any) -> None:
         """Record a result; called while the promise still has its request."""
