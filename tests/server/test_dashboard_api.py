@@ -198,6 +198,14 @@ def test_invalid_log_entry_is_refused_with_the_name_of_its_field(api, model, ent
     assert local(api, f"runs/{model.model_id}")["metrics"] == []
 
 
+def test_a_bad_name_of_a_metric_is_refused_with_the_number_of_its_entry(api, model):
+    entries = [{"step": step, "metrics": {"good": 1.0}} for step in range(3)]
+    entries[2]["metrics"]["bad\n"] = 1.0
+    refused = log(api, model.model_id, *entries)
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "entries.2.metrics"
+
+
 def test_a_run_that_does_not_exist_is_not_found(api):
     assert log(api, "nobody:train:0", {"step": 1}).status_code == 404
     for path in ("", "/metrics", "/checkpoints", "/samples", "/sample_steps", "/samples/0"):

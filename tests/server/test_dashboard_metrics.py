@@ -387,4 +387,4 @@ def test_a_key_at_its_limit_keeps_what_it_has_and_is_warned_once(tmp_path, caplo
 @pytest.mark.parametrize("name", ["", "a\nb", "\x00", "x" * 201])
 def test_names_that_cannot_be_shown_are_refused(name):
     with pytest.raises(InvalidInputError, match="metrics"):
-        check_name(name)
+        check_name(name, "metrics")

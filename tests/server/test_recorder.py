@@ -85,3 +85,13 @@ def test_state_that_waits_to_be_written_is_not_changed_by_later_passes(kept):
         assert store.state("ann", "run")["others"]["a"] == [2.0, 1.0]
 
     kept(work)
+
+
+def test_loss_is_divided_by_the_sum_of_weights_that_single_precision_cannot_hold(kept):
+    async def work(store, recorder):
+        finished(recorder, 1, passed(**{"loss:sum": 9e38}), weights=[3e38] * 3)
+        finished(recorder, 2, OptimStepResponse())
+        await store.flush()
+        assert store.run("ann", "run").last("loss")["value"] == pytest.approx(1.0)
+
+    kept(work)

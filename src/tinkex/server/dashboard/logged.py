@@ -40,9 +40,11 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         for entry in request.entries
         for name, value in entry.metrics.items()
     ]
-    names = {point.name for point in points}
-    for name in names:
-        check_name(name)
+    names: set[str] = set()
+    for number, entry in enumerate(request.entries):
+        for name in entry.metrics.keys() - names:
+            check_name(name, f"entries.{number}.metrics")
+        names |= entry.metrics.keys()
     known = set(store.run(owner, run_id).names)
     if len(names | known) > MAX_NAMES:
         raise InvalidInputError(

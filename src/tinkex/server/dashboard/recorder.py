@@ -179,7 +179,7 @@ def _weight(data: Iterable[Datum], tokens: int) -> float:
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None:
             found = True
-            total += float(np.abs(weights.to_numpy()).sum())
+            total += float(np.abs(weights.to_numpy()).sum(dtype=np.float64))  # float32 may overflow
     return total if found else float(tokens)
 
 

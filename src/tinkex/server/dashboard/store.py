@@ -69,7 +69,7 @@ class Written:
     before: Mapping[str, int]
 
 
-def check_name(name: str, field_name: str = "metrics") -> None:
+def check_name(name: str, field_name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidInputError(
             f"the name {name!r:.80} must be 1 to 200 characters without control characters",
