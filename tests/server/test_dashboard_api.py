@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tinkex.errors import NotFoundError
 from tinkex.server.auth import Keys
 from tinkex.server.dashboard import api as dashboard_api
-from tinkex.server.dashboard import static, store
+from tinkex.server.dashboard import logged, static, store
 from tinkex.server.dashboard.samples import (
     MAX_ALTERNATIVES,
     PAGE_ITEMS,
@@ -22,7 +23,9 @@ from tinkex.server.dashboard.samples import (
     SHOWN_TOKENS,
 )
 from tinkex.server.serving.vocabulary import Vocabulary
+from tinkex.server.threads import in_new_thread
 from tinkex.testing import service
+from tinkex.types import LogRequest
 
 from .api import TINY, Api, datum
 from .test_storage import housed, new_model, told
@@ -199,8 +202,8 @@ def test_invalid_log_entry_is_refused_with_the_name_of_its_field(api, model, ent
 
 
 def test_a_bad_name_of_a_metric_is_refused_with_the_number_of_its_entry(api, model):
-    entries = [{"step": step, "metrics": {"good": 1.0}} for step in range(3)]
-    entries[2]["metrics"]["bad\n"] = 1.0
+    good, bad = {"good": 1.0}, {"good": 1.0, "bad\n": 1.0}
+    entries = [{"step": step, "metrics": names} for step, names in enumerate((good, good, bad))]
     refused = log(api, model.model_id, *entries)
     assert refused.status_code == 400
     assert refused.json()["field"] == "entries.2.metrics"
@@ -477,6 +480,48 @@ def test_deleted_run_is_gone_with_its_metrics_samples_and_checkpoints(alone):
     assert api.get(f"training_runs/{model.model_id}").status_code == 404
     weights = api.post("weights_info", {"tinker_path": path})
     assert weights.status_code in {400, 404, 422}
+
+
+def test_a_report_that_comes_while_its_run_is_deleted_leaves_nothing(tmp_path, monkeypatch):
+    """Before, the directory of the run was there again, and no row that its owner could delete."""
+    removing, go_on, remove = threading.Event(), threading.Event(), store._removed
+
+    def slow(directory):
+        removing.set()
+        assert go_on.wait(60)
+        return remove(directory)
+
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            entry = {"step": 1, "metrics": {"a": 1.0}, "samples": [{"text": "late"}]}
+            report = {"entries": [entry]}
+            await told(client, f"training_runs/{model}/log", report)
+            finish = {"reason": {"type": "success"}}
+            await told(client, f"sessions/{model.partition(':')[0]}/finish", finish)
+            url = f"http://localhost/local/runs/{model}"
+            while (await client.get(url)).json()["state"]["kind"] != "ended":
+                pass
+            monkeypatch.setattr(store, "_removed", slow)
+            late = asyncio.Event()
+            monkeypatch.setattr(made.captured, "leave_to_client", lambda _: late.set())
+            deleting = asyncio.ensure_future(client.delete(url))
+            await in_new_thread(removing.wait)
+            reporting = asyncio.ensure_future(
+                client.post(f"training_runs/{model}/log", json=report)
+            )
+            await late.wait()  # its row was there, and now its writes are in line
+            go_on.set()
+            assert (await deleting).status_code == 200
+            assert (await reporting).status_code in {200, 404}
+            files = made.run_metrics.directory("local", model)
+            assert not list(files.parent.iterdir())
+            with pytest.raises(NotFoundError):
+                await logged.receive(made, "local", model, LogRequest.model_validate(report))
+            assert not list(files.parent.iterdir())
+            assert made.quotas.metric_bytes.used("local") == 0
+
+    asyncio.run(scenario())
 
 
 def test_checkpoints_of_a_deleted_run_can_be_kept(api):

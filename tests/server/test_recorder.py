@@ -31,8 +31,8 @@ def finished(recorder, seq, value, weights=(1.0,)):
     if isinstance(value, ForwardBackwardOutput):
         operation = OPERATIONS["forward_backward"]
         settings = {f"setting-{seq}-{number}": 1.0 for number in range(10)}
-        inputs = ForwardBackwardInput(data, "cross_entropy", settings)
-        request = ForwardBackwardRequest(inputs, "run", seq)
+        asked = ForwardBackwardInput(data, "cross_entropy", settings)
+        request = ForwardBackwardRequest(asked, "run", seq)
     place = BodyPosition(0, 0, 0)
     promise = Promise("id", operation, "ann", "run", seq, "json", 0.0, place, None, {}, request)
     recorder.finished(promise, value)

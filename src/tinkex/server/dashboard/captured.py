@@ -14,6 +14,7 @@ from tinkex.errors import InvalidPathError
 from tinkex.types import ParsedCheckpointTinkerPath, SampledSequence, SampleRequest, SampleResponse
 
 from ..futures import Promise
+from .deletion import deleted_meanwhile
 from .samples import SHOWN_ALTERNATIVES, SHOWN_TOKENS, SampleLog
 from .store import RunMetrics
 
@@ -94,6 +95,7 @@ class Capture:
         entries = [(float(step), now, sample) for sample in samples]
         if store.has_room(owner, sum(8 * len(sample["tokens"]) for sample in samples)):
             store.samples_stored(owner, run_id, await store.in_thread(log.append, entries))
+            await deleted_meanwhile(self._service, owner, run_id)
 
 
 def _samples(

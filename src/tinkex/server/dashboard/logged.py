@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinkex._wire import json_codec
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import LogEntry, LogRequest, LogResponse
 
+from .deletion import deleted_meanwhile
 from .samples import MAX_ALTERNATIVES, SampleLog
 from .store import MAX_NAMES, MetricPoint, check_name
 
@@ -61,6 +62,8 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         store.check_room(owner, size)
         log = SampleLog(store.directory(owner, run_id))
         store.samples_stored(owner, run_id, await store.in_thread(log.append, samples))
+    if await deleted_meanwhile(service, owner, run_id):
+        raise NotFoundError(f"There is no training run {run_id!r:.200}.")
     return LogResponse(metrics=len(points), samples=len(samples))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import orjson
@@ -112,21 +113,30 @@ class SampleLog:
             places = places[by_reward]
         shown: list[dict[str, Any]] = []
         bytes_left, items_left = _READ_BYTES, PAGE_ITEMS
-        for place in places[offset : offset + limit]:
-            sample = self._short(int(place), index[place])
-            shown.append(sample)
-            bytes_left -= sample["bytes"]
-            items_left -= _items(sample)
-            if bytes_left < 0 or items_left < 0:  # a page of very long samples is short
-                break
+        try:
+            lines = self._lines.open("rb")
+        except FileNotFoundError:  # the run is being deleted
+            return [], 0
+        with lines:
+            for place in places[offset : offset + limit]:
+                sample = _short(lines, int(place), index[place])
+                shown.append(sample)
+                bytes_left -= sample["bytes"]
+                items_left -= _items(sample)
+                if bytes_left < 0 or items_left < 0:  # a page of very long samples is short
+                    break
         return shown, len(places)
 
     def whole(self, number: int) -> bytes:
         """One sample as JSON."""
         index = self._index()
-        if not 0 <= number < len(index):
+        found = b""
+        if 0 <= number < len(index):
+            with suppress(FileNotFoundError), self._lines.open("rb") as lines:
+                found = _read(lines, index[number])
+        if not found:
             raise NotFoundError(f"There is no sample {number} in this run.")
-        return self._read(index[number], int(index[number]["length"])).rstrip(b"\n")
+        return found.rstrip(b"\n")
 
     def _index(self) -> Records:
         try:
@@ -134,15 +144,22 @@ class SampleLog:
         except FileNotFoundError:
             return np.empty(0, _INDEX)
 
-    def _read(self, record: Any, size: int) -> bytes:
-        with self._lines.open("rb") as lines:
-            lines.seek(int(record["place"]))
-            return lines.read(size)
 
-    def _short(self, number: int, record: Any) -> dict[str, Any]:
-        length = int(record["length"])
-        sample: dict[str, Any] = orjson.loads(self._read(record, length))
-        return {"number": number, "bytes": length, **shortened(sample)}
+def _read(lines: BinaryIO, record: Any) -> bytes:
+    """The line of a sample; nothing if the file was cut short, as by a power cut."""
+    length = int(record["length"])
+    lines.seek(int(record["place"]))
+    found = lines.read(length)
+    return found if len(found) == length else b""
+
+
+def _short(lines: BinaryIO, number: int, record: Any) -> dict[str, Any]:
+    """A sample as a list shows it; one that cannot be read has no content."""
+    try:
+        sample = shortened(orjson.loads(_read(lines, record)))
+    except ValueError:
+        sample = {"cut": True}
+    return {"number": number, "bytes": int(record["length"]), **sample}
 
 
 def shortened(sample: dict[str, Any]) -> dict[str, Any]:
