@@ -166,7 +166,7 @@ def test_a_key_with_many_large_bodies_leaves_a_thread_for_others(tmp_path):
             release.set()
             assert all(await asyncio.gather(*slow))
             del slow
-            assert not made.bodies._turns
+            assert not made.bodies.in_thread._turns
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -10,12 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from tinkex.errors import NotFoundError
 from tinkex.server.auth import Keys
-from tinkex.server.dashboard import static
-from tinkex.server.dashboard.samples import SHOWN_CHARACTERS, SHOWN_TOKENS
+from tinkex.server.dashboard import api as dashboard_api
+from tinkex.server.dashboard import logged, static, store
+from tinkex.server.dashboard.samples import (
+    MAX_ALTERNATIVES,
+    PAGE_ITEMS,
+    SHOWN_ALTERNATIVES,
+    SHOWN_CHARACTERS,
+    SHOWN_TOKENS,
+)
+from tinkex.server.serving.vocabulary import Vocabulary
+from tinkex.server.threads import in_new_thread
 from tinkex.testing import service
+from tinkex.types import LogRequest
 
 from .api import TINY, Api, datum
+from .test_storage import housed, new_model, told
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -188,6 +201,14 @@ def test_invalid_log_entry_is_refused_with_the_name_of_its_field(api, model, ent
     assert local(api, f"runs/{model.model_id}")["metrics"] == []
 
 
+def test_a_bad_name_of_a_metric_is_refused_with_the_number_of_its_entry(api, model):
+    good, bad = {"good": 1.0}, {"good": 1.0, "bad\n": 1.0}
+    entries = [{"step": step, "metrics": names} for step, names in enumerate((good, good, bad))]
+    refused = log(api, model.model_id, *entries)
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "entries.2.metrics"
+
+
 def test_a_run_that_does_not_exist_is_not_found(api):
     assert log(api, "nobody:train:0", {"step": 1}).status_code == 404
     for path in ("", "/metrics", "/checkpoints", "/samples", "/sample_steps", "/samples/0"):
@@ -282,6 +303,96 @@ def test_a_short_sample_is_not_cut_and_many_tokens_are(api, model):
     assert len(long["tokens"]) == len(long["token_texts"]) == SHOWN_TOKENS
 
 
+def test_what_is_known_of_a_run_goes_when_it_is_closed_and_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAX_OPEN", 2)
+
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            models = [await new_model(client) for _ in range(6)]
+            entry = {"step": 1, "samples": [{"text": "a"}]}
+            passing = {"data": [datum()], "loss_fn": "cross_entropy"}
+            for seq in (1, 3):
+                for model in models:
+                    named = {"model_id": model}
+                    body = {**named, "seq_id": seq, "forward_backward_input": passing}
+                    await told(client, "forward_backward", body)
+                    step = {**named, "seq_id": seq + 1, "adam_params": {}}
+                    await told(client, "optim_step", step)
+                    await told(client, f"training_runs/{model}/log", {"entries": [entry]})
+            listed = (await client.get("http://localhost/local/runs")).json()["runs"]
+            assert [(row["steps"], row["tokens"], len(row["spark"])) for row in listed] == [
+                (2, 6, 2)
+            ] * 6
+            hanging = (
+                made.run_metrics._runs,
+                made.recorder._progress,
+                made.captured._kept,
+                made.captured._logged,
+            )
+            assert all(len(each) <= 2 for each in hanging)
+
+    asyncio.run(scenario())
+
+
+def test_a_page_shows_few_alternatives_of_a_token_and_few_samples_of_many(api, model):
+    wide = [[[5, -1.0]] * (SHOWN_ALTERNATIVES + 9)] * 900
+    entry = {"step": 1, "samples": [{"tokens": [5] * 900, "alternatives": wide}]}
+    for _ in range(24):
+        assert log(api, model.model_id, entry).status_code == 200
+    first = local(api, f"runs/{model.model_id}/samples", limit=200)
+    assert first["total"] == 24
+    assert all(sample["cut"] for sample in first["samples"])
+    rows = [row for sample in first["samples"] for row in sample["alternatives"]]
+    assert {len(row) for row in rows} == {SHOWN_ALTERNATIVES}
+    assert len(rows) * SHOWN_ALTERNATIVES < 1.1 * PAGE_ITEMS
+    shown = len(first["samples"])
+    assert 0 < shown < 24
+    rest = local(api, f"runs/{model.model_id}/samples", limit=200, offset=shown)
+    assert shown + len(rest["samples"]) == 24
+    whole = api.http.get(f"/local/runs/{model.model_id}/samples/0").json()
+    assert whole["alternatives"] == wide
+
+
+def test_a_report_with_too_many_alternatives_of_a_token_is_refused_by_name(api, model):
+    def report(count):
+        sample = {"tokens": [5, 5], "alternatives": [[], [[5, -1.0]] * count]}
+        return log(api, model.model_id, {"step": 1, "samples": [sample]})
+
+    assert report(MAX_ALTERNATIVES).status_code == 200
+    refused = report(MAX_ALTERNATIVES + 1)
+    assert refused.status_code == 400
+    assert refused.json()["field"] == "entries.0.samples.0.alternatives"
+
+
+def test_texts_of_tokens_are_looked_up_and_pages_encoded_in_the_turn_of_their_key(
+    tmp_path, monkeypatch
+):
+    threads = set()
+
+    def noted(real):
+        def call(*arguments):
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Vocabulary, "token_text", noted(Vocabulary.token_text))
+    monkeypatch.setattr(dashboard_api, "_json", noted(dashboard_api._json))
+
+    async def scenario():
+        async with housed(tmp_path) as (_, client):
+            model = await new_model(client)
+            entry = {"step": 1, "samples": [{"tokens": [5, 6]}]}
+            await told(client, f"training_runs/{model}/log", {"entries": [entry]})
+            url = f"http://localhost/local/runs/{model}/samples"
+            for _ in range(2):  # the vocabulary is loaded, and then known
+                page = (await client.get(url)).json()
+                assert len(page["samples"][0]["token_texts"]) == 2
+
+    asyncio.run(scenario())
+    assert threads == {"tinkex-reading"}
+
+
 def test_a_few_samples_of_each_step_are_kept_without_being_logged(api):
     model = api.model()
     model.step()
@@ -370,6 +481,48 @@ def test_deleted_run_is_gone_with_its_metrics_samples_and_checkpoints(alone):
     assert api.get(f"training_runs/{model.model_id}").status_code == 404
     weights = api.post("weights_info", {"tinker_path": path})
     assert weights.status_code in {400, 404, 422}
+
+
+def test_a_report_that_comes_while_its_run_is_deleted_leaves_nothing(tmp_path, monkeypatch):
+    """Before, the directory of the run was there again, and no row that its owner could delete."""
+    removing, go_on, remove = threading.Event(), threading.Event(), store._removed
+
+    def slow(directory):
+        removing.set()
+        assert go_on.wait(60)
+        return remove(directory)
+
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            model = await new_model(client)
+            entry = {"step": 1, "metrics": {"a": 1.0}, "samples": [{"text": "late"}]}
+            report = {"entries": [entry]}
+            await told(client, f"training_runs/{model}/log", report)
+            finish = {"reason": {"type": "success"}}
+            await told(client, f"sessions/{model.partition(':')[0]}/finish", finish)
+            url = f"http://localhost/local/runs/{model}"
+            while (await client.get(url)).json()["state"]["kind"] != "ended":
+                pass
+            monkeypatch.setattr(store, "_removed", slow)
+            late = asyncio.Event()
+            monkeypatch.setattr(made.captured, "leave_to_client", lambda _: late.set())
+            deleting = asyncio.ensure_future(client.delete(url))
+            await in_new_thread(removing.wait)
+            reporting = asyncio.ensure_future(
+                client.post(f"training_runs/{model}/log", json=report)
+            )
+            await late.wait()  # its row was there, and now its writes are in line
+            go_on.set()
+            assert (await deleting).status_code == 200
+            assert (await reporting).status_code in {200, 404}
+            files = made.run_metrics.directory("local", model)
+            assert not list(files.parent.iterdir())
+            with pytest.raises(NotFoundError):
+                await logged.receive(made, "local", model, LogRequest.model_validate(report))
+            assert not list(files.parent.iterdir())
+            assert made.quotas.metric_bytes.used("local") == 0
+
+    asyncio.run(scenario())
 
 
 def test_checkpoints_of_a_deleted_run_can_be_kept(api):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -240,6 +241,61 @@ def test_a_run_that_is_read_while_it_is_deleted_begins_anew(tmp_path, monkeypatc
     assert caplog.records == []
 
 
+def test_runs_used_last_stay_open_and_others_are_opened_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_OPEN", 3)
+
+    async def go():
+        made, before = store(tmp_path), []
+        made.on_written.append(lambda _owner, _run, written: before.append(written.before["loss"]))
+        for step in range(2):
+            for number in range(10):
+                made.add("ann", f"run-{number}", [MetricPoint("loss", step, 0, 0, 1.0)])
+                await made.flush()
+        assert before == [0] * 10 + [1] * 10
+        assert all(made.run("ann", f"run-{number}").count("loss") == 2 for number in range(10))
+        assert list(made._runs) == [("ann", f"run-{number}") for number in (7, 8, 9)]
+        await made.stop()
+
+    asyncio.run(go())
+
+
+def test_a_run_in_use_is_never_opened_twice(tmp_path, monkeypatch):
+    """A second one would not know what the first one writes, and write over it."""
+    monkeypatch.setattr(store_module, "MAX_OPEN", 1)
+
+    async def go():
+        made = store(tmp_path)
+        used = made.run("ann", "used")
+        for number in range(5):
+            made.run("ann", f"run-{number}")
+        assert made.run("ann", "used") is used
+        made.run("ann", "other")
+        await made.delete("ann", "used")
+        assert used.deleted
+        assert made.run("ann", "used") is not used
+        await made.stop()
+
+    asyncio.run(go())
+
+
+def test_the_state_of_a_run_is_read_from_what_is_being_written(tmp_path):
+    async def go():
+        made, go_on = store(tmp_path), threading.Event()
+        slow = asyncio.ensure_future(made.in_thread(go_on.wait))
+        made.add("ann", "run", (), {"steps": 1})
+        await asyncio.sleep(0)
+        assert not made._next.runs  # its write waits for the thread
+        assert made.state("ann", "run") == {"steps": 1}
+        made.add("ann", "run", (), {"steps": 2})
+        assert made.state("ann", "run") == {"steps": 2}
+        go_on.set()
+        await slow
+        await made.stop()
+        assert made.state("ann", "run") == {"steps": 2}
+
+    asyncio.run(go())
+
+
 def test_flush_does_not_wait_for_points_that_come_meanwhile(tmp_path):
     async def go():
         made = store(tmp_path)
@@ -331,4 +387,4 @@ def test_a_key_at_its_limit_keeps_what_it_has_and_is_warned_once(tmp_path, caplo
 @pytest.mark.parametrize("name", ["", "a\nb", "\x00", "x" * 201])
 def test_names_that_cannot_be_shown_are_refused(name):
     with pytest.raises(InvalidInputError, match="metrics"):
-        check_name(name)
+        check_name(name, "metrics")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -20,6 +17,7 @@ from . import decoding
 from .byte_budget import ByteBudget, Hold
 from .local_operations import LOCAL_OPERATIONS
 from .serving.table import SERVING
+from .threads import KeyThreads
 
 __all__ = ["Bodies", "Received", "read_body_limit"]
 
@@ -54,11 +52,11 @@ class Bodies:
         self._overall = {"max_body_bytes": max_body_bytes, "max_decoded_bytes": max_decoded_bytes}
         self._own_limits = body_limits
         self.budget = ByteBudget(max_inflight_bytes_per_key, max_inflight_bytes)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tinkex-decode")
+        #: Also for what is made of a body afterwards, such as the tokens of a text.
+        self.in_thread = KeyThreads(_THREADS, "tinkex-decode")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.in_thread.close()
 
     async def receive(self, row: Operation[object], request: Request, hold: Hold) -> Received:
         """Read the body of a request; refuse it as soon as it is known to exceed the limit."""
@@ -94,13 +92,6 @@ class Bodies:
         if size < OFF_LOOP_BYTES:
             return work(*arguments)
         return await self.in_thread(owner, work, *arguments)
-
-    async def in_thread(self, owner: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Run `work` in a thread when the earlier work of this key is done."""
-        turn = self._turns.setdefault(owner, asyncio.Lock())
-        async with turn:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, work, *arguments)
 
     async def _decompressed(
         self, row: Operation[object], media: str, body: bytes, encoding: str, hold: Hold

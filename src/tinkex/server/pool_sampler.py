@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import NotFoundError, TinkerError
 
 from .drift import checking_job
+from .file_threads import FileThreads
 from .kept_open import surplus
 from .members import Member, Members
 from .pool_trainer import PoolTrainer
@@ -74,6 +74,8 @@ class PoolSampler:
         self._trainer = trainer
         self._samplers: dict[str, _Adapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Of its own: a sample does not wait for copies of checkpoints.
+        self._files = FileThreads()
         #: Without engines that have left the pool.
         self._opened: WeakKeyDictionary[Member, OrderedDict[str, _Opened]] = WeakKeyDictionary()
 
@@ -89,7 +91,7 @@ class PoolSampler:
     ) -> EngineLease:
         name = f"base {base_model}"
         if directory is not None:
-            name = f"{await asyncio.to_thread(directories.content_name, directory)} {base_model}"
+            name = f"{await self._files(directories.content_name, directory)} {base_model}"
         adapter = _Adapter(name, base_model, directory)
         home = None if trained_as is None else self._trainer.home(trained_as)
         if home is None or not home.samples:
@@ -184,6 +186,7 @@ class PoolSampler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._files.close()
 
     async def _route(self, adapter: _Adapter, job: SampleJob, keys: list[bytes]) -> Member:
         """The engine on which a job costs least: by its load, and by what it has of adapter and prompt."""
@@ -237,9 +240,7 @@ class PoolSampler:
                         adapter.name, adapter.base_model, directory, trained_as=trained_as
                     )
                     if adapter.directory is not None:
-                        opened.size = await asyncio.to_thread(
-                            directories.stored_bytes, adapter.directory
-                        )
+                        opened.size = await self._files(directories.stored_bytes, adapter.directory)
             yield
         finally:
             opened.users -= 1
@@ -252,8 +253,7 @@ class PoolSampler:
         if opened.files is not None:
             return opened.files
         files = directory.with_name(f".{secrets.token_hex(8)}")
-        work = asyncio.to_thread(directories.link, directory, files)
-        linking = asyncio.ensure_future(work)
+        linking = asyncio.ensure_future(self._files(directories.link, directory, files))
         try:
             await asyncio.shield(linking)
         finally:  # if this is cancelled, the thread goes on, and its files must be known to be removed
@@ -268,7 +268,7 @@ class PoolSampler:
             await member.engine.close_sampler(name)
         finally:
             if opened.files is not None:
-                await asyncio.to_thread(shutil.rmtree, opened.files, ignore_errors=True)
+                await self._files.remove(opened.files)
 
     def _held(self, member: Member) -> OrderedDict[str, _Opened]:
         return self._opened.setdefault(member, OrderedDict())

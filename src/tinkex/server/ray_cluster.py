@@ -28,6 +28,8 @@ from tinkex.engine.process import encode_frame, read_frame
 from tinkex.engine.progress import EngineProgress
 from tinkex.errors import ConfigError
 
+from .threads import in_new_thread
+
 __all__ = ["BridgeProcess", "RayCluster", "RayOptions", "StartBridge"]
 
 logger = logging.getLogger("tinkex.server")
@@ -122,7 +124,7 @@ class RayCluster:
         bridge = self._start(self.options.address)
         setup = BridgeSetup(self.options.address, self._namespace, self.options.shared_dir)
         try:
-            answer = await asyncio.to_thread(_ask, bridge.control, encode_frame(setup), _CONNECTING)
+            answer = await in_new_thread(_ask, bridge.control, encode_frame(setup), _CONNECTING)
         except asyncio.CancelledError:
             bridge.kill()
             raise
@@ -138,7 +140,7 @@ class RayCluster:
             self._refused = time.monotonic() + _PAUSE, error
             bridge.kill()
             bridge.control.close()
-            await asyncio.to_thread(bridge.wait)
+            await in_new_thread(bridge.wait)
             raise error
         self.nodes = answer.nodes
         self._bridge = bridge
@@ -181,7 +183,7 @@ class RayCluster:
             if not answer:
                 bridge.control.sendall(data)
                 return None
-            found = await asyncio.to_thread(_ask, bridge.control, data, _ANSWERING)
+            found = await in_new_thread(_ask, bridge.control, data, _ANSWERING)
         except OSError:
             found = None
         if found is None:
@@ -225,7 +227,7 @@ class RayCluster:
         with contextlib.suppress(OSError):
             bridge.control.shutdown(socket.SHUT_RDWR)
         bridge.control.close()
-        await asyncio.to_thread(bridge.wait)
+        await in_new_thread(bridge.wait)
 
 
 def _ask(control: socket.socket, data: bytes, timeout: float) -> Any:

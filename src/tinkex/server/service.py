@@ -59,6 +59,7 @@ from .set_aside import SetAside
 from .signing import Signer
 from .snapshots import Snapshots
 from .store import Store
+from .threads import KeyThreads
 from .usage import UsageMeter
 
 __all__ = [
@@ -368,6 +369,8 @@ class Service:
             self.engine,
             quotas.losses,
         )
+        #: For what pages of the dashboard read.
+        self.reading = KeyThreads(2, "tinkex-reading")
         self.run_metrics = MetricStore(data / "metrics", quotas.metric_bytes)
         self.served_models = ServedModels(self)
         self.recorder = Recorder(self.run_metrics, self.promises.clock)
@@ -507,6 +510,7 @@ class Service:
         await self.run_metrics.stop()
         await self.grammar_trials.close()
         self.bodies.close()
+        self.reading.close()
         self.files.close()
         self.database.close()
         self.journal.close()

@@ -35,6 +35,7 @@ from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import ConfigError
 
 from .processes import activity, how_it_ended
+from .threads import in_new_thread
 from .watch import Watch
 
 __all__ = ["Launcher", "Worker"]
@@ -107,7 +108,7 @@ class Worker:
     async def start(self) -> Ready:
         """Start the engine and wait until its base models are in memory."""
         if self._prepare is not None:
-            await asyncio.to_thread(self._prepare)
+            await in_new_thread(self._prepare)
         try:
             return await self._start()
         except OSError as error:
@@ -167,7 +168,7 @@ class Worker:
         self.watch = Watch(self.watch.deadline)
         if self._process is not None and self._python is not None:
             self._memory = GroupMemory(self._process.pid)
-            await asyncio.to_thread(self._memory.look)
+            await in_new_thread(self._memory.look)
         self.died.clear()
         self._stuck_in = None
         self._reading = asyncio.create_task(self._read(reader))
@@ -179,7 +180,7 @@ class Worker:
         """Kill a process that does nothing while it should start. It may download a model: that is not nothing."""
         watch = Watch(self.watch.deadline)
         while self._process is not None:
-            done = await asyncio.to_thread(activity, self._process.pid)
+            done = await in_new_thread(activity, self._process.pid)
             if done is None:  # it has ended, or this system does not tell
                 return
             if watch.look((done, _STARTING), waiting=True, now=self._clock()):
@@ -234,16 +235,16 @@ class Worker:
             self._writer.close()
             self._writer = None
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await in_new_thread(self._thread.join)
             self._thread = None
         self.ending = how_it_ended(None)
         if self._process is not None:
             process = self._process
             try:
-                await asyncio.to_thread(process.wait, 10)
+                await in_new_thread(process.wait, 10)
             except subprocess.TimeoutExpired:
                 process.kill()
-                await asyncio.to_thread(process.wait)
+                await in_new_thread(process.wait)
             self.ending = how_it_ended(process.returncode)
             with contextlib.suppress(ProcessLookupError):  # processes that the engine has started
                 os.killpg(process.pid, signal.SIGKILL)

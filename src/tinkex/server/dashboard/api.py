@@ -7,11 +7,12 @@ deleting a run, for which the protocol has no operation.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
@@ -31,6 +32,8 @@ from ..decoding import checked_json
 from ..event_streams import EventStream
 from ..local_operations import PLAY_PROMPT
 from ..memory_use import engine_memory
+from ..serving.vocabulary import Vocabulary
+from ..threads import InTurn
 from .deletion import delete_run
 from .live import Live
 from .playground import PlaygroundRequest, play
@@ -119,6 +122,11 @@ class DashboardRequest:
         return self.dashboard.service
 
     @property
+    def in_turn(self) -> InTurn:
+        """Runs a read in a thread, after the earlier reads of this key."""
+        return self.service.reading.of(self.owner)
+
+    @property
     def run_id(self) -> str:
         return str(self.http.path_params["run_id"])
 
@@ -190,13 +198,13 @@ async def remove_run(asked: DashboardRequest) -> dict[str, Any]:
     return gone
 
 
-async def get_run_metrics(asked: DashboardRequest) -> dict[str, Any]:
+async def get_run_metrics(asked: DashboardRequest) -> Response:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.run_metrics.flush()
-    return await asyncio.to_thread(_plots, asked)
+    return await asked.in_turn(_plots, asked)
 
 
-def _plots(asked: DashboardRequest) -> dict[str, Any]:
+def _plots(asked: DashboardRequest) -> Response:
     plot: Plot = asked.query
     metrics = asked.service.run_metrics.run(asked.owner, asked.run_id)
     names = metrics.names if plot.names is None else plot.names.split("\n")
@@ -206,7 +214,7 @@ def _plots(asked: DashboardRequest) -> dict[str, Any]:
         if read is not None:
             buckets, points = read
             found[name] = _curve(buckets, plot.axis) | {"points": points}
-    return {"axis": plot.axis, "metrics": found, "names": metrics.names}
+    return _json({"axis": plot.axis, "metrics": found, "names": metrics.names})
 
 
 def _curve(buckets: Any, axis: Axis) -> dict[str, Any]:
@@ -234,35 +242,45 @@ async def list_sample_steps(asked: DashboardRequest) -> dict[str, Any]:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    return {"steps": await asyncio.to_thread(log.steps)}
+    return {"steps": await asked.in_turn(log.steps)}
 
 
-async def list_samples(asked: DashboardRequest) -> dict[str, Any]:
+async def list_samples(asked: DashboardRequest) -> Response:
     run = await asked.dashboard.views.owned(asked.owner, asked.run_id)
     await asked.service.captured.flush()
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    wanted: SamplesOf = asked.query
+    models = asked.service.served_models
+    vocabulary = models.known_vocabulary(run.base_model)
+    page = await asked.in_turn(_page, log, asked.query, vocabulary)
+    if page is None:  # only now: it may have to load the base model
+        with suppress(InvalidInputError, NotFoundError):  # the service no longer offers it
+            vocabulary = await models.vocabulary(run.base_model)
+        # Read again: pages that wait for their turn must not wait in memory.
+        page = await asked.in_turn(partial(_page, log, asked.query, vocabulary, bare=True))
+        assert page is not None
+    return page
+
+
+def _page(
+    log: SampleLog, wanted: SamplesOf, vocabulary: Vocabulary | None, *, bare: bool = False
+) -> Response | None:
+    """The answer; without a vocabulary None if there are tokens, unless these may be `bare` of texts."""
     step = wanted.step
     if step is None:
-        steps = await asyncio.to_thread(log.steps)
+        steps = log.steps()
         if not steps:
-            return {"step": None, "samples": [], "total": 0}
+            return _json({"step": None, "samples": [], "total": 0})
         step = steps[-1]["step"]
-    samples, total = await asyncio.to_thread(
-        log.at, step, wanted.order, wanted.offset, wanted.limit
-    )
-    await _add_texts(asked.service, run.base_model, samples)
-    return {"step": step, "samples": samples, "total": total}
+    samples, total = log.at(step, wanted.order, wanted.offset, wanted.limit)
+    if vocabulary is not None:
+        _add_texts(vocabulary, samples)
+    elif not bare and any(each.get("tokens") or each.get("prompt_tokens") for each in samples):
+        return None
+    return _json({"step": step, "samples": samples, "total": total})
 
 
-async def _add_texts(service: Service, base_model: str, samples: list[dict[str, Any]]) -> None:
+def _add_texts(vocabulary: Vocabulary, samples: list[dict[str, Any]]) -> None:
     """Look up the texts of tokens, and the whole text where the client gave only tokens."""
-    if not any(sample.get("tokens") or sample.get("prompt_tokens") for sample in samples):
-        return
-    try:
-        vocabulary = await service.served_models.vocabulary(base_model)
-    except (InvalidInputError, NotFoundError):  # the service no longer offers this base model
-        return
     for sample in samples:
         tokens = sample.get("tokens")
         if tokens:
@@ -282,7 +300,7 @@ async def get_sample(asked: DashboardRequest) -> Response:
     await asked.dashboard.views.owned(asked.owner, asked.run_id)
     number = asked.http.path_params["number"]
     log = asked.dashboard.samples(asked.owner, asked.run_id)
-    whole = await asyncio.to_thread(log.whole, number)
+    whole = await asked.in_turn(log.whole, number)
     headers = {
         "content-disposition": f'attachment; filename="sample-{number}.json"',
         "x-content-type-options": "nosniff",
@@ -321,7 +339,7 @@ async def get_service(asked: DashboardRequest) -> dict[str, Any]:
         waiting[mine] = waiting.get(mine, 0) + len(model.line)
     database = service.database
     sessions, runs, checkpoints = await database(database.store.counts)
-    disk = await asyncio.to_thread(shutil.disk_usage, service.settings.data_dir)
+    disk = await asked.in_turn(shutil.disk_usage, service.settings.data_dir)
     try:
         state, trouble = str(service.engine.check_health()), ""
     except APIStatusError as error:  # the page is wanted most when no engine can serve
@@ -465,7 +483,8 @@ CALLS: Final[tuple[LocalCall, ...]] = (
         "GET",
         "/local/runs/{run_id}/samples",
         "Read samples of a step; long ones are cut",
-        "`samples`, and the `total` of the step. A sample with `cut` has more than is shown.",
+        "`samples`, and the `total` of the step. A sample with `cut` has more than is shown. There are fewer than `limit` if "
+        "they are long.",
         list_samples,
         SamplesOf,
     ),

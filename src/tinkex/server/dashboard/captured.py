@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 from tinkex.errors import InvalidPathError
 from tinkex.types import ParsedCheckpointTinkerPath, SampledSequence, SampleRequest, SampleResponse
 
 from ..futures import Promise
-from .samples import SHOWN_TOKENS, SampleLog
+from .deletion import deleted_meanwhile
+from .samples import SHOWN_ALTERNATIVES, SHOWN_TOKENS, SampleLog
+from .store import RunMetrics
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -29,30 +32,33 @@ class Capture:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._kept: dict[
-            tuple[str, str], tuple[int, int]
-        ] = {}  # by owner and run: the step, and how many samples of it are kept
-        self._logged: set[str] = set()
+        #: Of opened runs: the step, and how many samples of it are kept.
+        self._kept: WeakKeyDictionary[RunMetrics, tuple[int, int]] = WeakKeyDictionary()
+        #: Opened runs whose clients log samples.
+        self._logged: WeakSet[RunMetrics] = WeakSet()
         self._writing: set[asyncio.Task[None]] = set()
 
-    def leave_to_client(self, run_id: str) -> None:
+    def leave_to_client(self, run: RunMetrics) -> None:
         """Capture no more samples of this run: its client logs them itself."""
-        self._logged.add(run_id)
+        self._logged.add(run)
 
     def finished(self, promise: Promise, value: Any) -> None:
         """Keep a result if it is one of the first of its step; cheap for all others."""
         if not isinstance(value, SampleResponse) or not isinstance(promise.request, SampleRequest):
             return
         run_id = self._run_of(promise)
-        if run_id is None or run_id in self._logged:
+        if run_id is None:
+            return
+        run = self._service.run_metrics.run(promise.owner, run_id)
+        if run in self._logged:
             return
         step = self._service.recorder.progress(promise.owner, run_id).steps
-        known_step, number = self._kept.get((promise.owner, run_id), (step, 0))
+        known_step, number = self._kept.get(run, (step, 0))
         room = KEPT - (number if known_step == step else 0)
         if room <= 0:
             return
         sequences = list(value.sequences)[:room]
-        self._kept[promise.owner, run_id] = step, KEPT - room + len(sequences)
+        self._kept[run] = step, KEPT - room + len(sequences)
         samples = list(_samples(promise.request, sequences, promise.request_id))
         task = asyncio.ensure_future(self._write(promise.owner, run_id, step, samples))
         self._writing.add(task)
@@ -89,6 +95,7 @@ class Capture:
         entries = [(float(step), now, sample) for sample in samples]
         if store.has_room(owner, sum(8 * len(sample["tokens"]) for sample in samples)):
             store.samples_stored(owner, run_id, await store.in_thread(log.append, entries))
+            await deleted_meanwhile(self._service, owner, run_id)
 
 
 def _samples(
@@ -104,5 +111,7 @@ def _samples(
             "group": request_id[:8] if len(sequences) > 1 else None,
         }
         if sequence.topk_logprobs:
-            sample["alternatives"] = [list(row or ()) for row in sequence.topk_logprobs]
+            sample["alternatives"] = [
+                list(row or ())[:SHOWN_ALTERNATIVES] for row in sequence.topk_logprobs
+            ]
         yield {name: value for name, value in sample.items() if value is not None}

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinkex._wire import json_codec
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.types import LogEntry, LogRequest, LogResponse
 
-from .samples import SampleLog
+from .deletion import deleted_meanwhile
+from .samples import MAX_ALTERNATIVES, SampleLog
 from .store import MAX_NAMES, MetricPoint, check_name
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         for entry in request.entries
         for name, value in entry.metrics.items()
     ]
-    names = {point.name for point in points}
-    for name in names:
-        check_name(name)
+    names: set[str] = set()
+    for number, entry in enumerate(request.entries):
+        for name in entry.metrics.keys() - names:
+            check_name(name, f"entries.{number}.metrics")
+        names |= entry.metrics.keys()
     known = set(store.run(owner, run_id).names)
     if len(names | known) > MAX_NAMES:
         raise InvalidInputError(
@@ -54,11 +57,13 @@ async def receive(service: Service, owner: str, run_id: str, request: LogRequest
         store.add(owner, run_id, points)
     samples = list(_samples(request.entries, now))
     if samples:
-        service.captured.leave_to_client(run_id)
+        service.captured.leave_to_client(store.run(owner, run_id))
         size = sum(len(str(sample.get("text") or "")) for _, _, sample in samples)
         store.check_room(owner, size)
         log = SampleLog(store.directory(owner, run_id))
         store.samples_stored(owner, run_id, await store.in_thread(log.append, samples))
+    if await deleted_meanwhile(service, owner, run_id):
+        raise NotFoundError(f"There is no training run {run_id!r:.200}.")
     return LogResponse(metrics=len(points), samples=len(samples))
 
 
@@ -73,6 +78,12 @@ def _samples(entries: list[LogEntry], now: float) -> Iterator[tuple[float, float
                 raise InvalidInputError(
                     "must have one number for each of tokens",
                     field=f"entries.{number}.samples.{place}.logprobs",
+                )
+            most = max(map(len, sample.alternatives or ()), default=0)
+            if most > MAX_ALTERNATIVES:
+                raise InvalidInputError(
+                    f"at most {MAX_ALTERNATIVES} of a token are kept, one has {most}",
+                    field=f"entries.{number}.samples.{place}.alternatives",
                 )
             fields = json_codec.parse(json_codec.encode(sample))
             yield entry.step, now if entry.time is None else entry.time, fields

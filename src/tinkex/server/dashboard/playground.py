@@ -64,7 +64,9 @@ async def _prompt(service: Service, model: ServedModel, asked: PlaygroundRequest
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidInputError("give either prompt or messages", field="prompt")
     if asked.prompt is not None:
-        tokens = await model.vocabulary.encode(asked.prompt, special=True, field="prompt")
+        tokens = await model.vocabulary.encode(
+            asked.prompt, model.in_turn, special=True, field="prompt"
+        )
     else:
         messages = [message.model_dump() for message in asked.messages or ()]
         template = service.served_models.template(model)

@@ -8,9 +8,10 @@ so a restart in the middle of a step loses nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from tinkex.types import (
 
 from ..futures import Promise
 from ..replay import changes_model
-from .store import MetricPoint, MetricStore
+from .store import MAX_NAMES, MetricPoint, MetricStore, RunMetrics
 
 __all__ = ["Recorder", "RunProgress"]
 
@@ -58,7 +59,20 @@ class RunProgress:
         for name in ("loss", "weight"):
             if known.get(name, 0.0) is None:
                 known[name] = math.nan
+        for joined in known.get("others", {}).values():
+            joined[:] = [math.nan if number is None else number for number in joined]
         return cls(**known)
+
+    def state(self) -> dict[str, Any]:
+        """A copy. Not `asdict`, which copies every value by itself: this is done for each pass, on the event loop."""
+        others = {name: joined.copy() for name, joined in self.others.items()}
+        return vars(self) | {"others": others, "config": self.config.copy()}
+
+    def configure(self, found: Mapping[str, Any]) -> None:
+        """Note settings; those beyond the number of metrics that a run may have are left out."""
+        for name, value in found.items():
+            if name in self.config or len(self.config) < MAX_NAMES:
+                self.config[name] = value
 
 
 class Recorder:
@@ -67,18 +81,16 @@ class Recorder:
     def __init__(self, store: MetricStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._progress: dict[tuple[str, str], RunProgress] = {}  # by owner and run
+        self._progress: WeakKeyDictionary[RunMetrics, RunProgress] = WeakKeyDictionary()
 
     def progress(self, owner: str, run_id: str) -> RunProgress:
-        found = self._progress.get((owner, run_id))
+        run = self._store.run(owner, run_id)
+        found = self._progress.get(run)
         if found is None:
             # Threads of open pages call this too; the first one creates the entry.
             read = RunProgress.of(self._store.state(owner, run_id))
-            found = self._progress.setdefault((owner, run_id), read)
+            found = self._progress.setdefault(run, read)
         return found
-
-    def forget(self, owner: str, run_id: str) -> None:
-        self._progress.pop((owner, run_id), None)
 
     def finished(self, promise: Promise, value: Any) -> None:
         """Record a result; called while the promise still has its request."""
@@ -106,7 +118,7 @@ class Recorder:
         if isinstance(promise.request, ForwardBackwardRequest):
             asked = promise.request.forward_backward_input
             weight = _weight(asked.data, tokens)
-            progress.config |= _pass_config(asked)
+            progress.configure(_pass_config(asked))
         progress.passes += 1
         progress.tokens += tokens
         progress.step_tokens += tokens
@@ -115,7 +127,7 @@ class Recorder:
         for name, number in list(value.metrics.items())[:_MAX_OTHERS]:
             if name not in _OWN:
                 self._other(progress, name, number, weight)
-        self._store.add(promise.owner, promise.scope, (), asdict(progress))
+        self._store.add(promise.owner, promise.scope, (), progress.state())
 
     def _other(self, progress: RunProgress, name: str, number: float, weight: float) -> None:
         """Combine a metric of several passes by the reduction at the end of its name."""
@@ -131,7 +143,7 @@ class Recorder:
             case _ if joined:
                 joined[0] = (joined[0] * joined[1] + number * weight) / ((joined[1] + weight) or 1)
                 joined[1] += weight
-            case _:
+            case _ if len(progress.others) < MAX_NAMES:  # more would not be written
                 progress.others[plain or name] = [number, weight]
 
     def _stepped(self, promise: Promise, value: OptimStepResponse) -> None:
@@ -149,7 +161,7 @@ class Recorder:
         values |= {name: joined[0] for name, joined in progress.others.items()}
         values |= value.metrics or {}
         if isinstance(promise.request, OptimStepRequest):
-            progress.config |= _optimizer_config(promise.request)
+            progress.configure(_optimizer_config(promise.request))
         points = [
             MetricPoint(name, progress.steps, progress.tokens, now, float(number))
             for name, number in values.items()
@@ -157,7 +169,7 @@ class Recorder:
         progress.loss, progress.weight, progress.step_tokens = 0.0, 0.0, 0
         progress.others = {}
         progress.stepped_at = now
-        self._store.add(promise.owner, promise.scope, points, asdict(progress))
+        self._store.add(promise.owner, promise.scope, points, progress.state())
 
 
 def _weight(data: Iterable[Datum], tokens: int) -> float:
@@ -167,7 +179,7 @@ def _weight(data: Iterable[Datum], tokens: int) -> float:
         weights = datum.loss_fn_inputs.get("weights")
         if weights is not None:
             found = True
-            total += float(np.abs(weights.to_numpy()).sum())
+            total += float(np.abs(weights.to_numpy()).sum(dtype=np.float64))  # float32 may overflow
     return total if found else float(tokens)
 
 

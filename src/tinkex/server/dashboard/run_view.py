@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from ..model import Model
 from ..tables import RunRow, SessionRow
 from .growth import json_number
 from .samples import SampleLog
+from .store import RunMetrics
 from .thinning import Records
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ class RunViews:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._sparks: dict[str, tuple[int, NDArray[Any]]] = {}  # and of how many points
+        #: Of opened runs, and of how many points.
+        self._sparks: WeakKeyDictionary[RunMetrics, tuple[int, NDArray[Any]]] = WeakKeyDictionary()
         self._facts: dict[str, _Facts] = {}  # of loaded runs that events described
         self._changes = 0  # of checkpoints
         service.checkpoints.on_change.append(self._checkpoint_changed)
@@ -111,12 +114,16 @@ class RunViews:
 
     async def _lines(self, facts: Sequence[_Facts], *, rough: bool = False) -> list[dict[str, Any]]:
         moments = [self._moment(each.row) for each in facts]
-        return await asyncio.to_thread(
-            lambda: [
+        if not facts:
+            return []
+
+        def lines() -> list[dict[str, Any]]:
+            return [
                 self._line(each, rough and moment["state"]["kind"] == "training") | moment
                 for each, moment in zip(facts, moments, strict=True)
             ]
-        )
+
+        return await self._service.reading(facts[0].row.owner, lines)  # all are of one owner
 
     def _line(self, facts: _Facts, rough: bool) -> dict[str, Any]:
         row, session = facts.row, facts.session
@@ -134,7 +141,7 @@ class RunViews:
             "steps": progress.steps,
             "tokens": progress.tokens,
             "loss": None if last is None else json_number(float(last["value"])),
-            "spark": self._spark(row, last, rough),
+            "spark": self._spark(metrics, last, rough),
             "checkpoints": facts.checkpoints,
             "bytes": facts.checkpoint_bytes + metrics.bytes + SampleLog(metrics.directory).size,
         }
@@ -149,14 +156,13 @@ class RunViews:
             "active_at": _seconds(asked_at or row.last_request_at),
         }
 
-    def _spark(self, row: RunRow, last: Records | None, rough: bool) -> NDArray[Any]:
+    def _spark(self, metrics: RunMetrics, last: Records | None, rough: bool) -> NDArray[Any]:
         """The curve of the loss, a few pixels high.
 
         A rough one, of a run that goes on, has its last step, but may lack those before that it has no pixel for.
         """
-        metrics = self._service.run_metrics.run(row.owner, row.run_id)
         count = metrics.count("loss")
-        known = self._sparks.get(row.run_id)
+        known = self._sparks.get(metrics)
         if known is not None:
             before, spark = known
             if before == count:
@@ -165,11 +171,10 @@ class RunViews:
                 return short(np.append(spark[:-1].astype(np.float64), last["value"]))
         found = metrics.read("loss", "step", None, None, _SPARK_WIDTH)
         spark = short(np.empty(0) if found is None else series(found[0], "step")["y"])
-        self._sparks[row.run_id] = count, spark
+        self._sparks[metrics] = count, spark
         return spark
 
     def forget(self, run_id: str) -> None:
-        self._sparks.pop(run_id, None)
         self._facts.pop(run_id, None)
 
     # -- one run -------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import orjson
@@ -37,8 +38,13 @@ _INDEX: Final = np.dtype(
 #: Characters of a text, and tokens, that a list of samples shows.
 SHOWN_CHARACTERS: Final = 4_000
 SHOWN_TOKENS: Final = 1_000
+#: Alternatives of a token that a list of samples shows, and that a report may have.
+SHOWN_ALTERNATIVES: Final = 10
+MAX_ALTERNATIVES: Final = 100
 #: Bytes of samples that one page reads, or a single longer sample.
 _READ_BYTES: Final = 32 << 20
+#: Tokens, logprobs and alternatives in one page: a token of two bytes takes a hundred in memory and in the answer.
+PAGE_ITEMS: Final = 200_000
 
 
 class SampleLog:
@@ -106,20 +112,31 @@ class SampleLog:
                 by_reward = np.argsort(ranked, kind="stable")
             places = places[by_reward]
         shown: list[dict[str, Any]] = []
-        left = _READ_BYTES
-        for place in places[offset : offset + limit]:
-            shown.append(self._short(int(place), index[place]))
-            left -= shown[-1]["bytes"]
-            if left < 0:  # a page of very long samples is short
-                break
+        bytes_left, items_left = _READ_BYTES, PAGE_ITEMS
+        try:
+            lines = self._lines.open("rb")
+        except FileNotFoundError:  # the run is being deleted
+            return [], 0
+        with lines:
+            for place in places[offset : offset + limit]:
+                sample = _short(lines, int(place), index[place])
+                shown.append(sample)
+                bytes_left -= sample["bytes"]
+                items_left -= _items(sample)
+                if bytes_left < 0 or items_left < 0:  # a page of very long samples is short
+                    break
         return shown, len(places)
 
     def whole(self, number: int) -> bytes:
         """One sample as JSON."""
         index = self._index()
-        if not 0 <= number < len(index):
+        found = b""
+        if 0 <= number < len(index):
+            with suppress(FileNotFoundError), self._lines.open("rb") as lines:
+                found = _read(lines, index[number])
+        if not found:
             raise NotFoundError(f"There is no sample {number} in this run.")
-        return self._read(index[number], int(index[number]["length"])).rstrip(b"\n")
+        return found.rstrip(b"\n")
 
     def _index(self) -> Records:
         try:
@@ -127,15 +144,22 @@ class SampleLog:
         except FileNotFoundError:
             return np.empty(0, _INDEX)
 
-    def _read(self, record: Any, size: int) -> bytes:
-        with self._lines.open("rb") as lines:
-            lines.seek(int(record["place"]))
-            return lines.read(size)
 
-    def _short(self, number: int, record: Any) -> dict[str, Any]:
-        length = int(record["length"])
-        sample: dict[str, Any] = orjson.loads(self._read(record, length))
-        return {"number": number, "bytes": length, **shortened(sample)}
+def _read(lines: BinaryIO, record: Any) -> bytes:
+    """The line of a sample; nothing if the file was cut short, as by a power cut."""
+    length = int(record["length"])
+    lines.seek(int(record["place"]))
+    found = lines.read(length)
+    return found if len(found) == length else b""
+
+
+def _short(lines: BinaryIO, number: int, record: Any) -> dict[str, Any]:
+    """A sample as a list shows it; one that cannot be read has no content."""
+    try:
+        sample = shortened(orjson.loads(_read(lines, record)))
+    except ValueError:
+        sample = {"cut": True}
+    return {"number": number, "bytes": int(record["length"]), **sample}
 
 
 def shortened(sample: dict[str, Any]) -> dict[str, Any]:
@@ -149,8 +173,17 @@ def shortened(sample: dict[str, Any]) -> dict[str, Any]:
         values = sample.get(name)
         if isinstance(values, list) and len(values) > SHOWN_TOKENS:
             sample[name], cut = values[:SHOWN_TOKENS], True
+    rows = sample.get("alternatives")
+    if isinstance(rows, list) and any(len(row) > SHOWN_ALTERNATIVES for row in rows):
+        sample["alternatives"], cut = [row[:SHOWN_ALTERNATIVES] for row in rows], True
     sample["cut"] = cut
     return sample
+
+
+def _items(sample: Mapping[str, Any]) -> int:
+    """What a shortened sample has of tokens and numbers."""
+    lists = [sample.get(name) or () for name in ("prompt_tokens", "tokens", "logprobs")]
+    return sum(map(len, [*lists, *(sample.get("alternatives") or ())]))
 
 
 def _size(file: Path) -> int:

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import orjson
@@ -39,6 +41,8 @@ T = TypeVar("T")
 
 #: Metrics of one run.
 MAX_NAMES: Final = 200
+#: Runs that stay open, those used last: a page lists as many. One with 200 metrics takes 120 KB.
+MAX_OPEN: Final = 1_000
 #: Most points of a run that wait to be written. If the disk is full or slow, newer points are dropped.
 _MAX_WAITING: Final = 100_000
 #: What reading files raises that are shorter than they were, as after damage, or when a deleted run begins anew.
@@ -65,7 +69,7 @@ class Written:
     before: Mapping[str, int]
 
 
-def check_name(name: str, field_name: str = "metrics") -> None:
+def check_name(name: str, field_name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidInputError(
             f"the name {name!r:.80} must be 1 to 200 characters without control characters",
@@ -164,10 +168,14 @@ class MetricStore:
         self._directory = directory
         self._quota = quota
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-metrics")
-        self._runs: dict[tuple[str, str], RunMetrics] = {}
+        #: All opened runs. One in use is found again, so that no run is open twice and each file has one writer.
+        self._runs: WeakValueDictionary[tuple[str, str], RunMetrics] = WeakValueDictionary()
+        #: Those used last, which stay open.
+        self._kept: OrderedDict[tuple[str, str], RunMetrics] = OrderedDict()
         #: Held while a run is opened or its directory is moved away, so that no files are opened that are being removed.
         self._opening = threading.Lock()
         self._next = _Batch()
+        self._current = _Batch()  # what is being written
         self._newest: _Batch | None = None  # of those with something in them
         self._writing: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
@@ -178,7 +186,7 @@ class MetricStore:
 
     async def restore(self) -> None:
         """Count what each owner has stored."""
-        for owner, size in (await asyncio.to_thread(_stored, self._directory)).items():
+        for owner, size in (await self.in_thread(_stored, self._directory)).items():
             self._quota.add(owner, size)
 
     async def stop(self) -> None:
@@ -190,21 +198,31 @@ class MetricStore:
         return self._directory / f"of-{owner}" / run_id.replace("/", "_")
 
     def run(self, owner: str, run_id: str) -> RunMetrics:
-        """The metrics of a run; opening those of a long run reads a few file sizes."""
+        """The metrics of a run; opening those of a long run reads a few file sizes.
+
+        What others know of an opened run they keep by this object, so that it goes when the run is closed.
+        """
         key = owner, run_id
-        found = self._runs.get(key)
-        if found is None:
-            with self._opening:
-                found = self._runs.get(key)
-                if found is None:
-                    found = self._runs[key] = RunMetrics(self.directory(owner, run_id))
+        found = self._kept.get(key)
+        if found is not None:
+            with suppress(KeyError):  # another thread has closed it meanwhile
+                self._kept.move_to_end(key)
+            return found
+        with self._opening:
+            found = self._runs.get(key)
+            if found is None:
+                found = self._runs[key] = RunMetrics(self.directory(owner, run_id))
+            self._kept[key] = found
+            while len(self._kept) > MAX_OPEN:
+                self._kept.popitem(last=False)
         return found
 
     def state(self, owner: str, run_id: str) -> dict[str, Any]:
         """The last state that was set for a run."""
-        waiting = self._next.runs.get(run_id)
-        if waiting is not None and waiting.state is not None:
-            return dict(waiting.state)
+        for batch in (self._next, self._current):
+            waiting = batch.runs.get(run_id)
+            if waiting is not None and waiting.state is not None:
+                return dict(waiting.state)
         found = _read_json(self.directory(owner, run_id) / "state.json", {})
         return found if isinstance(found, dict) else {}
 
@@ -246,6 +264,7 @@ class MetricStore:
         directory = self.directory(owner, run_id)
         deleted = directory.with_name(f"{_DELETED}{secrets.token_hex(8)}")
         with self._opening:
+            self._kept.pop((owner, run_id), None)
             open_run = self._runs.pop((owner, run_id), None)
             if open_run is not None:
                 open_run.deleted = True  # before its files are missing
@@ -276,11 +295,15 @@ class MetricStore:
 
     async def _write_all(self) -> None:
         while self._next.runs:
-            batch, self._next = self._next, _Batch()
+            self._current = batch = (
+                self._next
+            )  # in this order: other threads look in the next one first
+            self._next = _Batch()
             try:
                 for run_id, waiting in batch.runs.items():
                     await self._write_run(run_id, waiting)
             finally:
+                self._current = _Batch()
                 batch.written.set()
 
     async def _write_run(self, run_id: str, waiting: _Waiting) -> None:

@@ -63,8 +63,8 @@ async def chat_prompt(
         messages = explained(messages, offered)
     elif offered:
         more["tools"] = [tool.for_template() for tool in offered]
-    text = await template.render(messages, **more)
-    tokens = await model.vocabulary.encode(text, special=False, field="messages")
+    text = await template.render(messages, model.in_turn, **more)
+    tokens = await model.vocabulary.encode(text, model.in_turn, special=False, field="messages")
     return ChatPrompt(tokens, thinking_of(template.source, text))
 
 

@@ -163,7 +163,7 @@ async def completions(asked: Asked) -> dict[str, Any] | Stream:
 
 async def _prompt_tokens(model: ServedModel, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        return await model.vocabulary.encode(prompt, special=True, field="prompt")
+        return await model.vocabulary.encode(prompt, model.in_turn, special=True, field="prompt")
     if any(not 0 <= token < model.vocabulary.vocab_size for token in prompt):
         raise InvalidInputError(
             f"has a token outside the vocabulary of {model.vocabulary.vocab_size}", field="prompt"

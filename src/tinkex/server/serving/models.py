@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.server.checkpoints import check_samplable
+from tinkex.server.threads import InTurn
 from tinkex.types.paths import SCHEME
 
 from .templates import ChatTemplate
@@ -30,6 +31,8 @@ class ServedModel:
     base_model: str
     model_path: str | None
     vocabulary: Vocabulary
+    #: Runs what takes a while, such as reading a long text, in the turn of the key that asked.
+    in_turn: InTurn
 
 
 class ServedModels:
@@ -37,7 +40,7 @@ class ServedModels:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._vocabularies = Vocabularies()
+        self._vocabularies = Vocabularies(service.files)
         self._templates: dict[Vocabulary, ChatTemplate] = {}
 
     async def find(self, owner: str, name: str) -> ServedModel:
@@ -52,12 +55,21 @@ class ServedModels:
                 "nor an alias, nor the path of a checkpoint."
             ) from error
         vocabulary = await self._vocabularies.of(prepared)
-        return ServedModel(name, base_model, path, vocabulary)
+        return ServedModel(
+            name, base_model, path, vocabulary, self._service.bodies.in_thread.of(owner)
+        )
 
     async def vocabulary(self, base_model: str) -> Vocabulary:
         """The tokens of a base model."""
         prepared = await self._service.engine.catalog.model(base_model, "base_model")
         return await self._vocabularies.of(prepared)
+
+    def known_vocabulary(self, base_model: str) -> Vocabulary | None:
+        """The same, if it is in memory."""
+        for prepared in self._service.engine.catalog.models:
+            if prepared.name == base_model:
+                return self._vocabularies.known(prepared)
+        return None
 
     def template(self, model: ServedModel) -> ChatTemplate:
         """The chat template of a model, compiled once."""

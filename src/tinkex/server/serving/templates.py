@@ -6,9 +6,8 @@ loop controls, `tojson`, `raise_exception`, `strftime_now` and the tag `generati
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Final
@@ -19,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.threads import InTurn
 
 from .vocabulary import Vocabulary
 
@@ -67,11 +67,14 @@ class ChatTemplate:
     def _compiled(self) -> Any:
         return _environment().from_string(self.source)
 
-    async def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    async def render(
+        self, messages: Sequence[Message], in_turn: InTurn, /, **variables: Any
+    ) -> str:
         """The prompt of a conversation, up to the beginning of the next answer."""
         size = sum(len(str(message.get("content"))) for message in messages)
-        run: Callable[[], str] = lambda: self._render(messages, variables)  # noqa: E731
-        return run() if size < _OFF_LOOP else await asyncio.to_thread(run)
+        if size < _OFF_LOOP:
+            return self._render(messages, variables)
+        return await in_turn(self._render, messages, variables)
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         given = {**self._names, "add_generation_prompt": True, **variables}

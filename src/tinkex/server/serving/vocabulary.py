@@ -17,6 +17,8 @@ from typing import Any, Final, Protocol
 
 from tinkex.engine.base_models import PreparedModel
 from tinkex.errors import InvalidInputError
+from tinkex.server.file_threads import FileThreads
+from tinkex.server.threads import InTurn
 
 __all__ = ["TextDecoder", "Vocabularies", "Vocabulary"]
 
@@ -47,7 +49,7 @@ class Vocabulary:
 
     # -- text to tokens ----------------------------------------------------------------------
 
-    async def encode(self, text: str, *, special: bool, field: str) -> list[int]:
+    async def encode(self, text: str, in_turn: InTurn, *, special: bool, field: str) -> list[int]:
         """The tokens of a text; `special` adds those that the model's tokenizer puts around it."""
         if len(text) < _OFF_LOOP:
             return self._encode(text, special)
@@ -58,7 +60,7 @@ class Vocabulary:
                 f"{most} at most",
                 field=field,
             )
-        return await asyncio.to_thread(self._encode, text, special)
+        return await in_turn(self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -196,9 +198,13 @@ class TextDecoder:
 class Vocabularies:
     """The vocabularies of all base models, each loaded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: FileThreads) -> None:
+        self._files = files
         self._loaded: dict[Path, Vocabulary] = {}
         self._loading = asyncio.Lock()
+
+    def known(self, model: PreparedModel) -> Vocabulary | None:
+        return self._loaded.get(model.directory)
 
     async def of(self, model: PreparedModel) -> Vocabulary:
         found = self._loaded.get(model.directory)
@@ -206,7 +212,7 @@ class Vocabularies:
             async with self._loading:
                 found = self._loaded.get(model.directory)
                 if found is None:
-                    found = await asyncio.to_thread(Vocabulary, model)
+                    found = await self._files(Vocabulary, model)
                     self._loaded[model.directory] = found
         return found
 

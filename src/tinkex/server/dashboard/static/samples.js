@@ -46,9 +46,9 @@ export function Samples({ id }) {
     ${groups.map(([group, samples]) => html`<section class="group" key=${group}>
       ${grouped && html`<h2>${group || "Without a group"} <span class="soft">${samples.length} samples, mean reward ${value(mean(samples))}</span></h2>`}
       <div class=${grouped ? "side" : ""}>${samples.map((sample) => html`<${Sample} key=${sample.number} id=${id} sample=${sample} coloured=${coloured} />`)}</div></section>`)}
-    ${found && found.total > PAGE && html`<p class="actions"><button disabled=${offset === 0} onClick=${() => setOffset(offset - PAGE)}>Before</button>
-      <span class="soft">${offset + 1} to ${Math.min(found.total, offset + PAGE)} of ${found.total}</span>
-      <button disabled=${offset + PAGE >= found.total} onClick=${() => setOffset(offset + PAGE)}>After</button></p>`}`;
+    ${found && (offset > 0 || found.total > found.samples.length) && html`<p class="actions"><button disabled=${offset === 0} onClick=${() => setOffset(Math.max(0, offset - PAGE))}>Before</button>
+      <span class="soft">${offset + 1} to ${offset + found.samples.length} of ${found.total}</span>
+      <button disabled=${offset + found.samples.length >= found.total} onClick=${() => setOffset(offset + found.samples.length)}>After</button></p>`}`;
 }
 
 const mean = (samples) => {
