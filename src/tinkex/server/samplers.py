@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -446,11 +446,39 @@ class Samplers:
 
         `on_token` is called for every token. Stop strings of the request are in addition to `end_tokens`.
         """
-        sampler = await self._sampler_of(owner, request)
+        listeners = None if on_token is None else [on_token]
+        (drawing,) = await self.draw_all(owner, [request], listeners, end_tokens)
+        return drawing
+
+    async def draw_all(
+        self,
+        owner: str,
+        requests: Sequence[SampleRequest],
+        listeners: Sequence[OnToken] | None = None,
+        end_tokens: tuple[int, ...] | None = None,
+    ) -> list[asyncio.Task[SampledResult]]:
+        """Start requests to one sampler whose results make one answer, or refuse all of them.
+
+        As `draw`, with a listener for each request.
+        """
+        sampler = await self._sampler_of(owner, requests[0])
         self._promises.check_room(owner)
-        job = replace(self._job(sampler, request), stream=on_token is not None)
+        jobs = [
+            replace(self._job(sampler, request), stream=listeners is not None)
+            for request in requests
+        ]
         if end_tokens is not None:
-            job = replace(job, stop_tokens=end_tokens)
+            jobs = [replace(job, stop_tokens=end_tokens) for job in jobs]
+        context_length = self._engine.catalog.context_length(sampler.row.base_model)
+        self._limits.check_together(jobs, context_length)
+        return [
+            self._begin(sampler, job, None if listeners is None else listeners[place])
+            for place, job in enumerate(jobs)
+        ]
+
+    def _begin(
+        self, sampler: _Sampler, job: SampleJob, on_token: OnToken | None
+    ) -> asyncio.Task[SampledResult]:
         drawing = asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
         self._tasks.add(drawing)
         drawing.add_done_callback(self._tasks.discard)

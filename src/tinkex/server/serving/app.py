@@ -116,7 +116,8 @@ class _Endpoint:
         )
         result = await _while_connected(request, ENDPOINTS[self._row.name](asked))
         if not isinstance(result, Stream):
-            return Response(orjson.dumps(result), media_type="application/json")
+            written = result if isinstance(result, bytes) else orjson.dumps(result)
+            return Response(written, media_type="application/json")
         # The first event is awaited here, so that a request refused by the engine gets its status.
         first = await _while_connected(request, anext(result.events))
         return EventStream(_events(first, result.events, dialect))
