@@ -151,7 +151,7 @@ def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tm
 async def drawing(made: Any, client: httpx.AsyncClient, sampler: str):
     """A sample and a stream that wait for an engine that is down."""
     made.engine._alive.clear()
-    stream = await made.samplers.stream(OWNER, request_of(sampler))
+    stream, _ = await made.samplers.stream(OWNER, request_of(sampler))
     streaming = asyncio.ensure_future(anext(stream))
     yield await sent(client, sampler), streaming
     made.engine._alive.set()
@@ -210,7 +210,8 @@ class Dying:
 
 
 async def streamed(made: Service, sampler: str, into: list[int]) -> None:
-    async for chunk in await made.samplers.stream(OWNER, request_of(sampler)):
+    chunks, _ = await made.samplers.stream(OWNER, request_of(sampler))
+    async for chunk in chunks:
         into += [] if chunk.token_id is None else [chunk.token_id]
 
 

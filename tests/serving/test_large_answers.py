@@ -1,14 +1,19 @@
-"""Large answers: limits over all prompts of a request, and where the answers are written."""
+"""Large answers: limits over all prompts of a request, requests without a result, and where the answers are written."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
+from tinkex.server.quotas import KeyLimits
+from tinkex.server.service import Service
+
 from ..server.test_storage import housed
-from .test_openai import TEXT, TINY
+from .test_openai import CHAT, HI, TEXT, TINY
 
 LONG = {"prompt": ["x"] * 64, "max_tokens": 2000, "logprobs": 100}
 ECHOED = {"prompt": ["x" * 2000] * 64, "max_tokens": 0, "logprobs": 100, "echo": True}
@@ -57,3 +62,113 @@ def test_large_answers_are_written_in_a_thread(tmp_path, asked, in_thread):
             assert (threads.count > 0) == in_thread
 
     asyncio.run(scenario())
+
+
+# -- requests without a result ------------------------------------------------------------------
+
+PATHS = {
+    TEXT: {"prompt": ["x", "y"], "n": 2},
+    CHAT: {"messages": HI},
+    "/v1/messages": {"messages": HI},
+}
+OWNER = "local"
+
+
+def posted(client: httpx.AsyncClient, path: str, **body: object) -> asyncio.Task[httpx.Response]:
+    body = {"model": TINY, "max_tokens": 2, **body}
+    return asyncio.ensure_future(client.post(f"http://localhost{path}", json=body))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
+
+
+def with_pending(tmp_path, pending: int, check: Callable[..., Awaitable[None]]) -> None:
+    """Run `check` with a service whose engine is down: nothing that is drawn ends."""
+
+    async def scenario() -> None:
+        async with housed(tmp_path, limits=KeyLimits(pending=pending)) as (made, client):
+            made.engine._alive.clear()
+            await check(made, client)
+
+    asyncio.run(scenario())
+
+
+def used(made: Service) -> int:
+    return made.promises.pending(OWNER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_draws_count_as_requests_without_a_result_until_they_are_done(tmp_path, path, stream):
+    async def check(made: Service, client: httpx.AsyncClient) -> None:
+        body = PATHS[path]
+        draws = len(body.get("prompt", ("one",)))
+        waiting = posted(client, path, stream=stream, **body)
+        await until(lambda: used(made) == draws)
+        refused = await posted(client, path, stream=stream, **body)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after-ms"]) > 0
+        assert "--limit pending=" in refused.text
+        assert used(made) == draws  # refused as a whole
+        made.engine._alive.set()
+        assert (await waiting).status_code == 200
+        assert used(made) == 0
+        assert (await posted(client, path, stream=stream, **body)).status_code == 200
+
+    with_pending(tmp_path, 3 if path == TEXT else 1, check)
+
+
+SAMPLE = {
+    "base_model": TINY,
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+    "sampling_params": {"max_tokens": 2},
+}
+PLAY = {"model": TINY, "prompt": "x", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/api/v1/stream_sample", SAMPLE), ("/local/playground", PLAY)]
+)
+def test_streams_count_as_requests_without_a_result(tmp_path, path, body):
+    async def check(made: Service, client: httpx.AsyncClient) -> None:
+        url = f"http://localhost{path}"
+        waiting = asyncio.ensure_future(client.post(url, json=body))
+        await until(lambda: used(made) == 1)
+        assert (await client.post(url, json=body)).status_code == 429
+        waiting.cancel()
+        await until(lambda: used(made) == 0)
+
+    with_pending(tmp_path, 1, check)
+
+
+def test_cancelled_draws_are_no_longer_counted(tmp_path):
+    async def check(made: Service, client: httpx.AsyncClient) -> None:
+        waiting = posted(client, TEXT, **PATHS[TEXT])
+        await until(lambda: used(made) == 2)
+        waiting.cancel()
+        await until(lambda: used(made) == 0)
+
+    with_pending(tmp_path, 2, check)
+
+
+def test_failed_draws_are_no_longer_counted(tmp_path):
+    async def check(made: Service, client: httpx.AsyncClient) -> None:
+        made.engine._alive.set()
+        failed = await posted(client, TEXT, prompt=["x", "y"], min_p=0.5)  # not in the fake engine
+        assert failed.status_code == 400
+        assert used(made) == 0
+
+    with_pending(tmp_path, 2, check)
+
+
+def test_more_prompts_than_a_key_may_have_in_all_are_not_retried(tmp_path):
+    async def check(made: Service, client: httpx.AsyncClient) -> None:
+        refused = await posted(client, TEXT, prompt=["x"] * 3)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt"
+        assert "--limit pending=" in refused.text
+        assert used(made) == 0
+
+    with_pending(tmp_path, 2, check)

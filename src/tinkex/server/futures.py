@@ -21,7 +21,7 @@ from typing import Any, Final
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import GoneError, InternalServerError, NotFoundError
+from tinkex.errors import GoneError, InternalServerError, InvalidInputError, NotFoundError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
 from .damage import Lost
@@ -234,6 +234,24 @@ class Promises:
     def check_room(self, owner: str) -> None:
         """Refuse a request if its owner has too many without a result."""
         self._quotas.pending.check(owner)
+
+    def take_room(self, owner: str, count: int) -> None:
+        """Count requests that get their results without a promise, or refuse them as a whole.
+
+        Each has to call `give_room_back` when it is done.
+        """
+        pending = self._quotas.pending
+        if count > pending.limit:
+            raise InvalidInputError(
+                f"asks for {count:,} answers at once; this key may have {pending.limit:,} requests without a result. "
+                "Send several requests with fewer prompts, or let the operator raise the limit with "
+                "`tinkex serve --limit pending=...`",
+                field="prompt",
+            )
+        pending.take(owner, count)
+
+    def give_room_back(self, owner: str) -> None:
+        self._quotas.pending.release(owner)
 
     def _check_kept(self, owner: str, row: Operation[object], size: int) -> None:
         """Refuse a request if the results or the journal records of its owner are at their limit."""

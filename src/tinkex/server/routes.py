@@ -512,8 +512,8 @@ async def asample(call: Call) -> types.UntypedAPIFuture:
 
 @_handles
 async def stream_sample(call: Call) -> Response:
-    chunks = await call.service.samplers.stream(call.owner, call.request)
-    return EventStream(_events(chunks))
+    chunks, stop = await call.service.samplers.stream(call.owner, call.request)
+    return EventStream(_events(chunks), on_end=stop)
 
 
 async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterator[bytes]:

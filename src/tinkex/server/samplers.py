@@ -428,12 +428,14 @@ class Samplers:
             return
         self._start(promise, sampler, job, request)
 
-    async def stream(self, owner: str, request: SampleRequest) -> AsyncIterator[SampleStreamChunk]:
-        """Stream tokens as they are sampled; an invalid request is refused before the first one."""
-        sampler = await self._sampler_of(owner, request)
-        self._promises.check_room(owner)
-        job = self._job(sampler, request)
-        return self._stream(sampler, job)
+    async def stream(
+        self, owner: str, request: SampleRequest
+    ) -> tuple[AsyncIterator[SampleStreamChunk], Callable[[], object]]:
+        """The tokens as they are sampled, and what ends that early; an invalid request is refused before the first."""
+        queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
+        drawing = await self.draw(owner, request, queue.put_nowait)
+        drawing.add_done_callback(lambda _: queue.put_nowait(None))
+        return _chunks(drawing, queue), drawing.cancel
 
     async def draw(
         self,
@@ -462,7 +464,6 @@ class Samplers:
         As `draw`, with a listener for each request.
         """
         sampler = await self._sampler_of(owner, requests[0])
-        self._promises.check_room(owner)
         jobs = [
             replace(self._job(sampler, request), stream=listeners is not None)
             for request in requests
@@ -471,6 +472,7 @@ class Samplers:
             jobs = [replace(job, stop_tokens=end_tokens) for job in jobs]
         context_length = self._engine.catalog.context_length(sampler.row.base_model)
         self._limits.check_together(jobs, context_length)
+        self._promises.take_room(owner, len(jobs))
         return [
             self._begin(sampler, job, None if listeners is None else listeners[place])
             for place, job in enumerate(jobs)
@@ -479,31 +481,16 @@ class Samplers:
     def _begin(
         self, sampler: _Sampler, job: SampleJob, on_token: OnToken | None
     ) -> asyncio.Task[SampledResult]:
+        """Start a request that is counted as pending until it is done."""
+
+        def ended(drawing: asyncio.Task[SampledResult]) -> None:
+            self._tasks.discard(drawing)
+            self._promises.give_room_back(sampler.row.owner)
+
         drawing = asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
         self._tasks.add(drawing)
-        drawing.add_done_callback(self._tasks.discard)
+        drawing.add_done_callback(ended)
         return drawing
-
-    async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:
-        queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
-        sampling = asyncio.ensure_future(
-            self._drawn(sampler, replace(job, stream=True), on_token=queue.put_nowait)
-        )
-        sampling.add_done_callback(lambda _: queue.put_nowait(None))
-        try:
-            while (token := await queue.get()) is not None:
-                yield SampleStreamChunk(
-                    token_id=token.token, logprob=token.logprob, index=token.index
-                )
-            result = await sampling
-            for index, reason in enumerate(result.stop_reasons):
-                yield SampleStreamChunk(
-                    index=index, finish_reason=reason, total_tokens=len(result.tokens[index])
-                )
-        finally:
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await sampling
 
     async def _sampler_of(self, owner: str, request: SampleRequest) -> _Sampler:
         if request.sampling_session_id is not None:
@@ -678,6 +665,23 @@ class Samplers:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _chunks(
+    drawing: asyncio.Task[SampledResult], queue: asyncio.Queue[StreamedToken | None]
+) -> AsyncIterator[SampleStreamChunk]:
+    try:
+        while (token := await queue.get()) is not None:
+            yield SampleStreamChunk(token_id=token.token, logprob=token.logprob, index=token.index)
+        result = await drawing
+        for index, reason in enumerate(result.stop_reasons):
+            yield SampleStreamChunk(
+                index=index, finish_reason=reason, total_tokens=len(result.tokens[index])
+            )
+    finally:
+        drawing.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await drawing
 
 
 def _feed(promise: Promise) -> tuple[str, int]:
