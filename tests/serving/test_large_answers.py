@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tinkex.server.quotas import KeyLimits
 from tinkex.server.service import Service
 
+from ..server.test_serve import PATIENCE
 from ..server.test_storage import housed
 from .test_openai import CHAT, HI, TEXT, TINY
 
@@ -66,7 +68,7 @@ def test_large_answers_are_written_in_a_thread(tmp_path, asked, in_thread):
 
 # -- requests without a result ------------------------------------------------------------------
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": ["x", "y"], "n": 2},
     CHAT: {"messages": HI},
     "/v1/messages": {"messages": HI},
@@ -80,8 +82,9 @@ def posted(client: httpx.AsyncClient, path: str, **body: object) -> asyncio.Task
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE):
+        while not holds():  # noqa: ASYNC110 - a count is no event
+            await asyncio.sleep(0)
 
 
 def with_pending(tmp_path, pending: int, check: Callable[..., Awaitable[None]]) -> None:
@@ -102,7 +105,7 @@ def used(made: Service) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 def test_draws_count_as_requests_without_a_result_until_they_are_done(tmp_path, path, stream):
-    async def check(made: Service, client: httpx.AsyncClient) -> None:
+    async def check(made: Any, client: httpx.AsyncClient) -> None:
         body = PATHS[path]
         draws = len(body.get("prompt", ("one",)))
         waiting = posted(client, path, stream=stream, **body)
@@ -132,7 +135,7 @@ PLAY = {"model": TINY, "prompt": "x", "max_tokens": 2}
     ("path", "body"), [("/api/v1/stream_sample", SAMPLE), ("/local/playground", PLAY)]
 )
 def test_streams_count_as_requests_without_a_result(tmp_path, path, body):
-    async def check(made: Service, client: httpx.AsyncClient) -> None:
+    async def check(made: Any, client: httpx.AsyncClient) -> None:
         url = f"http://localhost{path}"
         waiting = asyncio.ensure_future(client.post(url, json=body))
         await until(lambda: used(made) == 1)
@@ -144,7 +147,7 @@ def test_streams_count_as_requests_without_a_result(tmp_path, path, body):
 
 
 def test_cancelled_draws_are_no_longer_counted(tmp_path):
-    async def check(made: Service, client: httpx.AsyncClient) -> None:
+    async def check(made: Any, client: httpx.AsyncClient) -> None:
         waiting = posted(client, TEXT, **PATHS[TEXT])
         await until(lambda: used(made) == 2)
         waiting.cancel()
@@ -154,7 +157,7 @@ def test_cancelled_draws_are_no_longer_counted(tmp_path):
 
 
 def test_failed_draws_are_no_longer_counted(tmp_path):
-    async def check(made: Service, client: httpx.AsyncClient) -> None:
+    async def check(made: Any, client: httpx.AsyncClient) -> None:
         made.engine._alive.set()
         failed = await posted(client, TEXT, prompt=["x", "y"], min_p=0.5)  # not in the fake engine
         assert failed.status_code == 400
@@ -164,7 +167,7 @@ def test_failed_draws_are_no_longer_counted(tmp_path):
 
 
 def test_more_prompts_than_a_key_may_have_in_all_are_not_retried(tmp_path):
-    async def check(made: Service, client: httpx.AsyncClient) -> None:
+    async def check(made: Any, client: httpx.AsyncClient) -> None:
         refused = await posted(client, TEXT, prompt=["x"] * 3)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "prompt"
