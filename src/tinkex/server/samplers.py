@@ -45,7 +45,7 @@ from tinkex.types import (
 from .checkpoints import Checkpoints, check_samplable, tinker_path
 from .database import Database
 from .file_threads import FileThreads
-from .futures import Feed, Promise, Promises
+from .futures import Client, Feed, Promise, Promises
 from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, sample_job
 from .kept_open import KEPT_BYTES, KEPT_OPEN, surplus
@@ -62,12 +62,8 @@ UNNAMED_LIMIT: Final = 100
 PASSING_LIMIT: Final = 32
 #: Feeds kept per owner, one for each client of a sampler; an evicted feed is rebuilt from the promises.
 FEED_LIMIT: Final = 1000
-#: Client number n of a sampler numbers its requests from n times this stride.
-CLONE_STRIDE: Final = 1_000_000_000
 #: Seconds for which an incomplete directory may be unchanged while it is still written; a save takes less.
 _WRITING: Final = 3600.0
-
-_FeedKey = tuple[str, int]  # sampler id and client number
 
 
 @dataclass(eq=False)
@@ -137,7 +133,7 @@ class Samplers:
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
         self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
         self._passing: dict[str, _Passing] = {}
-        self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
+        self._feeds: dict[str, OrderedDict[Client, Feed]] = {}  # by owner
         self._tasks: set[asyncio.Task[object]] = set()
         promises.on_finish.append(self._put_in_feed)
 
@@ -640,9 +636,7 @@ class Samplers:
         if key not in feeds:
             # Cursors start at the clock, so that they continue to grow across a restart.
             feeds[key] = Feed(cursor=time.time_ns() // 1000)
-            done = [
-                promise for promise in self._promises if promise.result and _feed(promise) == key
-            ]
+            done = [promise for promise in self._promises.of_client(key) if promise.done]
             for promise in sorted(done, key=lambda promise: promise.finished_at):
                 feeds[key].put(promise)
             if len(feeds) > FEED_LIMIT:
@@ -658,7 +652,7 @@ class Samplers:
 
     def _put_in_feed(self, promise: Promise) -> None:
         feeds = self._feeds.get(promise.owner)
-        if feeds is not None and (feed := feeds.get(_feed(promise))) is not None:
+        if feeds is not None and (feed := feeds.get(promise.client)) is not None:
             feed.put(promise)
 
     async def stop(self) -> None:
@@ -682,11 +676,6 @@ async def _chunks(
         drawing.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await drawing
-
-
-def _feed(promise: Promise) -> tuple[str, int]:
-    """The feed of a request: its sampler, and the number of the client that sent it."""
-    return promise.scope, -1 if promise.seq_id is None else promise.seq_id // CLONE_STRIDE
 
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:
