@@ -253,24 +253,22 @@ class Promises:
         self._write_results()
         await self._journal.flushed()
 
-    def check_room(self, owner: str) -> None:
-        """Refuse a request if its owner has too many without a result."""
-        self._quotas.pending.check(owner)
-
-    def take_room(self, owner: str, count: int) -> None:
-        """Count requests that get their results without a promise, or refuse them as a whole.
-
-        Each has to call `give_room_back` when it is done.
-        """
+    def check_room(self, owner: str, count: int = 1) -> None:
+        """Refuse requests as a whole if their owner has too many without a result."""
         pending = self._quotas.pending
-        if count > pending.limit:
+        if count > 1 and count > pending.limit:  # waiting does not help
             raise InvalidInputError(
                 f"asks for {count:,} answers at once; this key may have {pending.limit:,} requests without a result. "
                 "Send several requests with fewer prompts, or let the operator raise the limit with "
                 "`tinkex serve --limit pending=...`",
                 field="prompt",
             )
-        pending.take(owner, count)
+        pending.check(owner, count)
+
+    def take_room(self, owner: str, count: int) -> None:
+        """Count requests that get their results without a promise; each calls `give_room_back` when it is done."""
+        self.check_room(owner, count)
+        self._quotas.pending.add(owner, count)
 
     def give_room_back(self, owner: str) -> None:
         self._quotas.pending.release(owner)

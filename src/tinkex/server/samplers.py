@@ -448,6 +448,10 @@ class Samplers:
         (drawing,) = await self.draw_all(owner, [request], listeners, end_tokens)
         return drawing
 
+    def check_draws(self, owner: str, count: int) -> None:
+        """Refuse as many draws as a request wants, before they are made."""
+        self._promises.check_room(owner, count)
+
     async def draw_all(
         self,
         owner: str,

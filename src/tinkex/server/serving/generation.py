@@ -281,6 +281,7 @@ async def _begun(
     listeners: Sequence[OnToken] | None = None,
 ) -> list[asyncio.Task[SampledResult]]:
     """Start drawing for every prompt."""
+    samplers.check_draws(owner, len(generation.prompts))
     generation.check_room()
     requests = [generation.request(prompt) for prompt in generation.prompts]
     stops = generation.model.vocabulary.stop_tokens
