@@ -59,3 +59,16 @@ def test_released_bytes_are_no_longer_counted():
         hold.release()
     assert budget.held == 0
     assert not budget._held_of
+
+
+def test_a_size_that_is_known_later_replaces_the_reserved_one_without_a_check():
+    budget = ByteBudget(per_key=100, total=1000)
+    first, second = budget.hold("ann"), budget.hold("ann")
+    first.take(60)
+    second.take(40)
+    second.settle(10)
+    assert budget.held == 70
+    second.settle(50)
+    assert budget.held == 110
+    second.release()
+    assert budget.held == 60

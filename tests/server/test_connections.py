@@ -13,9 +13,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
 from tinkex.server.auth import Keys
-from tinkex.server.connections import MAX_PIPELINED, affordable_connections
+from tinkex.server.connections import (
+    MAX_PIPELINED,
+    MIN_TAKEN_BYTES,
+    BoundedProtocol,
+    ConnectionLimits,
+    Phase,
+    affordable_connections,
+)
 from tinkex.server.serve import _serve
 from tinkex.server.service import Settings
 from tinkex.testing import service
@@ -281,6 +290,80 @@ def test_a_peer_that_does_not_read_its_response_is_disconnected(tmp_path):
                 assert 0 < answer.count(b"HTTP/1.1 200 OK") < MAX_PIPELINED
 
     on_skipping_loop(scenario)
+
+
+@pytest.mark.parametrize(("taken", "whole"), [(2_000, False), (100_000, True)])
+def test_a_peer_that_reads_a_large_answer_too_slowly_is_disconnected(tmp_path, taken, whole):
+    async def scenario(loop: SkippingLoop) -> None:
+        async with serving(tmp_path) as connect:
+            probe = await connect()
+            assert await is_open(probe)
+            port = probe.writer.get_extra_info("peername")[1]
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.setblocking(False)
+                await loop.sock_connect(slow, ("127.0.0.1", port))
+                docs = b"GET /docs HTTP/1.1\r\nhost: localhost\r\n"
+                asked = (docs + b"\r\n") * (MAX_PIPELINED - 1) + docs + b"connection: close\r\n\r\n"
+                await loop.sock_sendall(slow, asked)
+                answer = b""
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(
+                        25
+                    ):  # one server tick each; deadlines are checked every ten ticks
+                        loop.skipped += 10.0
+                        assert await is_open(probe)
+                        answer += await at_most(slow, taken)
+                answer += await drained(slow)
+                assert (answer.count(b"HTTP/1.1 200 OK") == MAX_PIPELINED) == whole
+
+    on_skipping_loop(scenario)
+
+
+async def at_most(peer: socket.socket, size: int) -> bytes:
+    loop, answer = asyncio.get_running_loop(), b""
+    while len(answer) < size and (part := await loop.sock_recv(peer, size - len(answer))):
+        answer += part
+    return answer
+
+
+class SmallBuffers(asyncio.Transport):
+    """A transport whose peer takes what a test says: no kernel takes the bytes in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsent, self.aborted = 0, False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.unsent += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(("taken", "ended"), [(500, True), (MIN_TAKEN_BYTES // 50, False)])
+def test_a_peer_must_take_enough_of_an_answer_in_every_period(taken, ended):
+    async def scenario() -> None:
+        config = uvicorn.Config(Starlette(), log_config=None)
+        config.load()
+        state = uvicorn.server.ServerState()
+        limits = ConnectionLimits()
+        protocol = BoundedProtocol(limits, config=config, server_state=state, app_state={})
+        transport = SmallBuffers()
+        protocol.connection_made(transport)
+        protocol.phase = Phase.ANSWER
+        start = protocol.since
+        for second in range(100):
+            if transport.unsent < MIN_TAKEN_BYTES:
+                protocol.transport.write(bytes(MIN_TAKEN_BYTES))
+            transport.unsent -= taken
+            protocol.close_if_overdue(start + second)
+        assert transport.aborted == ended
+
+    asyncio.run(scenario())
 
 
 # -- number --------------------------------------------------------------------------------------

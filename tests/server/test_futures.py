@@ -24,7 +24,7 @@ from tinkex.errors import (
     RequestErrorCategory,
     RequestFailedError,
 )
-from tinkex.server.futures import Feed, Promise, Promises
+from tinkex.server.futures import CLONE_STRIDE, Feed, Promise, Promises
 from tinkex.server.journal import Journal
 from tinkex.types import (
     AdamParams,
@@ -230,6 +230,34 @@ def test_requests_without_a_number_are_never_duplicates(tmp_path):
         first, second = at.step(None), at.step(None)
         assert first.request_id != second.request_id
         assert at.promises.duplicate("m", None) is None
+
+
+# -- by client and by session ---------------------------------------------------------------------------
+
+
+def test_promises_are_found_by_client_and_by_session_until_they_are_forgotten(tmp_path):
+    with desk(tmp_path) as at:
+        first, second = at.step(1, scope="a:train:0"), at.step(2, scope="a:train:0")
+        copy = at.step(3 * CLONE_STRIDE, scope="a:train:0")
+        unnumbered = at.step(None, scope="a:train:0")
+        other = at.step(1, scope="ab:train:0")
+        assert at.promises.of_client(("a:train:0", 0)) == [first, second]
+        assert at.promises.of_client(("a:train:0", 3)) == [copy]
+        assert at.promises.of_client(("a:train:0", -1)) == [unnumbered]
+        assert at.promises.of_client(("a:train:0", 7)) == []
+        assert at.promises.of_session("a") == [first, second, copy, unnumbered]
+        assert at.promises.of_session("ab") == [other]
+        at.promises.finish(first, metrics())
+        at.promises.forget(first)
+        assert at.promises.of_client(("a:train:0", 0)) == [second]
+    with desk(tmp_path) as again:
+        found = [promise.request_id for promise in again.promises.of_session("a")]
+        assert {second.request_id, copy.request_id, unnumbered.request_id} <= set(found)
+        for promise in list(again.promises):
+            again.promises.finish(promise, metrics())
+            again.promises.forget(promise)
+        assert again.promises.of_session("a") == []
+        assert not again.promises._of_session
 
 
 # -- memory and disk ---------------------------------------------------------------------------------

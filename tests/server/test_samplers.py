@@ -14,6 +14,8 @@ import pytest
 from tinkex.engine.interface import EngineDiedError
 from tinkex.engine.values import SampledResult, SampleJob
 from tinkex.errors import RequestFailedError
+from tinkex.server.futures import Promises
+from tinkex.server.quotas import KeyLimits
 from tinkex.server.service import Service
 from tinkex.types import FinishSessionRequest, ModelInput, SampleRequest, SamplingParams
 
@@ -144,6 +146,51 @@ def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tm
     asyncio.run(scenario())
 
 
+# -- waiting for any -----------------------------------------------------------------------------
+
+
+def test_a_poll_for_any_and_a_trace_do_not_go_through_all_promises(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        async with housed(tmp_path, hold=0.0) as (made, client):
+            sampler = await of_base_model(client)
+            promise = await sent(client, sampler)
+            await made.promises.get(promise["request_id"], OWNER).finished.wait()
+            session = sampler.partition(":")[0]
+            link = (await client.get(f"sessions/{session}/trace_export")).json()["url"]
+            scans = []
+
+            def scanned(promises: Promises) -> Any:
+                scans.append(promises)
+                return iter(())
+
+            monkeypatch.setattr(Promises, "__iter__", scanned)
+            for clone in (-1, 0, 7):
+                target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+                heard = await told(client, "retrieve_futures", {"target": target})
+                assert len(heard["completions"]) == (clone == -1)  # the request has no number
+            assert (await client.get(link)).json()["traceEvents"]
+            assert scans == []
+            monkeypatch.undo()
+
+    asyncio.run(scenario())
+
+
+def test_a_trace_counts_as_a_request_of_its_owner(tmp_path):
+    async def scenario() -> None:
+        async with housed(tmp_path, limits=KeyLimits(requests=1)) as (made, client):
+            sampler = await of_base_model(client)
+            await told(client, "asample", body_of(sampler))
+            session = sampler.partition(":")[0]
+            link = (await client.get(f"sessions/{session}/trace_export")).json()["url"]
+            made.quotas.requests.take(OWNER)
+            assert (await client.get(link)).status_code == 429
+            made.quotas.requests.release(OWNER)
+            assert (await client.get(link)).status_code == 200
+            assert made.quotas.requests.used(OWNER) == 0
+
+    asyncio.run(scenario())
+
+
 # -- the end of a session ----------------------------------------------------------------------
 
 
@@ -151,7 +198,7 @@ def test_a_sampler_with_missing_weights_fails_instead_of_using_the_base_model(tm
 async def drawing(made: Any, client: httpx.AsyncClient, sampler: str):
     """A sample and a stream that wait for an engine that is down."""
     made.engine._alive.clear()
-    stream = await made.samplers.stream(OWNER, request_of(sampler))
+    stream, _ = await made.samplers.stream(OWNER, request_of(sampler))
     streaming = asyncio.ensure_future(anext(stream))
     yield await sent(client, sampler), streaming
     made.engine._alive.set()
@@ -210,7 +257,8 @@ class Dying:
 
 
 async def streamed(made: Service, sampler: str, into: list[int]) -> None:
-    async for chunk in await made.samplers.stream(OWNER, request_of(sampler)):
+    chunks, _ = await made.samplers.stream(OWNER, request_of(sampler))
+    async for chunk in chunks:
         into += [] if chunk.token_id is None else [chunk.token_id]
 
 

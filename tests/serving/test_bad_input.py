@@ -87,6 +87,26 @@ def test_openai_error_names_the_parameter(http, path, parameter, change):
     assert error["message"]
 
 
+@pytest.mark.parametrize("instead", [["user"], {}])
+@pytest.mark.parametrize(
+    ("path", "parameter", "change"),
+    [
+        (CHAT, "messages.0.role", lambda word: {"messages": [{"role": word, "content": "x"}]}),
+        (MESSAGES, "messages.0.role", lambda word: {"messages": [{"role": word, "content": "x"}]}),
+        (CHAT, "response_format.type", lambda word: {"response_format": {"type": word}}),
+        (TEXT, "response_format.type", lambda word: {"response_format": {"type": word}}),
+        (CHAT, "tool_choice", lambda word: {"tools": [ADD], "tool_choice": {"type": word}}),
+        (MESSAGES, "tool_choice", lambda word: {"tool_choice": {"type": word}}),
+    ],
+)
+def test_a_list_or_an_object_in_place_of_a_word_is_refused(http, path, parameter, change, instead):
+    body = {"model": TINY, "max_tokens": 1}
+    body |= {"prompt": "x"} if path == TEXT else {"messages": HI}
+    error = http.refused(path, 400, **body | change(instead))
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{parameter}: ")
+
+
 def test_prompt_over_the_context_says_by_how_much(http):
     error = http.refused(TEXT, 400, model=TINY, prompt="x" * 2100)
     assert "has 2100 tokens" in error["message"]

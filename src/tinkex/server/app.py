@@ -39,8 +39,10 @@ from .bodies import Received
 from .byte_budget import Hold
 from .dashboard import static
 from .dashboard.api import CALLS, Dashboard, LocalCall
+from .decoding import JSON
 from .disk import as_client_error
 from .event_streams import counted
+from .futures import Promise
 from .guard import refusal
 from .leases import Leases
 from .metrics import ServiceMetrics
@@ -59,6 +61,8 @@ logger = logging.getLogger("tinkex.server")
 
 #: Seconds for which the front page shows the same counts before it asks the database again.
 COUNTS_KEPT: Final = 1.0
+#: Estimated bytes of a request in a trace.
+_TRACED_BYTES: Final = 500
 
 
 def build_app(service: Service, leases: Leases | None = None) -> Starlette:
@@ -458,14 +462,34 @@ async def _file(service: Service, request: Request) -> Response:
 
 
 async def _trace(service: Service, request: Request) -> Response:
-    """The requests of a session over time, in the format of trace viewers."""
+    """The requests of a session over time, in the format of trace viewers; counts as a request of their owner."""
     session_id = request.path_params["session_id"]
+    promises = service.promises.of_session(session_id)
+    if not promises:
+        return Response(_trace_events(session_id, [], 0.0), media_type=JSON)
+    owner, underway, response = promises[0].owner, service.quotas.requests, None
+    underway.take(owner)
+    try:
+        service.large_answers.check(owner)
+        events = await service.bodies.off_loop(
+            owner,
+            _TRACED_BYTES * len(promises),
+            _trace_events,
+            session_id,
+            promises,
+            service.promises.clock(),
+        )
+        response = service.large_answers.answer(owner, events, JSON)
+        return response
+    finally:
+        counted(response, underway, owner)
+
+
+def _trace_events(session_id: str, promises: list[Promise], now: float) -> bytes:
     events = []
-    for promise in service.promises:
-        if not promise.scope.startswith(f"{session_id}:"):
-            continue
+    for promise in promises:
         start = promise.started_at or promise.accepted_at
-        end = promise.result.at if promise.result is not None else service.promises.clock()
+        end = now if promise.result is None else promise.result.at
         events += [
             {
                 "name": name,
@@ -482,4 +506,4 @@ async def _trace(service: Service, request: Request) -> Response:
             )
             if until > since
         ]
-    return Response(orjson.dumps({"traceEvents": events}), media_type="application/json")
+    return orjson.dumps({"traceEvents": events})

@@ -1,4 +1,4 @@
-"""Limits on the bytes of request bodies in memory, per key and in total."""
+"""Limits on the bytes of request bodies, and of large answers, in memory: per key and in total."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ __all__ = ["ByteBudget", "Hold"]
 
 
 class ByteBudget:
-    """Refuses a body if the bodies already in memory leave no room for it.
+    """Refuses a body or an answer if those already in memory leave no room for it.
 
     It refuses instead of waiting: a waiting request keeps its connection and the bytes it has sent, and two requests
-    that wait for each other would deadlock. A body is always admitted while no other is held, so every size that an
+    that wait for each other would deadlock. One is always admitted while no other is held, so every size that an
     operation allows can get through.
     """
 
-    def __init__(self, per_key: int, total: int) -> None:
+    def __init__(
+        self,
+        per_key: int,
+        total: int,
+        *,
+        what: str = "Requests of {whose} that are being read",
+        advice: str = "Send fewer large requests at a time",
+    ) -> None:
         self._per_key = per_key
         self._total = total
+        self._what = what
+        self._advice = advice
         self._held_of: defaultdict[str, int] = defaultdict(int)
         self.held = 0
 
@@ -35,8 +44,8 @@ class ByteBudget:
         ):
             if held > own and held + size > limit:
                 raise RateLimitError(
-                    f"Requests of {whose} that are being read hold {held} bytes; {size} more would exceed the "
-                    f"limit of {limit}. Send fewer large requests at a time; the operator of the service "
+                    f"{self._what.format(whose=whose)} hold {held} bytes; {size} more would exceed the "
+                    f"limit of {limit}. {self._advice}; the operator of the service "
                     f"raises the limit with --set {setting}=BYTES.",
                     retry_after=1.0,
                 )
@@ -68,6 +77,11 @@ class Hold:
         self.check(size)
         self._budget.add(self.owner, size)
         self.size += size
+
+    def settle(self, size: int) -> None:
+        """Count `size` bytes instead of those so far, without a check: they are in memory already."""
+        self._budget.add(self.owner, size - self.size)
+        self.size = size
 
     def release(self) -> None:
         self._budget.add(self.owner, -self.size)

@@ -34,6 +34,8 @@ MAX_TARGET_BYTES: Final = 16 << 10
 MAX_PIPELINED: Final = 32
 #: The peer must send at least this many bytes of a body, or its end, in each period of `body_timeout`.
 MIN_BODY_BYTES: Final = 16 << 10
+#: The peer must take at least this many bytes of an answer, or its rest, in each period of `send_timeout`.
+MIN_TAKEN_BYTES: Final = 64 << 10
 #: Bytes of a body that are read and dropped after its request was refused. Closing the connection while the peer
 #: still sends would reset it, and the peer might not see the response.
 MAX_DROPPED_BYTES: Final = 64 << 20
@@ -80,7 +82,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._received = 0  # bytes of the body in this period
         self._dropped = 0
-        self._unsent = (0, self.since)
+        self._taking_since = (
+            self.since
+        )  # the start of a period in which the peer did not have the whole answer
+        self._taken_before = 0
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -89,7 +94,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- the transport -----------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        self._counting = _CountingTransport(transport)
+        super().connection_made(self._counting)  # type: ignore[arg-type]
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             self.refuse(503, "All connections of the service are in use; try again later.")
 
@@ -208,7 +214,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def close_if_overdue(self, now: float) -> None:
         """Close the connection if its peer took too long to send or to receive."""
-        if self._is_stuck_sending(now):
+        if self._is_slow_to_take(now):
             self.transport.abort()
         elif self.phase is Phase.HEAD and now - self.since > self._limits.head_timeout:
             if self._has_begun:
@@ -233,11 +239,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self.since, self._received = now, 0
         return slow
 
-    def _is_stuck_sending(self, now: float) -> bool:
-        size = self.transport.get_write_buffer_size()
-        if size != self._unsent[0] or not size:
-            self._unsent = (size, now)
-        return now - self._unsent[1] > self._limits.send_timeout
+    def _is_slow_to_take(self, now: float) -> bool:
+        unsent = self.transport.get_write_buffer_size()
+        taken = self._counting.written - unsent
+        if unsent and now - self._taking_since <= self._limits.send_timeout:
+            return False
+        slow = unsent > 0 and taken - self._taken_before < MIN_TAKEN_BYTES
+        self._taking_since, self._taken_before = now, taken
+        return slow
+
+
+class _CountingTransport:
+    """A transport that counts the bytes written to it, so that it is known how many have left its buffer."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def close_overdue(connections: Iterable[object], now: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from tinkex._wire import json_codec, proto_codec
 from tinkex._wire.failures import failure_body
 from tinkex._wire.operations import Operation, operation
-from tinkex.errors import GoneError, InternalServerError, NotFoundError
+from tinkex.errors import GoneError, InternalServerError, InvalidInputError, NotFoundError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
 from .damage import Lost
@@ -30,14 +30,20 @@ from .journal import BodyPosition, Journal, Kind, Record
 from .quotas import KeyLimits, Quotas
 from .results import encode_result
 
-__all__ = ["Feed", "Promise", "Promises", "Result"]
+__all__ = ["Client", "Feed", "Promise", "Promises", "Result"]
 
 #: Bytes of results kept in memory; older ones are read from the journal.
 MEMORY_BYTES: Final = 128 << 20
 #: Estimated bytes of the journal heads of a request and its result.
 _HEADS: Final = 512
+#: Client number n of a sampler numbers its requests from n times this stride.
+CLONE_STRIDE: Final = 1_000_000_000
 #: The shared empty `extra` of most promises: a separate dict would take a sixth of a promise's memory.
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+#: One client of a model or a sampler: its scope and its number.
+Client = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -99,6 +105,11 @@ class Promise:
         return None if self.seq_id is None else (self.scope, self.seq_id)
 
     @property
+    def client(self) -> Client:
+        """The scope, and the number of the client that sent the request; -1 for a request without a number."""
+        return self.scope, -1 if self.seq_id is None else self.seq_id // CLONE_STRIDE
+
+    @property
     def sequence_ids(self) -> list[str] | None:
         if self.num_samples is None:
             return None
@@ -155,6 +166,8 @@ class Promises:
         self._memory_bytes = memory_bytes
         self._promises: dict[str, Promise] = {}
         self._by_key: dict[Hashable, Promise] = {}
+        #: By session, then by client: a question about one of them costs as much as it has promises.
+        self._of_session: dict[str, dict[Client, dict[str, Promise]]] = {}
         self._in_memory: OrderedDict[str, Promise] = OrderedDict()
         self._bytes_in_memory = 0
         self._unwritten: deque[Promise] = deque()
@@ -176,6 +189,15 @@ class Promises:
 
     def __len__(self) -> int:
         return len(self._promises)
+
+    def of_client(self, client: Client) -> list[Promise]:
+        """The promises of one client of a model or a sampler, in the order of their acceptance."""
+        clients = self._of_session.get(_session_of(client), {})
+        return list(clients.get(client, {}).values())
+
+    def of_session(self, session_id: str) -> list[Promise]:
+        clients = self._of_session.get(session_id, {})
+        return [promise for mine in clients.values() for promise in mine.values()]
 
     # -- accepting ---------------------------------------------------------------------------
 
@@ -231,9 +253,25 @@ class Promises:
         self._write_results()
         await self._journal.flushed()
 
-    def check_room(self, owner: str) -> None:
-        """Refuse a request if its owner has too many without a result."""
-        self._quotas.pending.check(owner)
+    def check_room(self, owner: str, count: int = 1) -> None:
+        """Refuse requests as a whole if their owner has too many without a result."""
+        pending = self._quotas.pending
+        if count > 1 and count > pending.limit:  # waiting does not help
+            raise InvalidInputError(
+                f"asks for {count:,} answers at once; this key may have {pending.limit:,} requests without a result. "
+                "Send several requests with fewer prompts, or let the operator raise the limit with "
+                "`tinkex serve --limit pending=...`",
+                field="prompt",
+            )
+        pending.check(owner, count)
+
+    def take_room(self, owner: str, count: int) -> None:
+        """Count requests that get their results without a promise; each calls `give_room_back` when it is done."""
+        self.check_room(owner, count)
+        self._quotas.pending.add(owner, count)
+
+    def give_room_back(self, owner: str) -> None:
+        self._quotas.pending.release(owner)
 
     def _check_kept(self, owner: str, row: Operation[object], size: int) -> None:
         """Refuse a request if the results or the journal records of its owner are at their limit."""
@@ -265,6 +303,8 @@ class Promises:
         self._promises[promise.request_id] = promise
         if promise.key is not None:
             self._by_key[promise.key] = promise
+        clients = self._of_session.setdefault(_session_of(promise.client), {})
+        clients.setdefault(promise.client, {})[promise.request_id] = promise
         self._quotas.pending.add(promise.owner)
         self._quotas.results.add(promise.owner)
         self._quotas.journal_bytes.add(promise.owner, _HEADS + promise.place.length)
@@ -446,10 +486,26 @@ class Promises:
             return
         if promise.key is not None and self._by_key.get(promise.key) is promise:
             del self._by_key[promise.key]
+        self._remove_from_index(promise)
         self._put_away(promise)
         length = promise.place.length + (promise.result.place.length if promise.result else 0)
         self._quotas.results.release(promise.owner)
         self._quotas.journal_bytes.release(promise.owner, _HEADS + length)
+
+    def _remove_from_index(self, promise: Promise) -> None:
+        client = promise.client
+        session_id = _session_of(client)
+        clients = self._of_session[session_id]
+        del clients[client][promise.request_id]
+        if not clients[client]:
+            del clients[client]
+        if not clients:
+            del self._of_session[session_id]
+
+
+def _session_of(client: Client) -> str:
+    """The session of a scope, which begins with its id."""
+    return client[0].partition(":")[0]
 
 
 def _encoded(value: object) -> tuple[bytes, bool]:

@@ -168,8 +168,7 @@ class SampleLimits:
             )
         biases = len(request.sampling_params.logit_bias or ())
         self._refuse_above("max_biases", biases, "sampling_params.logit_bias", "tokens")
-        wanted = request.sampling_params.max_tokens
-        drawn = context_length if wanted is None else min(wanted, context_length)
+        drawn = _most_drawn(request.sampling_params.max_tokens, context_length)
         targets = request.target_prompt_logprobs
         shape = [] if targets is None else targets.shape or []
         alternatives = {
@@ -182,6 +181,24 @@ class SampleLimits:
         for name, count in alternatives.items():
             self._refuse_above("max_alternatives", count, name, "logprobs in the result")
 
+    def check_together(self, jobs: Sequence[SampleJob], context_length: int) -> None:
+        """Refuse jobs whose results make one answer with too many alternatives."""
+        alternatives = {
+            "topk_prompt_logprobs": sum(
+                job.topk_prompt_logprobs * len(job.prompt_T) for job in jobs
+            ),
+            "topk_sample_logprobs": sum(
+                job.topk_sample_logprobs
+                * _most_drawn(job.max_tokens, context_length)
+                * job.num_samples
+                for job in jobs
+            ),
+        }
+        for name, count in alternatives.items():
+            self._refuse_above(
+                "max_alternatives", count, name, "logprobs in the answers to all prompts"
+            )
+
     def _refuse_above(self, setting: str, asked: int, field: str, unit: str = "") -> None:
         limit: int = getattr(self, setting)
         if asked > limit:
@@ -190,6 +207,11 @@ class SampleLimits:
                 f"must be at most {what}, got {asked}; the limit is the service's setting {setting}",
                 field=field,
             )
+
+
+def _most_drawn(max_tokens: int | None, context_length: int) -> int:
+    """The tokens that a sequence may get."""
+    return context_length if max_tokens is None else min(max_tokens, context_length)
 
 
 def sample_job(

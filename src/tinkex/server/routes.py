@@ -42,9 +42,11 @@ from tinkex.types._tokenizer_files import tokenizer_digest
 from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
 from .dashboard import logged
+from .decoding import JSON
 from .event_streams import EventStream
 from .futures import Promise
 from .inputs import lora_of
+from .large_answers import LARGE
 from .memory_use import engine_memory
 from .nearness import is_near
 from .results import encode_result
@@ -58,6 +60,8 @@ logger = logging.getLogger("tinkex.server")
 
 #: From this many bytes on, a poll first gets the size of the result, so that the client can reserve memory for it.
 LARGE_RESULT: Final = 8 << 20
+#: How many times as large as protobuf a result may be as JSON, with all its numbers as text.
+_GROWTH_AS_JSON: Final = 4
 #: Older clients cannot parse checkpoints of the kind "external".
 _EXTERNAL_SINCE: Final = (0, 28)
 _TOKEN_LIFETIME: Final = timedelta(hours=1)
@@ -512,8 +516,8 @@ async def asample(call: Call) -> types.UntypedAPIFuture:
 
 @_handles
 async def stream_sample(call: Call) -> Response:
-    chunks = await call.service.samplers.stream(call.owner, call.request)
-    return EventStream(_events(chunks))
+    chunks, stop = await call.service.samplers.stream(call.owner, call.request)
+    return EventStream(_events(chunks), on_end=stop)
 
 
 async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterator[bytes]:
@@ -542,15 +546,21 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
 async def retrieve_future(call: Call) -> Response:
     request: types.FutureRetrieveRequest = call.request
     promise = call.service.promises.get(request.request_id, call.owner)
+    clock = asyncio.get_running_loop().time
+    until = clock() + call.service.settings.hold
     if not promise.done:
         try:
-            async with asyncio.timeout(call.service.settings.hold):
+            async with asyncio.timeout_at(until):
                 await promise.finished.wait()
         except TimeoutError:
             return _try_again(promise)
     binary = PROTOBUF in call.headers.get("accept", "")
     return await promise_response(
-        call.service, promise, binary=binary, metadata_only=request.allow_metadata_only
+        call.service,
+        promise,
+        binary=binary,
+        metadata_only=request.allow_metadata_only,
+        patience=until - clock(),
     )
 
 
@@ -569,22 +579,39 @@ def _try_again(promise: Promise) -> Response:
 
 
 async def promise_response(
-    service: Service, promise: Promise, *, binary: bool, metadata_only: bool = False
+    service: Service,
+    promise: Promise,
+    *,
+    binary: bool,
+    metadata_only: bool = False,
+    patience: float = 0.0,
 ) -> Response:
-    """The result of a promise in a format that the client accepts."""
+    """The result of a promise in a format that the client accepts.
+
+    A large one waits for `patience` seconds until the answers that are being sent leave room for it.
+    """
     result = promise.result
     assert result is not None
     if metadata_only and result.place.length >= LARGE_RESULT and not result.failed:
-        size = types.MetadataOnlyResponse(response_payload_size=result.place.length)
-        return _json(json_codec.encode(size))
-    payload = service.promises.payload(promise)
-    if not result.binary:
-        return _json(payload)
-    if binary:
-        return Response(payload, media_type=PROTOBUF)
-    sampled = promise.operation.result is types.SampleResponse
-    convert = _sample_as_json if sampled else _pass_as_json
-    return _json(await service.bodies.off_loop(promise.owner, len(payload), convert, payload))
+        told = types.MetadataOnlyResponse(response_payload_size=result.place.length)
+        return _json(json_codec.encode(told))
+    converted = result.binary and not binary
+    size = result.place.length * (_GROWTH_AS_JSON if converted else 1)
+    answers, owner = service.large_answers, promise.owner
+    hold = None if size < LARGE else await answers.room(owner, size, patience)
+    try:
+        service.promises.get(promise.request_id, owner)  # it may have been evicted meanwhile
+        payload = service.promises.payload(promise)
+        if converted:
+            sampled = promise.operation.result is types.SampleResponse
+            convert = _sample_as_json if sampled else _pass_as_json
+            payload = await service.bodies.off_loop(owner, len(payload), convert, payload)
+    except BaseException:
+        if hold is not None:
+            answers.release(hold)
+        raise
+    media_type = PROTOBUF if result.binary and binary else JSON
+    return answers.answer(owner, payload, media_type, hold)
 
 
 def _sample_as_json(payload: bytes) -> bytes:

@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -45,7 +45,7 @@ from tinkex.types import (
 from .checkpoints import Checkpoints, check_samplable, tinker_path
 from .database import Database
 from .file_threads import FileThreads
-from .futures import Feed, Promise, Promises
+from .futures import Client, Feed, Promise, Promises
 from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, sample_job
 from .kept_open import KEPT_BYTES, KEPT_OPEN, surplus
@@ -62,12 +62,8 @@ UNNAMED_LIMIT: Final = 100
 PASSING_LIMIT: Final = 32
 #: Feeds kept per owner, one for each client of a sampler; an evicted feed is rebuilt from the promises.
 FEED_LIMIT: Final = 1000
-#: Client number n of a sampler numbers its requests from n times this stride.
-CLONE_STRIDE: Final = 1_000_000_000
 #: Seconds for which an incomplete directory may be unchanged while it is still written; a save takes less.
 _WRITING: Final = 3600.0
-
-_FeedKey = tuple[str, int]  # sampler id and client number
 
 
 @dataclass(eq=False)
@@ -137,7 +133,7 @@ class Samplers:
         self._samplers: OrderedDict[str, _Sampler] = OrderedDict()
         self._of_session: Counter[str] = Counter()  # samplers that count towards the quota
         self._passing: dict[str, _Passing] = {}
-        self._feeds: dict[str, OrderedDict[_FeedKey, Feed]] = {}  # by owner
+        self._feeds: dict[str, OrderedDict[Client, Feed]] = {}  # by owner
         self._tasks: set[asyncio.Task[object]] = set()
         promises.on_finish.append(self._put_in_feed)
 
@@ -428,12 +424,14 @@ class Samplers:
             return
         self._start(promise, sampler, job, request)
 
-    async def stream(self, owner: str, request: SampleRequest) -> AsyncIterator[SampleStreamChunk]:
-        """Stream tokens as they are sampled; an invalid request is refused before the first one."""
-        sampler = await self._sampler_of(owner, request)
-        self._promises.check_room(owner)
-        job = self._job(sampler, request)
-        return self._stream(sampler, job)
+    async def stream(
+        self, owner: str, request: SampleRequest
+    ) -> tuple[AsyncIterator[SampleStreamChunk], Callable[[], object]]:
+        """The tokens as they are sampled, and what ends that early; an invalid request is refused before the first."""
+        queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
+        drawing = await self.draw(owner, request, queue.put_nowait)
+        drawing.add_done_callback(lambda _: queue.put_nowait(None))
+        return _chunks(drawing, queue), drawing.cancel
 
     async def draw(
         self,
@@ -446,36 +444,53 @@ class Samplers:
 
         `on_token` is called for every token. Stop strings of the request are in addition to `end_tokens`.
         """
-        sampler = await self._sampler_of(owner, request)
-        self._promises.check_room(owner)
-        job = replace(self._job(sampler, request), stream=on_token is not None)
-        if end_tokens is not None:
-            job = replace(job, stop_tokens=end_tokens)
-        drawing = asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
-        self._tasks.add(drawing)
-        drawing.add_done_callback(self._tasks.discard)
+        listeners = None if on_token is None else [on_token]
+        (drawing,) = await self.draw_all(owner, [request], listeners, end_tokens)
         return drawing
 
-    async def _stream(self, sampler: _Sampler, job: SampleJob) -> AsyncIterator[SampleStreamChunk]:
-        queue: asyncio.Queue[StreamedToken | None] = asyncio.Queue()
-        sampling = asyncio.ensure_future(
-            self._drawn(sampler, replace(job, stream=True), on_token=queue.put_nowait)
-        )
-        sampling.add_done_callback(lambda _: queue.put_nowait(None))
-        try:
-            while (token := await queue.get()) is not None:
-                yield SampleStreamChunk(
-                    token_id=token.token, logprob=token.logprob, index=token.index
-                )
-            result = await sampling
-            for index, reason in enumerate(result.stop_reasons):
-                yield SampleStreamChunk(
-                    index=index, finish_reason=reason, total_tokens=len(result.tokens[index])
-                )
-        finally:
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await sampling
+    def check_draws(self, owner: str, count: int) -> None:
+        """Refuse as many draws as a request wants, before they are made."""
+        self._promises.check_room(owner, count)
+
+    async def draw_all(
+        self,
+        owner: str,
+        requests: Sequence[SampleRequest],
+        listeners: Sequence[OnToken] | None = None,
+        end_tokens: tuple[int, ...] | None = None,
+    ) -> list[asyncio.Task[SampledResult]]:
+        """Start requests to one sampler whose results make one answer, or refuse all of them.
+
+        As `draw`, with a listener for each request.
+        """
+        sampler = await self._sampler_of(owner, requests[0])
+        jobs = [
+            replace(self._job(sampler, request), stream=listeners is not None)
+            for request in requests
+        ]
+        if end_tokens is not None:
+            jobs = [replace(job, stop_tokens=end_tokens) for job in jobs]
+        context_length = self._engine.catalog.context_length(sampler.row.base_model)
+        self._limits.check_together(jobs, context_length)
+        self._promises.take_room(owner, len(jobs))
+        return [
+            self._begin(sampler, job, None if listeners is None else listeners[place])
+            for place, job in enumerate(jobs)
+        ]
+
+    def _begin(
+        self, sampler: _Sampler, job: SampleJob, on_token: OnToken | None
+    ) -> asyncio.Task[SampledResult]:
+        """Start a request that is counted as pending until it is done."""
+
+        def ended(drawing: asyncio.Task[SampledResult]) -> None:
+            self._tasks.discard(drawing)
+            self._promises.give_room_back(sampler.row.owner)
+
+        drawing = asyncio.ensure_future(self._drawn(sampler, job, on_token=on_token))
+        self._tasks.add(drawing)
+        drawing.add_done_callback(ended)
+        return drawing
 
     async def _sampler_of(self, owner: str, request: SampleRequest) -> _Sampler:
         if request.sampling_session_id is not None:
@@ -625,9 +640,7 @@ class Samplers:
         if key not in feeds:
             # Cursors start at the clock, so that they continue to grow across a restart.
             feeds[key] = Feed(cursor=time.time_ns() // 1000)
-            done = [
-                promise for promise in self._promises if promise.result and _feed(promise) == key
-            ]
+            done = [promise for promise in self._promises.of_client(key) if promise.done]
             for promise in sorted(done, key=lambda promise: promise.finished_at):
                 feeds[key].put(promise)
             if len(feeds) > FEED_LIMIT:
@@ -643,7 +656,7 @@ class Samplers:
 
     def _put_in_feed(self, promise: Promise) -> None:
         feeds = self._feeds.get(promise.owner)
-        if feeds is not None and (feed := feeds.get(_feed(promise))) is not None:
+        if feeds is not None and (feed := feeds.get(promise.client)) is not None:
             feed.put(promise)
 
     async def stop(self) -> None:
@@ -652,9 +665,21 @@ class Samplers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _feed(promise: Promise) -> tuple[str, int]:
-    """The feed of a request: its sampler, and the number of the client that sent it."""
-    return promise.scope, -1 if promise.seq_id is None else promise.seq_id // CLONE_STRIDE
+async def _chunks(
+    drawing: asyncio.Task[SampledResult], queue: asyncio.Queue[StreamedToken | None]
+) -> AsyncIterator[SampleStreamChunk]:
+    try:
+        while (token := await queue.get()) is not None:
+            yield SampleStreamChunk(token_id=token.token, logprob=token.logprob, index=token.index)
+        result = await drawing
+        for index, reason in enumerate(result.stop_reasons):
+            yield SampleStreamChunk(
+                index=index, finish_reason=reason, total_tokens=len(result.tokens[index])
+            )
+    finally:
+        drawing.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await drawing
 
 
 def _response(result: SampledResult, targets: TensorData | None) -> SampleResponse:

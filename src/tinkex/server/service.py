@@ -42,6 +42,7 @@ from .futures import Promise, Promises
 from .grammar_trials import GrammarTrials
 from .inputs import SampleLimits, check_ttl
 from .journal import Journal, Kind, Record
+from .large_answers import LargeAnswers
 from .losses import Losses
 from .memory_use import memory_of
 from .model_work import ModelWork
@@ -149,7 +150,8 @@ class Settings:
     max_body_bytes: int = 64 << 20
     max_decoded_bytes: int = 64 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of request bodies that are being read or checked, as received and decompressed.
+    #: Bytes of request bodies that are being read or checked, as received and decompressed; as many again of answers
+    #: that are being sent.
     max_inflight_bytes_per_key: int = 256 << 20
     max_inflight_bytes: int = 1 << 30
     #: Examples in one training request; clients send at most 1,024.
@@ -157,7 +159,7 @@ class Settings:
     #: Open connections (fewer if the process may open fewer files), and bytes of the head of a request.
     max_connections: int = 10_000
     max_head_bytes: int = 64 << 10
-    #: Time limits of a peer: for the head of a request, for each 16 KiB of its body, for reading any of a response.
+    #: Time limits of a peer: for the head of a request, for each 16 KiB of its body, for reading each 64 KiB of a response.
     head_timeout: float = 20.0
     body_timeout: float = 30.0
     send_timeout: float = 60.0
@@ -296,6 +298,9 @@ class Service:
             body_limits=settings.body_limits,
             max_inflight_bytes_per_key=settings.max_inflight_bytes_per_key,
             max_inflight_bytes=settings.max_inflight_bytes,
+        )
+        self.large_answers = LargeAnswers(
+            settings.max_inflight_bytes_per_key, settings.max_inflight_bytes
         )
         self.grammar_trials = GrammarTrials(settings.max_grammar_seconds)
         set_aside = SetAside(data, settings.now)

@@ -38,7 +38,7 @@ class AnthropicAnswer:
             "usage": _usage(usage),
         }
 
-    def whole(self, finished: Finished) -> dict[str, Any]:
+    def whole(self, finished: Finished) -> bytes:
         usage = TokenCounts()
         usage.add(finished.prompt, finished.result)
         (answer,) = finished.answers
@@ -46,7 +46,7 @@ class AnthropicAnswer:
         if self.return_token_ids:
             message["token_ids"] = answer.tokens
             message["prompt_token_ids"] = list(finished.prompt)
-        return message
+        return orjson.dumps(message)
 
     async def events(
         self, updates: AsyncIterator[Update], usage: TokenCounts

@@ -46,12 +46,12 @@ class CountTokensRequest(ServingRequest):
         kind, name = self.tool_choice.get("type"), self.tool_choice.get("name")
         if kind == "tool" and isinstance(name, str):
             return "required", name
-        choices: dict[Any, Literal["auto", "none", "required"]] = {
+        choices: dict[str, Literal["auto", "none", "required"]] = {
             "auto": "auto",
             "any": "required",
             "none": "none",
         }
-        if kind not in choices:
+        if not isinstance(kind, str) or kind not in choices:
             raise InvalidInputError(
                 f"must be auto, any, none or tool with a name, not {kind!r:.60}",
                 field="tool_choice",
@@ -130,7 +130,7 @@ def _anthropic_messages(request: CountTokensRequest) -> list[Message]:
             raise InvalidInputError(
                 "this service does not support this key", field=f"{field}.{name}"
             )
-        if role not in {"user", "assistant"}:
+        if not isinstance(role, str) or role not in {"user", "assistant"}:
             raise InvalidInputError(
                 f"must be user or assistant, not {role!r:.60}", field=f"{field}.role"
             )

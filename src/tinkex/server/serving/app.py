@@ -106,6 +106,7 @@ class _Endpoint:
     async def _answered(
         self, owner: str, request: Request, hold: Hold, dialect: Dialect
     ) -> Response:
+        self._service.large_answers.check(owner)  # before work is done for an answer
         asked = Asked(
             self._service,
             self._models,
@@ -116,7 +117,8 @@ class _Endpoint:
         )
         result = await _while_connected(request, ENDPOINTS[self._row.name](asked))
         if not isinstance(result, Stream):
-            return Response(orjson.dumps(result), media_type="application/json")
+            written = result if isinstance(result, bytes) else orjson.dumps(result)
+            return self._service.large_answers.answer(owner, written, "application/json")
         # The first event is awaited here, so that a request refused by the engine gets its status.
         first = await _while_connected(request, anext(result.events))
         return EventStream(_events(first, result.events, dialect))

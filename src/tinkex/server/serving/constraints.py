@@ -36,7 +36,7 @@ def format_of_response(asked: Mapping[str, Any] | None, field: str = "response_f
         if not isinstance(described, dict) or "schema" not in described:
             raise InvalidInputError("needs a schema", field=f"{field}.json_schema")
         return {"json_schema": check_schema(described["schema"], f"{field}.json_schema.schema")}
-    if kind in {"regex", "grammar"} and isinstance(asked.get(kind), str):
+    if isinstance(kind, str) and kind in {"regex", "grammar"} and isinstance(asked.get(kind), str):
         return {kind: asked[kind]}
     raise InvalidInputError(
         f"must be text, json_object, json_schema, regex or grammar, not {kind!r:.60}",

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from tinkex.engine.values import SampledResult
 from tinkex.errors import InvalidInputError, NotFoundError
 from tinkex.server.grammar_trials import Schema
 
@@ -15,7 +16,7 @@ from . import openai_requests as openai
 from .anthropic_answers import AnthropicAnswer
 from .chat import ChatPrompt, Conversation, chat_prompt
 from .constraints import Format, constraint, format_of_response
-from .generation import Generation, TokenCounts, streamed, whole
+from .generation import Finished, Generation, TokenCounts, drawn, finished, streamed, written_size
 from .models import ServedModel, ServedModels
 from .openai_answers import OpenAIAnswer
 from .tools import ToolUse, tool_use
@@ -67,7 +68,8 @@ class Stream:
     events: AsyncIterator[bytes]
 
 
-Endpoint = Callable[[Asked], Awaitable[dict[str, Any] | Stream]]
+#: The value of an endpoint is an answer to be written as JSON, one that is written, or a stream.
+Endpoint = Callable[[Asked], Awaitable[dict[str, Any] | bytes | Stream]]
 ENDPOINTS: Final[dict[str, Endpoint]] = {}
 
 
@@ -114,7 +116,7 @@ async def _conversation(
 
 
 @_serves
-async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
+async def chat_completions(asked: Asked) -> bytes | Stream:
     request: openai.ChatRequest = asked.request
     model, tools, prompt = await _conversation(asked, request)
     wanted = await _tried_form(
@@ -136,7 +138,7 @@ async def chat_completions(asked: Asked) -> dict[str, Any] | Stream:
 
 
 @_serves
-async def completions(asked: Asked) -> dict[str, Any] | Stream:
+async def completions(asked: Asked) -> bytes | Stream:
     request: openai.CompletionRequest = asked.request
     request.check()
     most = asked.service.settings.max_samples
@@ -177,7 +179,7 @@ async def _openai(
     generation: Generation,
     *,
     chat: bool,
-) -> dict[str, Any] | Stream:
+) -> bytes | Stream:
     answer = OpenAIAnswer(
         generation,
         chat,
@@ -187,21 +189,52 @@ async def _openai(
     )
     samplers = asked.service.samplers
     if not request.stream:
-        return answer.whole(await whole(samplers, asked.owner, generation))
-    usage, echoed = TokenCounts(), []
+        return await _written(asked, generation, answer.whole)
+    usage, echoes = TokenCounts(), _no_echoes()
     if generation.echo:  # scores come with a whole result, so prompts are read before the stream
-        echoed = await whole(samplers, asked.owner, generation.prompts_alone())
-        cached = sum(each.result.cached_tokens for each in echoed)
+        alone = generation.prompts_alone()
+        scored = await drawn(samplers, asked.owner, alone)
+        cached = sum(each.cached_tokens for each in scored)
         usage = TokenCounts(cached_tokens=cached, counts_cache=False)
+        echoes = _echoes(asked, answer, alone, scored)
     updates = await streamed(samplers, asked.owner, generation.answers_alone(), usage)
-    return Stream(_with_end(answer.echoes(echoed), answer.chunks(updates, usage)))
+    return Stream(_with_end(echoes, answer.chunks(updates, usage)))
 
 
-async def _with_end(echoes: Iterable[bytes], chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _written(
+    asked: Asked, generation: Generation, write: Callable[[Iterable[Finished]], bytes]
+) -> bytes:
+    """The whole answer to a request; a large one is made in the thread of its key."""
+    results = await drawn(asked.service.samplers, asked.owner, generation)
+    size = written_size(generation, results)
+    bodies = asked.service.bodies
+    return await bodies.off_loop(asked.owner, size, lambda: write(finished(generation, results)))
+
+
+async def _no_echoes() -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def _echoes(
+    asked: Asked, answer: OpenAIAnswer, alone: Generation, scored: Sequence[SampledResult]
+) -> AsyncIterator[bytes]:
+    """The prompts of a stream; large ones are written in the thread of their key."""
+    written = answer.echoes(finished(alone, scored))
+    size = written_size(alone, scored) // len(scored)
+    bodies = asked.service.bodies
+    while (event := await bodies.off_loop(asked.owner, size, next, written, None)) is not None:
+        yield event
+
+
+async def _with_end(
+    echoes: AsyncIterator[bytes], chunks: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
     # Waiting for the first token starts `chunks`, so that closing this stream stops what it draws.
     first = await anext(chunks)
-    for chunk in (*echoes, first):
-        yield chunk
+    async for echo in echoes:
+        yield echo
+    yield first
     async for chunk in chunks:
         yield chunk
     yield b"data: [DONE]\n\n"
@@ -211,16 +244,14 @@ async def _with_end(echoes: Iterable[bytes], chunks: AsyncIterator[bytes]) -> As
 
 
 @_serves
-async def messages(asked: Asked) -> dict[str, Any] | Stream:
+async def messages(asked: Asked) -> bytes | Stream:
     request: anthropic.MessagesRequest = asked.request
     generation = await _anthropic_generation(asked, request)
     answer = AnthropicAnswer(generation, request.return_token_ids)
-    samplers = asked.service.samplers
     if not request.stream:
-        (finished,) = await whole(samplers, asked.owner, generation)
-        return answer.whole(finished)
+        return await _written(asked, generation, lambda parts: answer.whole(*parts))
     usage = TokenCounts()
-    updates = await streamed(samplers, asked.owner, generation, usage)
+    updates = await streamed(asked.service.samplers, asked.owner, generation, usage)
     return Stream(answer.events(updates, usage))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
+from tinkex.engine.interface import OnToken
 from tinkex.engine.values import Array, SampledResult, StreamedToken
 from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
 from tinkex.server.samplers import Samplers
@@ -25,6 +26,10 @@ from .vocabulary import TextDecoder
 __all__ = ["Answer", "Generation", "TokenCounts", "Update"]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+#: Estimated bytes of a token, with its text and its logprob, and of an alternative in an answer's JSON.
+_TOKEN_BYTES: Final = 128
+_ALTERNATIVE_BYTES: Final = 32
 
 
 @dataclass(frozen=True)
@@ -172,22 +177,29 @@ class Finished:
     answers: list[Answer]
 
 
-async def whole(samplers: Samplers, owner: str, generation: Generation) -> list[Finished]:
-    """The answers to all prompts, when they are complete."""
-    generation.check_room()
-    drawing = [
-        asyncio.ensure_future(_drawn(samplers, owner, generation, prompt))
-        for prompt in generation.prompts
-    ]
-    try:
-        results = await asyncio.gather(*drawing)
-    finally:
-        for task in drawing:
-            task.cancel()
-    return [
-        Finished(prompt, result, _answers(generation, place, result))
-        for place, (prompt, result) in enumerate(zip(generation.prompts, results, strict=True))
-    ]
+async def drawn(samplers: Samplers, owner: str, generation: Generation) -> list[SampledResult]:
+    """What is drawn for all prompts, when it is complete."""
+    with _errors_of(generation):
+        drawing = await _begun(samplers, owner, generation)
+        try:
+            return await asyncio.gather(*drawing)
+        finally:
+            for task in drawing:
+                task.cancel()
+
+
+def written_size(generation: Generation, results: Sequence[SampledResult]) -> int:
+    """Estimated bytes of answers as JSON."""
+    tokens = sum(len(each) for result in results for each in result.tokens)
+    if generation.echo:
+        tokens += sum(map(len, generation.prompts))
+    return tokens * (_TOKEN_BYTES + (generation.topk or 0) * _ALTERNATIVE_BYTES)
+
+
+def finished(generation: Generation, results: Sequence[SampledResult]) -> Iterator[Finished]:
+    """The answers to one prompt after another."""
+    for place, (prompt, result) in enumerate(zip(generation.prompts, results, strict=True)):
+        yield Finished(prompt, result, _answers(generation, place, result))
 
 
 def _answers(generation: Generation, place: int, result: SampledResult) -> list[Answer]:
@@ -210,17 +222,15 @@ async def streamed(
     samplers: Samplers, owner: str, generation: Generation, usage: TokenCounts
 ) -> AsyncIterator[Update]:
     """The answers to one prompt as they are sampled. An invalid request is refused before the first update."""
-    generation.check_room()
     queues: asyncio.Queue[tuple[int, StreamedToken] | None] = asyncio.Queue()
     answers: dict[int, Answer] = {}
 
     def hear(place: int) -> Callable[[StreamedToken], None]:
         return lambda token: queues.put_nowait((place, token))
 
-    drawing = [
-        asyncio.ensure_future(_drawn(samplers, owner, generation, prompt, hear(place)))
-        for place, prompt in enumerate(generation.prompts)
-    ]
+    listeners = [hear(place) for place in range(len(generation.prompts))]
+    with _errors_of(generation):
+        drawing = await _begun(samplers, owner, generation, listeners)
     for task in drawing:
         task.add_done_callback(lambda _: queues.put_nowait(None))
     return _updates(generation, drawing, queues, answers, usage)
@@ -239,9 +249,10 @@ async def _updates(
             item = await news.get()
             if item is None:
                 left -= 1
-                for task in drawing:
-                    if task.done():
-                        task.result()  # raises if it failed
+                with _errors_of(generation):
+                    for task in drawing:
+                        if task.done():
+                            task.result()  # raises if it failed
                 continue
             place, token = item
             index = place * generation.count + token.index
@@ -263,16 +274,25 @@ async def _updates(
             await asyncio.gather(*drawing, return_exceptions=True)
 
 
-async def _drawn(
+async def _begun(
     samplers: Samplers,
     owner: str,
     generation: Generation,
-    prompt: Sequence[int],
-    on_token: Callable[[StreamedToken], None] | None = None,
-) -> SampledResult:
+    listeners: Sequence[OnToken] | None = None,
+) -> list[asyncio.Task[SampledResult]]:
+    """Start drawing for every prompt."""
+    samplers.check_draws(owner, len(generation.prompts))
+    generation.check_room()
+    requests = [generation.request(prompt) for prompt in generation.prompts]
     stops = generation.model.vocabulary.stop_tokens
+    return await samplers.draw_all(owner, requests, listeners, stops)
+
+
+@contextlib.contextmanager
+def _errors_of(generation: Generation) -> Iterator[None]:
+    """Errors of what is drawn become errors of the request, with the fields that the user wrote."""
     try:
-        return await (await samplers.draw(owner, generation.request(prompt), on_token, stops))
+        yield
     except InvalidInputError as error:
         raise _renamed(error, generation.fields) from error
     except RequestFailedError as error:

@@ -186,7 +186,7 @@ def _message(given: dict[str, Any], field: str) -> Message:
     content = text_of(message.get("content"), f"{field}.content", _PARTS)
     if role == "tool":
         return {"role": "tool", "content": content} | _kept(message, "tool_call_id", "name")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InvalidInputError(
             f"must be system, developer, user, assistant or tool, not {role!r:.60}",
             field=f"{field}.role",
