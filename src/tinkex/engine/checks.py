@@ -23,6 +23,7 @@ __all__ = [
     "check_job",
     "check_loss",
     "check_same_base",
+    "lacks_memory",
     "not_finite",
 ]
 
@@ -208,6 +209,13 @@ def _check_tokens(tokens: Array, vocab_size: int, at: str) -> None:
         raise InvalidInputError(
             f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}", field=at
         )
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error of torch, or of Python, is for want of memory."""
+    # On the CPU, torch raises a plain RuntimeError.
+    typed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return typed or "you tried to allocate" in str(error)
 
 
 def not_finite(job: SampleJob, adapter: object) -> RequestFailedError:

@@ -19,7 +19,7 @@ from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailed
 
 from . import drawing
 from .batch_scheduler import BatchScheduler, Fork, Step
-from .checks import check_job, not_finite
+from .checks import check_job, lacks_memory, not_finite
 from .continuations import Continuation, SamplingRequest
 from .decoder import decoder_for
 from .grammars import Effort, Grammars
@@ -284,7 +284,7 @@ class Sampler:
             return
         self._scheduler.lift_limit()
         for one in unfinished:
-            failure = _too_long(longest) if _lacks_memory(error) else error
+            failure = _too_long(longest) if lacks_memory(error) else error
             events.append(SampleEvent(one.request.job_id, error=failure))
             self._scheduler.drop(one.request)
 
@@ -304,12 +304,6 @@ def _with_forks(
 def _device_is_lost(error: Exception) -> bool:
     """Whether the device is unusable until the process restarts."""
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
-
-
-def _lacks_memory(error: Exception) -> bool:
-    # On the CPU, torch raises a plain RuntimeError when memory runs out.
-    typed = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
-    return typed or "you tried to allocate" in str(error)
 
 
 def _too_long(length: int) -> RequestFailedError:

@@ -28,7 +28,6 @@ from tinkex._wire.operations import OPERATIONS, Body, Operation, ServicePart
 from tinkex.errors import (
     APIStatusError,
     HTTPResponse,
-    InternalServerError,
     NotFoundError,
     TinkerError,
 )
@@ -37,9 +36,9 @@ from tinkex.types import CheckpointType
 from . import imports, openapi, pages, reports, tokenizers
 from .bodies import Received
 from .byte_budget import Hold
+from .client_errors import client_error
 from .dashboard import static
 from .dashboard.api import CALLS, Dashboard, LocalCall
-from .disk import as_client_error
 from .event_streams import counted
 from .guard import refusal
 from .leases import Leases
@@ -358,13 +357,7 @@ def _route(
 def _error_response(error: BaseException, name: str) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    error = as_client_error(error)
-    if not isinstance(error, TinkerError):
-        logger.exception("%s failed", name, exc_info=error)
-        error = InternalServerError(
-            f"The service failed on {name}: {type(error).__name__}: {error}"[:500]
-        )
-    status, headers, body = response_from_error(error)
+    status, headers, body = response_from_error(client_error(error, name))
     return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
 
 

@@ -21,7 +21,7 @@ from .file_threads import FileThreads
 from .inputs import check_ttl
 from .names import validate_name
 from .quotas import Quota
-from .tables import AuditRow, CheckpointRow
+from .tables import AuditRow, CheckpointRow, RunRow
 
 __all__ = ["Checkpoints", "check_samplable", "checkpoint_of", "tinker_path"]
 
@@ -90,6 +90,30 @@ class Checkpoints:
     def has_expired(self, row: CheckpointRow) -> bool:
         """Whether a checkpoint has expired; the next cleanup deletes it."""
         return row.expires_at is not None and row.expires_at <= self._expiry()
+
+    async def run_of(self, row: CheckpointRow) -> RunRow:
+        """The run of a checkpoint, which its owner may have deleted since the checkpoint was read."""
+        run = await self._db(self._store.run, row.run_id)
+        if run is None:
+            raise _gone(row)
+        return run
+
+    async def file_names(self, row: CheckpointRow) -> list[str]:
+        """The names of a checkpoint's files; its owner may delete it meanwhile."""
+        place = self.place(row.run_id, row.kind, row.name)
+        try:
+            return await self._files(lambda: sorted(file.name for file in place.iterdir()))
+        except FileNotFoundError:
+            raise _gone(row) from None
+
+    async def take(
+        self, row: CheckpointRow, put: Callable[[Path, Path], None], target: Path
+    ) -> None:
+        """Put the files of a checkpoint at `target`; its owner may delete or replace it meanwhile."""
+        try:
+            await self._files(put, self.place(row.run_id, row.kind, row.name), target)
+        except directories.SourceGoneError:
+            raise _gone(row) from None
 
     async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
         """A checkpoint of this owner, by the id used in REST paths."""
@@ -269,9 +293,7 @@ class Checkpoints:
     ) -> None:
         """Update the row of a checkpoint, but never of another that has the same name by now."""
         if self._there(row) is None:
-            raise NotFoundError(
-                f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
-            )
+            raise _gone(row)
         with self._noted(row, event, details):
             self._store.update_checkpoint(row.run_id, row.kind, row.name, **changes)
 
@@ -281,13 +303,7 @@ class Checkpoints:
         """Copy a checkpoint into another run."""
         check_ttl(ttl_seconds)
         target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
-        source = self.place(row.run_id, row.kind, row.name)
-        try:
-            await self._files(directories.copy, source, target)
-        except FileNotFoundError:
-            raise NotFoundError(
-                f"The checkpoint {tinker_path(row)!r:.300} was deleted meanwhile."
-            ) from None
+        await self.take(row, directories.copy, target)
         return await self.add(
             run_id,
             row.kind,
@@ -331,6 +347,12 @@ class Checkpoints:
 
 def tinker_path(row: CheckpointRow) -> str:
     return ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name).tinker_path
+
+
+def _gone(row: CheckpointRow) -> NotFoundError:
+    return NotFoundError(
+        f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
+    )
 
 
 def check_samplable(row: CheckpointRow, field: str) -> None:

@@ -22,6 +22,7 @@ from tinkex.errors import (
 )
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
+from .client_errors import client_error
 from .damage import Lost
 from .database import Database
 from .file_threads import FileThreads
@@ -339,9 +340,10 @@ class Models:
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            told = client_error(error, promise.operation.name, promise.request_id)
             if promise.operation.makes_model and not model.past.changes:
-                model.ending = Ending(f"The model was never made: {error}")
-            self._promises.fail(promise, error)
+                model.ending = Ending(f"The model was never made: {told}")
+            self._promises.fail(promise, told)
         else:
             self._applied(model, promise, value)
 

@@ -41,6 +41,7 @@ from tinkex.types._tokenizer_files import tokenizer_digest
 
 from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
+from .client_errors import client_error
 from .dashboard import logged
 from .event_streams import EventStream
 from .futures import Promise
@@ -447,10 +448,9 @@ async def copy_weights(call: Call) -> types.CopyWeightsResponse:
 
 @_handles
 async def weights_info(call: Call) -> types.WeightsInfoResponse:
-    row, _ = await call.service.checkpoints.readable(call.owner, call.request.tinker_path)
-    database = call.service.database
-    run = await database(database.store.run, row.run_id)
-    assert run is not None
+    checkpoints = call.service.checkpoints
+    row, _ = await checkpoints.readable(call.owner, call.request.tinker_path)
+    run = await checkpoints.run_of(row)
     lora = lora_of(run.lora)
     return types.WeightsInfoResponse(
         base_model=run.base_model,
@@ -532,7 +532,8 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
                 + b"\n\n"
             )
     except Exception as error:  # the status has been sent already
-        yield b"event: error\ndata: " + json_codec.encode(failure_body(error)) + b"\n\n"
+        told = failure_body(client_error(error, "stream_sample"))
+        yield b"event: error\ndata: " + json_codec.encode(told) + b"\n\n"
 
 
 # -- futures -----------------------------------------------------------------------------------------
@@ -801,13 +802,13 @@ async def get_checkpoint_archive_url(call: Call) -> Response:
 
 @_handles
 async def get_external_weights_urls(call: Call) -> types.ExternalWeightsUrlsResponse:
-    row, directory = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
+    row, _ = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
     if row.kind != "external":
         raise InvalidInputError(
             f"{tinker_path(row)} holds no external weights; save_weights_external writes them",
             field="checkpoint_id",
         )
-    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    names = await call.service.checkpoints.file_names(row)
     signed = {name: _signed(call, f"/files/{_place(row)}/{quote(name)}") for name in names}
     expires = min((until for _, until in signed.values()), default=call.now())
     return types.ExternalWeightsUrlsResponse(

@@ -548,8 +548,7 @@ class Service:
         done = await self.database(store.checkpoint, run_id, source.kind, source.name)
         if done is not None:
             return tinker_path(done)  # a retry of the same request
-        run = await self.database(store.run, source.run_id)
-        assert run is not None
+        run = await self.checkpoints.run_of(source)
         metadata = run.user_metadata if run.owner == owner else None
         copied = replace(
             run,
