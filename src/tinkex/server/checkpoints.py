@@ -152,7 +152,7 @@ class Checkpoints:
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
             # Delete the expired one now: the cleanup would otherwise delete the new one.
-            await self.delete(there, "checkpoint_expired")
+            await self.delete(there, expired=True)
             there = None
         again = there is not None and request_id is not None and there.request_id == request_id
         if there is not None and not (overwrite or again):
@@ -237,27 +237,30 @@ class Checkpoints:
     async def stop(self) -> None:
         await asyncio.gather(*self._changes, return_exceptions=True)
 
-    async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
+    async def delete(self, row: CheckpointRow, *, expired: bool = False) -> None:
         """Delete the row and files of a checkpoint, unless another one has replaced it.
+
+        An expired one is kept if its owner has extended its life meanwhile.
 
         The directory is renamed first: after a crash the startup cleanup removes it, and if the disk is too full to
         change the database, the space is freed all the same.
         """
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
-            if await self._whole(self._take_off(row, doomed, event)):
+            if await self._whole(self._take_off(row, doomed, expired=expired)):
                 self._quota.release(row.owner, row.size_bytes)
         finally:
             await self._files.remove(doomed)
 
-    async def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
+    async def _take_off(self, row: CheckpointRow, doomed: Path, *, expired: bool) -> bool:
         """Rename the files and delete the row; the lock makes sure that no other checkpoint appears in between."""
         async with self._lock(row):
             there = await self._db(self._there, row)
-            if there is None or there.expires_at != row.expires_at:
+            if there is None or (expired and not self.has_expired(there)):
                 return False
             with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
                 await self._files(self.place(row.run_id, row.kind, row.name).replace, doomed)
+            event = "checkpoint_expired" if expired else "checkpoint_deleted"
             gone = await self._db(self._delete_row, row, event)
         self._changed(row.run_id)
         return gone
@@ -318,7 +321,7 @@ class Checkpoints:
         """Delete expired checkpoints and return how many."""
         expired = await self._db(self._store.expired_checkpoints, self._expiry())
         for row in expired:
-            await self.delete(row, "checkpoint_expired")
+            await self.delete(row, expired=True)
         return len(expired)
 
     def clear_scratch(self) -> None:
