@@ -100,14 +100,6 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "metrics")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def import_adapter(request: Request) -> Response:
-        try:
-            owner = owner_of(service, request.headers)
-            taken = await imports.receive(service, owner, request)
-        except Exception as error:
-            return _error_response(error, "import")
-        return Response(orjson.dumps(taken), media_type="application/json")
-
     async def list_telemetry(request: Request) -> Response:
         try:
             owner = owner_of(service, request.headers)
@@ -151,7 +143,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route("/archives/{run_id}/{kind}/{name}", _guarded(service, _archive)),
         Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
         Route("/traces/{session_id}", _guarded(service, _trace)),
-        Route(imports.PATH, import_adapter, methods=["POST"]),
+        Route(imports.PATH, _import(service), methods=["POST"]),
         Route(reports.PATH, list_telemetry),
         Route(tokenizers.FILES_PATH, _with_key(service, tokenizers.file)),
         Route(tokenizers.PATH, _with_key(service, tokenizers.listed)),
@@ -229,6 +221,25 @@ def _answering(service: Service, serve: Any) -> Any:
         except Exception as error:
             return _error_response(error, "aliases")
         return Response(json_codec.encode(result), media_type="application/json")
+
+    return endpoint
+
+
+def _import(service: Service) -> Any:
+    async def endpoint(request: Request) -> Response:
+        underway = service.quotas.requests
+        try:
+            owner = owner_of(service, request.headers)
+            underway.take(owner)
+        except TinkerError as error:
+            return _error_response(error, "import")
+        try:
+            taken = await imports.receive(service, owner, request)
+        except Exception as error:
+            return _error_response(error, "import")
+        finally:
+            underway.release(owner)
+        return Response(orjson.dumps(taken), media_type="application/json")
 
     return endpoint
 

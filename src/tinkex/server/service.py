@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
+from weakref import WeakValueDictionary
 
 from tinkex._wire.operations import ServicePart
 from tinkex.config import read_env
@@ -415,6 +416,8 @@ class Service:
             told_retention=settings.told_retention,
             abandoned_after=settings.abandoned_after,
         )
+        #: By key: held while one of its adapters is imported.
+        self.import_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.signer: Signer | None = None
         self.started_at = 0.0
         self.stopping = asyncio.Event()
