@@ -49,6 +49,7 @@ from .routes import HANDLERS, Call, base_url, owner_of
 from .service import Service
 from .serving import alias_routes
 from .serving.app import serving_routes
+from .tables import CheckpointRow
 from .tars import Tar
 from .tracing import Tracing
 
@@ -417,21 +418,44 @@ def _guarded(service: Service, serve: Any) -> Any:
     return endpoint
 
 
-async def _directory(service: Service, request: Request) -> Path:
+async def _linked(service: Service, request: Request) -> tuple[CheckpointRow, Path]:
     run_id, name = request.path_params["run_id"], request.path_params["name"]
     kind: CheckpointType = request.path_params["kind"]
     row = await service.database(service.database.store.checkpoint, run_id, kind, name)
     directory = service.checkpoints.place(run_id, kind, name)
     if row is None or service.checkpoints.has_expired(row) or not directory.is_dir():
         raise NotFoundError("The checkpoint no longer exists.")
-    return directory
+    return row, directory
+
+
+class _TarStream(StreamingResponse):
+    """A range of a tar; closes the tar when it ends, also if its client hangs up early."""
+
+    def __init__(self, tar: Tar, sent: range, status: int, headers: dict[str, str]) -> None:
+        super().__init__(tar.chunks(sent.start, sent.stop), status, headers, "application/x-tar")
+        self._tar = tar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._tar:
+            await super().__call__(scope, receive, send)
 
 
 async def _archive(service: Service, request: Request) -> Response:
     """A checkpoint as a tar, or the range of it that the client asks for."""
-    directory = await _directory(service, request)
-    names = sorted(file.name for file in directory.iterdir() if file.is_file())
-    tar = Tar.of(directory, names)
+    row, directory = await _linked(service, request)
+    names = await service.checkpoints.file_names(row)
+    tar = await service.files(Tar.of, directory, names)
+    try:
+        response = _part_of(tar, directory.name, request)
+    except BaseException:
+        tar.close()
+        raise
+    if not isinstance(response, _TarStream):
+        tar.close()
+    return response
+
+
+def _part_of(tar: Tar, name: str, request: Request) -> Response:
     tag = f'"{tar.tag}"'
     head_only = request.method == "HEAD"  # ranges apply to GET only
     part = None if head_only else asked_range(request.headers, tar.size, tag)
@@ -440,7 +464,7 @@ async def _archive(service: Service, request: Request) -> Response:
         "accept-ranges": "bytes",
         "etag": tag,
         "content-length": str(len(sent)),
-        "content-disposition": f'attachment; filename="{directory.name}.tar"',
+        "content-disposition": f'attachment; filename="{name}.tar"',
     }
     if not sent:
         return Response(status_code=416, headers={"content-range": f"bytes */{tar.size}"})
@@ -449,12 +473,11 @@ async def _archive(service: Service, request: Request) -> Response:
     status = 200 if part is None else 206
     if head_only:
         return Response(None, status, headers, "application/x-tar")
-    chunks = tar.chunks(sent.start, sent.stop)
-    return StreamingResponse(chunks, status, headers, "application/x-tar")
+    return _TarStream(tar, sent, status, headers)
 
 
 async def _file(service: Service, request: Request) -> Response:
-    directory = await _directory(service, request)
+    _, directory = await _linked(service, request)
     file = directory / validate_name(request.path_params["file"])
     if file.is_symlink() or not file.is_file():
         raise NotFoundError("There is no such file in the checkpoint.")
