@@ -23,6 +23,8 @@ __all__ = [
     "check_job",
     "check_loss",
     "check_same_base",
+    "check_settings",
+    "is_float32",
     "lacks_memory",
     "not_finite",
 ]
@@ -42,6 +44,7 @@ class Loss:
     whole_sequences: bool = False
 
 
+_LARGEST: Final = float(np.finfo(np.float32).max)
 _RL: Final = ("logprobs", "advantages")
 
 
@@ -102,6 +105,33 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
             raise InvalidInputError(f"{key} must be a number", field="loss_fn_config")
         settings[key] = float(value)
     return loss, settings
+
+
+def check_settings(name: str, config: Mapping[str, float | str]) -> None:
+    """Refuse settings that are not numbers of float32, in which losses are computed, or contradict each other.
+
+    Not part of `check_loss`: a pass that was accepted without this check must be repeatable.
+    """
+    if name not in LOSSES:  # a custom loss, or an unknown one, which its pass refuses
+        return
+    _, settings = check_loss(name, config)
+    for key, value in settings.items():
+        if not is_float32(value):
+            raise InvalidInputError(
+                f"must be a finite number of 32 bits, not {value}", field=f"loss_fn_config.{key}"
+            )
+    low, high = settings.get("clip_low_threshold"), settings.get("clip_high_threshold")
+    if low is not None and high is not None and low > high:
+        key = "clip_low_threshold" if "clip_low_threshold" in config else "clip_high_threshold"
+        raise InvalidInputError(
+            f"the lower threshold {low} is above the upper one, {high}",
+            field=f"loss_fn_config.{key}",
+        )
+
+
+def is_float32(value: float) -> bool:
+    """Whether a number is finite in float32."""
+    return abs(value) <= _LARGEST  # False for NaN
 
 
 def check_examples(

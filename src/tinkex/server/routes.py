@@ -29,6 +29,7 @@ from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
+from tinkex.engine.checks import check_settings
 from tinkex.engine.interface import EngineStatus
 from tinkex.errors import (
     APIStatusError,
@@ -352,11 +353,13 @@ async def _submitted(
     return _promised(promise)
 
 
-def _check_examples(call: Call) -> None:
+def _check_pass(call: Call) -> None:
     request, limit = call.request, call.service.settings.max_examples
     forward = isinstance(request, types.ForwardRequest)
     field = "forward_input" if forward else "forward_backward_input"
-    count = len(getattr(request, field).data)
+    inputs: types.ForwardBackwardInput = getattr(request, field)
+    check_settings(inputs.loss_fn, inputs.loss_fn_config or {})
+    count = len(inputs.data)
     if count > limit:
         raise InvalidInputError(
             f"must be at most {limit} examples, got {count}; the limit is the service's setting max_examples",
@@ -366,13 +369,13 @@ def _check_examples(call: Call) -> None:
 
 @_handles
 async def forward(call: Call) -> types.UntypedAPIFuture:
-    _check_examples(call)
+    _check_pass(call)
     return await _submitted(call)
 
 
 @_handles
 async def forward_backward(call: Call) -> Response:
-    _check_examples(call)
+    _check_pass(call)
     part = None
     if isinstance(call.request, types.ForwardBackwardRequest):  # a forward pass has no gradients
         part = PassPart.of(call.headers)
