@@ -376,6 +376,22 @@ SAMPLES = {
     "negative length": ({"sampling_params": {"max_tokens": -1}}, "max_tokens"),
     "a seed that is text": ({"sampling_params": {"seed": "x"}}, "seed"),
     "no params": ({"sampling_params": None}, "sampling_params"),
+    "a bias beyond float32": (
+        {"sampling_params": {"logit_bias": {"1": 1e308}}},
+        "sampling_params.logit_bias",
+    ),
+    "no token that is not banned": (
+        {"sampling_params": {"logit_bias": {str(token): -1e308 for token in range(264)}}},
+        "sampling_params.logit_bias",
+    ),
+    "a penalty that is zero in float32": (
+        {"sampling_params": {"repetition_penalty": 1e-320}},
+        "sampling_params.repetition_penalty",
+    ),
+    "a penalty beyond float32": (
+        {"sampling_params": {"repetition_penalty": 1e308}},
+        "sampling_params.repetition_penalty",
+    ),
     "more alternatives than tokens": ({"topk_prompt_logprobs": 265}, "topk_prompt_logprobs"),
     "more choices than tokens": ({"topk_sample_logprobs": 10**6}, "topk_sample_logprobs"),
     "targets of another length": (

@@ -18,6 +18,7 @@ from .values import Array, Example, SampleJob
 __all__ = [
     "LOSSES",
     "Loss",
+    "can_overflow",
     "check_base",
     "check_examples",
     "check_job",
@@ -27,6 +28,7 @@ __all__ = [
     "is_float32",
     "lacks_memory",
     "not_finite",
+    "overflowing",
 ]
 
 
@@ -190,12 +192,12 @@ def check_job(
             field="prompt",
         )
     _check_tokens(job.prompt_T, vocab_size, "prompt")
-    if job.logit_bias:
-        _check_tokens(
-            np.array([token for token, _ in job.logit_bias]),
-            vocab_size,
-            "sampling_params.logit_bias",
-        )
+    for token, _ in job.logit_bias:  # of any size, so not as an array
+        if not 0 <= token < vocab_size:
+            raise InvalidInputError(
+                f"token {token!s:.40} is outside the vocabulary of {vocab_size}",
+                field="sampling_params.logit_bias",
+            )
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(job, name) > vocab_size:
             raise InvalidInputError(f"must be at most the vocabulary of {vocab_size}", field=name)
@@ -246,6 +248,25 @@ def lacks_memory(error: Exception) -> bool:
     # On the CPU, torch raises a plain RuntimeError.
     typed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return typed or "you tried to allocate" in str(error)
+
+
+def can_overflow(job: SampleJob) -> bool:
+    """Whether the parameters of a request could make finite logits infinite."""
+    return bool(job.logit_bias) or job.repetition_penalty != 1
+
+
+def overflowing(job: SampleJob) -> RequestFailedError:
+    """The error of a request whose parameters make logits of the model infinite."""
+    chosen = {
+        "repetition_penalty": job.repetition_penalty != 1,
+        "logit_bias": bool(job.logit_bias),
+        "temperature": 0 < job.temperature < 1,
+    }
+    names = ", ".join(f"sampling_params.{name}" for name, used in chosen.items() if used)
+    return RequestFailedError(
+        f"{names}: the logits are finite without this, and overflow with it; choose less extreme values",
+        category=RequestErrorCategory.User,
+    )
 
 
 def not_finite(job: SampleJob, adapter: object) -> RequestFailedError:
