@@ -34,6 +34,12 @@ def running():
 
 
 @pytest.fixture(scope="module")
+def tiny():
+    with service("torch") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def saved(running):
     """The files of a checkpoint, by name."""
     with Api(running.url) as api:
@@ -85,22 +91,39 @@ def test_manifest_with_wrong_values_is_refused(running, saved, changes):
     assert "tinkex.json" in refused.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"r": 1e999, "lora_alpha": 32}',
+        '{"r": 8, "lora_alpha": 1e999}',
+        '{"r": 1' + "0" * 400 + ', "lora_alpha": 32, "use_rslora": true}',
+        '{"r": 8, "lora_alpha": 1' + "0" * 400 + "}",
+        '{"r": NaN, "lora_alpha": 32}',
+    ],
+    ids=["infinite rank", "infinite alpha", "huge rank", "huge alpha", "rank that is none"],
+)
+def test_peft_configuration_with_extreme_numbers_is_refused(tiny, config):
+    files = {"adapter_config.json": config.encode(), "adapter_model.safetensors": b"x"}
+    refused = post(tiny, files)
+    assert refused.status_code == 400, refused.text
+    assert "adapter_config.json" in refused.json()["detail"]
+
+
 def test_adapter_of_a_rank_that_no_model_can_have_is_refused(running, saved):
     refused = post(running, with_manifest(saved, lora={"rank": 1 << 40}))
     assert refused.status_code == 400
     assert "the highest possible is 512" in refused.json()["detail"]
 
 
-def test_weights_larger_than_any_adapter_of_the_model_are_refused_unread(tmp_path):
+def test_weights_larger_than_any_adapter_of_the_model_are_refused_unread(tiny, tmp_path):
     from safetensors.torch import save_file
 
-    with service("torch") as tiny:
-        save_file({"x.lora_A.weight": torch.zeros(8, 1 << 18)}, tmp_path / "w")
-        files = {
-            "adapter_config.json": json.dumps({"r": 1, "lora_alpha": 32}).encode(),
-            "adapter_model.safetensors": (tmp_path / "w").read_bytes(),
-        }
-        refused = post(tiny, files)
+    save_file({"x.lora_A.weight": torch.zeros(8, 1 << 18)}, tmp_path / "w")
+    files = {
+        "adapter_config.json": json.dumps({"r": 1, "lora_alpha": 32}).encode(),
+        "adapter_model.safetensors": (tmp_path / "w").read_bytes(),
+    }
+    refused = post(tiny, files)
     assert refused.status_code == 400
     assert "adapter_model.safetensors is larger than" in refused.json()["detail"]
 

@@ -260,7 +260,15 @@ def reading(name: str) -> Iterator[None]:
         yield
     except TinkerError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,  # also of JSON
+        OverflowError,  # JSON has infinite numbers
+        KeyError,
+        TypeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise InvalidInputError(
             f"the file {name} is missing, damaged or of another kind", field="path"
         ) from error
