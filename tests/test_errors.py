@@ -462,10 +462,9 @@ def test_failed_operation_round_trips(category):
         (NotFoundError("no such model"), "no such model", User),
         (BadRequestError("bad rank", body={"category": "server"}), "bad rank", User),
         (InternalServerError("oops"), "oops", Server),
-        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", Server),
     ],
 )
-def test_any_exception_of_a_worker_becomes_a_failed_operation(error, message, category):
+def test_any_error_of_a_worker_becomes_a_failed_operation(error, message, category):
     got = failure_from_body(failure_body(error), None)
     assert (got.message, got.category) == (message, category)
 

@@ -41,7 +41,16 @@ from tinkex.engine.calls import (
     Token,
     UnloadModel,
 )
-from tinkex.engine.process import Loop, Ready, Setup, _check_gpu, encode_frame, serve
+from tinkex.engine.interface import EngineFailedError
+from tinkex.engine.process import (
+    Loop,
+    Ready,
+    Setup,
+    _check_gpu,
+    _portable,
+    encode_frame,
+    serve,
+)
 from tinkex.engine.values import (
     AdamStep,
     Example,
@@ -381,6 +390,20 @@ def portable(error: Exception | None) -> Exception:
     return again
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
+    ],
+)
+def test_lack_of_memory_keeps_its_kind_on_the_pipe(error):
+    sent = portable(_portable(error))
+    assert isinstance(sent, MemoryError)
+    assert str(sent) == str(error)
+
+
 def test_error_is_sent_to_its_caller_and_the_loop_continues():
     engine = Diary()
     sent = engine.work(
@@ -403,14 +426,17 @@ def test_error_is_sent_to_its_caller_and_the_loop_continues():
         1: ("NotFoundError", "There is no model 'missing'. (status 404)"),
         2: ("InvalidInputError", "data: is wrong"),
         3: ("InvalidInputError", "data: is wrong"),
-        4: ("RuntimeError", "ZeroDivisionError: by zero"),
+        4: ("EngineFailedError", "ZeroDivisionError: by zero"),
         5: ("FileNotFoundError", "[Errno 2] not there: 's'"),
-        6: ("RuntimeError", "ForeignError: no"),
-        7: ("RuntimeError", str(errors[7])),
+        6: ("EngineFailedError", "ForeignError: no"),
+        7: ("EngineFailedError", str(errors[7])),
         9: ("NotFoundError", "There is no sampler 'missing'. (status 404)"),
-        10: ("RuntimeError", "ForeignError: bad"),
+        10: ("EngineFailedError", "ForeignError: bad"),
     }
     assert "TypeError: no engine runs" in str(errors[7])
+    assert isinstance(errors[4], EngineFailedError)
+    assert errors[4].kind == "ZeroDivisionError"
+    assert "Traceback" in errors[4].__notes__[0]
     assert isinstance(errors[2], InvalidInputError)
     assert errors[2].field == "data"
     assert by_id(sent)[11].value == PassResult([], {"pieces": 1.0})

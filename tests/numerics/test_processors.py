@@ -20,7 +20,7 @@ from tinkex.engine import drawing
 from tinkex.engine.grammars import Grammars, allowed_tokens
 from tinkex.engine.processors import shaping_of
 from tinkex.engine.values import Constraint, SampleJob
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailedError
 
 from .test_drawing import Given
 from .test_sampling import PROMPT, job, run, sampler_of
@@ -245,10 +245,39 @@ def test_constraint_needs_a_tokenizer(language_model):
         sampler_of(language_model).add("a", job(constraint=Constraint("regex", "a")), None)
 
 
-def test_bias_outside_the_vocabulary_is_refused(language_model):
-    with pytest.raises(InvalidInputError) as refused:
-        sampler_of(language_model).add("a", job(logit_bias=((V, 1.0),)), None)
+@pytest.mark.parametrize("token", [V, -1, 2**70])
+def test_bias_outside_the_vocabulary_is_refused(language_model, token):
+    with pytest.raises(InvalidInputError, match=f"token {token} is outside") as refused:
+        sampler_of(language_model).add("a", job(logit_bias=((3, 1.0), (token, 1.0))), None)
     assert refused.value.field == "sampling_params.logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("extreme", "names"),
+    [
+        (
+            {"logit_bias": ((3, 3e38), (4, 3e38)), "temperature": 1e-30},
+            ["logit_bias", "temperature"],
+        ),
+        ({"repetition_penalty": 3e-39, "temperature": 1.0}, ["repetition_penalty"]),
+    ],
+)
+def test_parameters_that_make_logits_infinite_are_named_instead_of_the_model(
+    language_model, extreme, names
+):
+    sampler = sampler_of(language_model)
+    sampler.add("a", job(**extreme), None)
+    sampler.add("b", job(seed=1), None)
+    found: dict[str, Any] = {}
+    while sampler.busy:
+        found |= {event.job_id: event.error or event.result for event in sampler.step()}
+    failed = found["a"]
+    assert isinstance(failed, RequestFailedError)
+    assert failed.category is RequestErrorCategory.User
+    for name in names:
+        assert f"sampling_params.{name}" in failed.message
+    assert "weights" not in failed.message
+    assert len(found["b"].tokens[0]) > 0
 
 
 def test_job_without_extensions_has_no_shaping():

@@ -202,6 +202,49 @@ def test_an_invalid_pass_is_refused(api, model, operation, inputs, field):
 
 
 @pytest.mark.parametrize(
+    ("loss_fn", "config", "key"),
+    [
+        *(
+            (name, {key: value}, key)
+            for name in ("ppo", "cispo", "gspo")
+            for key in ("clip_low_threshold", "clip_high_threshold")
+            for value in (1e308, -1e308, 3.5e38)
+        ),
+        ("dro", {"beta": 1e308}, "beta"),
+        ("ppo", {"clip_low_threshold": 2, "clip_high_threshold": 1}, "clip_low_threshold"),
+        ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold"),
+        ("ppo", {"clip_high_threshold": 0.5}, "clip_high_threshold"),
+    ],
+)
+def test_loss_setting_that_cannot_be_computed_with_is_refused_at_once(
+    api, model, loss_fn, config, key
+):
+    inputs = {"data": [datum()], "loss_fn": loss_fn, "loss_fn_config": config}
+    answer = model.ask("forward_backward", forward_backward_input=inputs)
+    assert answer.status_code == 400
+    assert answer.json()["field"] == f"loss_fn_config.{key}"
+
+
+def test_loss_setting_of_protobuf_beyond_float32_is_refused(api, model):
+    config = {"clip_high_threshold": 1e39}
+    body = training_request(model.model_id, model.seq(), loss_fn="ppo", config=config)
+    answer = api.post("forward_backward", body, headers={"content-type": PROTO})
+    assert answer.status_code == 400
+    assert answer.json()["field"] == "loss_fn_config.clip_high_threshold"
+
+
+def test_loss_settings_within_float32_are_accepted(api, model):
+    data = [datum(logprobs=[-1] * 3, advantages=[1] * 3)]
+    for config in (
+        {"clip_low_threshold": -3.4e38, "clip_high_threshold": 3.4e38},
+        {"clip_low_threshold": 1, "clip_high_threshold": 1},
+        {"clip_low_threshold": -0.5},
+    ):
+        done = api.retrieve(model.forward_backward(data, "ppo", loss_fn_config=config))
+        assert "error" not in done
+
+
+@pytest.mark.parametrize(
     ("tensor", "field"),
     [
         (TensorData([1.5, 2.5], "float32"), "data.0.target_tokens"),
@@ -333,6 +376,22 @@ SAMPLES = {
     "negative length": ({"sampling_params": {"max_tokens": -1}}, "max_tokens"),
     "a seed that is text": ({"sampling_params": {"seed": "x"}}, "seed"),
     "no params": ({"sampling_params": None}, "sampling_params"),
+    "a bias beyond float32": (
+        {"sampling_params": {"logit_bias": {"1": 1e308}}},
+        "sampling_params.logit_bias",
+    ),
+    "no token that is not banned": (
+        {"sampling_params": {"logit_bias": {str(token): -1e308 for token in range(264)}}},
+        "sampling_params.logit_bias",
+    ),
+    "a penalty that is zero in float32": (
+        {"sampling_params": {"repetition_penalty": 1e-320}},
+        "sampling_params.repetition_penalty",
+    ),
+    "a penalty beyond float32": (
+        {"sampling_params": {"repetition_penalty": 1e308}},
+        "sampling_params.repetition_penalty",
+    ),
     "more alternatives than tokens": ({"topk_prompt_logprobs": 265}, "topk_prompt_logprobs"),
     "more choices than tokens": ({"topk_sample_logprobs": 10**6}, "topk_sample_logprobs"),
     "targets of another length": (

@@ -113,7 +113,7 @@ def test_a_checkpoint_that_replaced_an_expired_one_stays(checkpoints, clock):
         new = await checkpoints.add(RUN, "training", "a", "me", 1, ttl_seconds=None)
         await checkpoints.set_ttl(extended, None)
         for row in (old, extended):
-            await checkpoints.delete(row, "checkpoint_expired")
+            await checkpoints.delete(row, expired=True)
         for row in (new, extended):
             assert (await checkpoints.readable("me", tinker_path(row)))[1].is_dir()
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_may_expire_or_be_deleted_while_it_is_overwritten(checkpoin
             assert await checkpoints.delete_expired() == 1
         options = {"ttl_seconds": None, "written": written}
         new = await checkpoints.add(RUN, "training", "a", "me", 1, **options)
-        await checkpoints.delete(old, "checkpoint_expired")
+        await checkpoints.delete(old, expired=True)
         _, directory = await checkpoints.readable("me", tinker_path(new))
         assert (directory / "file").read_text() == "new"
         assert [each.name for each in directory.parent.iterdir()] == ["a"]
@@ -318,5 +318,17 @@ def test_housekeeping_deletes_expired_checkpoints(tmp_path):
             assert past.place(RUN, "training", "kept").exists()
         finally:
             await service.stop()
+
+    asyncio.run(scenario())
+
+
+def test_checkpoint_whose_ttl_changes_meanwhile_is_deleted(checkpoints):
+    async def scenario():
+        listed = await save(checkpoints)
+        await checkpoints.set_ttl(listed, 3600)
+        await checkpoints.delete(listed)
+        with pytest.raises(NotFoundError):
+            await checkpoints.owned("me", RUN, "weights/a")
+        assert not checkpoints.place(RUN, "training", "a").exists()
 
     asyncio.run(scenario())

@@ -561,6 +561,79 @@ def test_deleted_run_stays_deleted_after_a_restart(tmp_path):
         assert not list((tmp_path / "metrics").rglob("*.bin"))
 
 
+async def finished_run(made, client):
+    """A run with a step and two checkpoints whose session has ended."""
+
+    async def ask(path, /, **body):
+        answer = await client.post(path, json=body)
+        told = answer.json()
+        while answer.status_code == 408 or "request_id" in told:
+            request = {"request_id": told["request_id"]}
+            answer = await client.post("retrieve_future", json=request)
+            told = answer.json()
+        assert answer.status_code == 200, answer.text
+        return told
+
+    session = (await ask("create_session", tags=[], sdk_version="0"))["session_id"]
+    lora = {"rank": 1}
+    run = (
+        await ask(
+            "create_model", session_id=session, model_seq_id=0, base_model=TINY, lora_config=lora
+        )
+    )["model_id"]
+    inputs = {"data": [datum()], "loss_fn": "cross_entropy"}
+    await ask("forward_backward", model_id=run, seq_id=1, forward_backward_input=inputs)
+    await ask("optim_step", model_id=run, seq_id=2, adam_params={"learning_rate": 0.01})
+    for number, name in ((3, "a"), (4, "b")):
+        await ask("save_weights", model_id=run, seq_id=number, path=name)
+    await ask(f"sessions/{session}/finish", reason={"type": "success"})
+    return run
+
+
+def test_run_is_deleted_while_the_ttl_of_a_checkpoint_changes(tmp_path):
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            run = await finished_run(made, client)
+            changes: list[asyncio.Future[None]] = []
+
+            def change(_):
+                """When one checkpoint has been deleted, change the other: it has been listed before."""
+                if not changes:
+                    changes.append(asyncio.ensure_future(prolong()))
+
+            async def prolong():
+                for row in await made.database(made.database.store.checkpoints_of_run, run):
+                    await made.checkpoints.set_ttl(row, 3600)
+
+            made.checkpoints.on_change.append(change)
+            gone = await client.delete(f"http://localhost/local/runs/{run}")
+            assert gone.status_code == 200, gone.text
+            assert gone.json()["checkpoints"] == 2
+            assert changes
+            assert not list((tmp_path / "checkpoints").glob("*/*/*"))
+            assert (await client.get(f"training_runs/{run}")).status_code == 404
+
+    asyncio.run(scenario())
+
+
+def test_run_whose_checkpoints_stay_loses_nothing(tmp_path, monkeypatch):
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            run = await finished_run(made, client)
+
+            async def replaced(*_, **__):
+                """What a deletion does if another checkpoint of the same name appears meanwhile."""
+
+            monkeypatch.setattr(made.checkpoints, "delete", replaced)
+            refused = await client.delete(f"http://localhost/local/runs/{run}")
+            assert refused.status_code == 409
+            assert "still being written" in refused.json()["detail"]
+            kept = (await client.get(f"http://localhost/local/runs/{run}")).json()
+            assert (kept["checkpoints"], kept["steps"]) == (2, 1)
+
+    asyncio.run(scenario())
+
+
 # -- events --------------------------------------------------------------------------------------------
 
 

@@ -278,7 +278,7 @@ def test_copying_a_checkpoint_that_is_deleted_meanwhile_is_not_found(tmp_path):
             kept = await live(User(client))
             row = await made.checkpoints.owned("local", kept["model"], "weights/a")
             await made.checkpoints.delete(row)
-            with pytest.raises(NotFoundError, match="deleted meanwhile"):
+            with pytest.raises(NotFoundError, match="deleted or replaced meanwhile"):
                 await made.checkpoints.copy(row, kept["model"], "local", None)
 
     asyncio.run(scenario())

@@ -190,7 +190,6 @@ def test_samples_and_passes_are_stored_as_protobuf(tmp_path):
         (RequestFailedError("no room", category=RequestErrorCategory.Server), "no room", "server"),
         (InvalidInputError("is too long", field="prompt"), "prompt: is too long", "user"),
         (NotFoundError("There is no model 'm'."), "There is no model 'm'.", "user"),
-        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", "server"),
     ],
 )
 def test_a_failure_is_a_result_with_message_and_category(tmp_path, error, message, category):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import tarfile
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import torch
 
+from tinkex.engine.interface import IN_LINE
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.server.auth import Keys
 from tinkex.server.imports import unpack
@@ -19,6 +21,7 @@ from tinkex.testing import service
 
 from ..tars import tar
 from .api import TINY, Api
+from .test_storage import housed
 
 QUERY = {"base_model": TINY, "name": "x"}
 TAR = {"content-type": "application/x-tar"}
@@ -27,6 +30,12 @@ TAR = {"content-type": "application/x-tar"}
 @pytest.fixture(scope="module")
 def running():
     with service("fake") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with service("torch") as started:
         yield started
 
 
@@ -82,22 +91,39 @@ def test_manifest_with_wrong_values_is_refused(running, saved, changes):
     assert "tinkex.json" in refused.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"r": 1e999, "lora_alpha": 32}',
+        '{"r": 8, "lora_alpha": 1e999}',
+        '{"r": 1' + "0" * 400 + ', "lora_alpha": 32, "use_rslora": true}',
+        '{"r": 8, "lora_alpha": 1' + "0" * 400 + "}",
+        '{"r": NaN, "lora_alpha": 32}',
+    ],
+    ids=["infinite rank", "infinite alpha", "huge rank", "huge alpha", "rank that is none"],
+)
+def test_peft_configuration_with_extreme_numbers_is_refused(tiny, config):
+    files = {"adapter_config.json": config.encode(), "adapter_model.safetensors": b"x"}
+    refused = post(tiny, files)
+    assert refused.status_code == 400, refused.text
+    assert "adapter_config.json" in refused.json()["detail"]
+
+
 def test_adapter_of_a_rank_that_no_model_can_have_is_refused(running, saved):
     refused = post(running, with_manifest(saved, lora={"rank": 1 << 40}))
     assert refused.status_code == 400
     assert "the highest possible is 512" in refused.json()["detail"]
 
 
-def test_weights_larger_than_any_adapter_of_the_model_are_refused_unread(tmp_path):
+def test_weights_larger_than_any_adapter_of_the_model_are_refused_unread(tiny, tmp_path):
     from safetensors.torch import save_file
 
-    with service("torch") as tiny:
-        save_file({"x.lora_A.weight": torch.zeros(8, 1 << 18)}, tmp_path / "w")
-        files = {
-            "adapter_config.json": json.dumps({"r": 1, "lora_alpha": 32}).encode(),
-            "adapter_model.safetensors": (tmp_path / "w").read_bytes(),
-        }
-        refused = post(tiny, files)
+    save_file({"x.lora_A.weight": torch.zeros(8, 1 << 18)}, tmp_path / "w")
+    files = {
+        "adapter_config.json": json.dumps({"r": 1, "lora_alpha": 32}).encode(),
+        "adapter_model.safetensors": (tmp_path / "w").read_bytes(),
+    }
+    refused = post(tiny, files)
     assert refused.status_code == 400
     assert "adapter_model.safetensors is larger than" in refused.json()["detail"]
 
@@ -155,6 +181,71 @@ def test_archive_is_charged_to_the_checkpoint_quota_before_it_is_read(saved):
     with service("fake", limits=KeyLimits(checkpoint_bytes=len(archive))) as running:
         assert post(running, saved).status_code == 200
         assert post(running, saved).status_code == 429
+
+
+# -- shares of the engine --------------------------------------------------------------------------
+
+
+def test_import_counts_as_a_request(saved):
+    with service("fake", limits=KeyLimits(requests=0)) as running:
+        refused = post(running, saved)
+    assert refused.status_code == 429
+    assert "--limit requests=" in refused.json()["detail"]
+
+
+def test_adapters_of_one_key_are_imported_one_after_another(saved, tmp_path, monkeypatch):
+    async def scenario():
+        async with housed(tmp_path) as (made, client):
+            trainer, loaded, most = made.engine.trainer, set(), 0
+            restore, unload = trainer.restore_model, trainer.unload_model
+
+            async def restore_model(model_id, *args, **options):
+                nonlocal most
+                loaded.add(model_id)
+                most = max(most, len(loaded))
+                return await restore(model_id, *args, **options)
+
+            async def unload_model(model_id):
+                await unload(model_id)
+                loaded.discard(model_id)
+
+            monkeypatch.setattr(trainer, "restore_model", restore_model)
+            monkeypatch.setattr(trainer, "unload_model", unload_model)
+            place, body = "http://localhost/local/import", tar(*saved.items())
+            answers = await asyncio.gather(
+                *(client.post(place, params=QUERY, headers=TAR, content=body) for _ in range(5))
+            )
+            assert [answer.status_code for answer in answers] == [200] * 5
+            assert (most, loaded) == (1, set())
+
+    asyncio.run(scenario())
+
+
+def test_other_work_of_one_key_does_not_delay_another_key(tmp_path):
+    async def scenario():
+        async with housed(tmp_path) as (made, _):
+            order, full, go_on = [], asyncio.Event(), asyncio.Event()
+
+            async def use(owner, name):
+                async with made.models.turn(owner, name):
+                    order.append(name)
+                    if len(order) == IN_LINE:
+                        full.set()
+                    if owner == "ann":
+                        await go_on.wait()
+
+            anns = [asyncio.ensure_future(use("ann", f"a{number}")) for number in range(6)]
+            bobs = asyncio.ensure_future(use("bob", "b"))
+            await full.wait()
+            assert order == ["a0", "a1"]
+            cancelled = anns.pop()
+            cancelled.cancel()
+            go_on.set()
+            await asyncio.gather(*anns, bobs)
+            assert order == ["a0", "a1", "b", "a2", "a3", "a4"]
+            assert cancelled.cancelled()
+
+    asyncio.run(scenario())
 
 
 # -- local requests only ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import tarfile
 import tempfile
 import tracemalloc
@@ -17,6 +18,17 @@ from tinkex.errors import InternalServerError, InvalidInputError, NotFoundError
 from tinkex.server.tars import Tar
 
 MIB = 1 << 20
+
+
+def whole(directory: Path, names: list[str]) -> bytes:
+    with Tar.of(directory, names) as tar:
+        return b"".join(tar.chunks())
+
+
+def tag_of(directory: Path, names: list[str]) -> str:
+    with Tar.of(directory, names) as tar:
+        return tar.tag
+
 
 # Tar formats differ in long names, non-ASCII names and sizes near a block boundary.
 file_names = st.one_of(
@@ -39,9 +51,10 @@ def test_a_tar_contains_exactly_the_named_files(files, mtime, data):
             (directory / name).write_bytes(content)
             os.utime(directory / name, (0, mtime))
         names = data.draw(st.lists(st.sampled_from(sorted(files)), unique=True)) if files else []
-        stream = b"".join(Tar.of(directory, names).chunks())
-        assert len(stream) == Tar.of(directory, names).size
-        assert stream == b"".join(Tar.of(directory, names).chunks())
+        stream = whole(directory, names)
+        with Tar.of(directory, names) as tar:
+            assert len(stream) == tar.size
+        assert stream == whole(directory, names)
     with tarfile.open(fileobj=io.BytesIO(stream), mode="r:") as archive:
         members = archive.getmembers()
         assert [member.name for member in members] == names
@@ -58,10 +71,10 @@ def test_owner_and_mode_of_a_file_do_not_change_the_tar(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     os.utime(tmp_path / "file", (1, 1.5))
     (tmp_path / "file").chmod(0o700)
-    before = b"".join(Tar.of(tmp_path, ["file"]).chunks())
+    before = whole(tmp_path, ["file"])
     (tmp_path / "file").chmod(0o600)
     os.utime(tmp_path / "file", (2, 1.25))
-    assert b"".join(Tar.of(tmp_path, ["file"]).chunks()) == before
+    assert whole(tmp_path, ["file"]) == before
 
 
 def test_a_large_file_is_streamed_in_small_chunks(tmp_path):
@@ -69,12 +82,13 @@ def test_a_large_file_is_streamed_in_small_chunks(tmp_path):
         file.truncate(24 * MIB + 7)
     tracemalloc.start()
     try:
-        sizes = [len(chunk) for chunk in Tar.of(tmp_path, ["large"]).chunks()]
+        with Tar.of(tmp_path, ["large"]) as tar:
+            sizes = [len(chunk) for chunk in tar.chunks()]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert max(sizes) <= MIB
-    assert sum(sizes) == Tar.of(tmp_path, ["large"]).size
+    assert sum(sizes) == tar.size
     assert peak < 4 * MIB
 
 
@@ -82,9 +96,9 @@ def test_a_file_over_8_gib_keeps_its_size_in_the_header(tmp_path):
     size = 9 << 30
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(size)  # a sparse file
-    chunks = Tar.of(tmp_path, ["huge"]).chunks()
-    header = next(chunks)
-    assert Tar.of(tmp_path, ["huge"]).size == len(header) + size + 1024
+    with Tar.of(tmp_path, ["huge"]) as tar:
+        header = next(tar.chunks())
+    assert tar.size == len(header) + size + 1024
     with tarfile.open(fileobj=io.BytesIO(header), mode="r|") as archive:
         member = archive.next()
     assert member is not None
@@ -127,38 +141,49 @@ def test_any_byte_range_of_a_tar_can_be_read(contents, start, length):
         names = [f"file{number}" for number in range(len(contents))]
         for name, content in zip(names, contents, strict=True):
             (Path(place) / name).write_bytes(content)
-        tar = Tar.of(Path(place), names)
-        whole = b"".join(tar.chunks())
-        assert b"".join(tar.chunks(start)) == whole[start:]
-        assert b"".join(tar.chunks(start, start + length)) == whole[start : start + length]
+        with Tar.of(Path(place), names) as tar:
+            content = b"".join(tar.chunks())
+            assert b"".join(tar.chunks(start)) == content[start:]
+            assert b"".join(tar.chunks(start, start + length)) == content[start : start + length]
 
 
 def test_the_tag_changes_only_when_a_file_changes(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"content")
     facts = file.stat()
-    tag = Tar.of(tmp_path, ["file"]).tag
-    assert Tar.of(tmp_path, ["file"]).tag == tag
+    tag = tag_of(tmp_path, ["file"])
+    assert tag_of(tmp_path, ["file"]) == tag
     os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))  # written again within a second
-    assert Tar.of(tmp_path, ["file"]).tag != tag
+    assert tag_of(tmp_path, ["file"]) != tag
 
 
-def test_replacing_a_file_during_a_download_ends_the_stream_with_an_error(tmp_path):
-    (tmp_path / "file").write_bytes(b"before")
-    tar = Tar.of(tmp_path, ["file"])
-    (tmp_path / "other").write_bytes(b"behind")
-    (tmp_path / "other").replace(tmp_path / "file")
-    with pytest.raises(InternalServerError, match="file changed"):
-        list(tar.chunks())
+@pytest.mark.parametrize("change", ["delete", "replace"])
+def test_archive_that_is_being_sent_ends_whole_although_its_checkpoint_is_gone(tmp_path, change):
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    for name in ("one", "two"):
+        (directory / name).write_bytes(name.encode())
+    names = ["one", "two"]
+    before = whole(directory, names)
+    with Tar.of(directory, names) as tar:
+        chunks = tar.chunks()
+        sent = next(chunks)
+        shutil.rmtree(directory)
+        if change == "replace":
+            directory.mkdir()
+            for name in names:
+                (directory / name).write_bytes(b"new")
+        assert sent + b"".join(chunks) == before
 
 
 def test_bytes_appended_during_a_download_are_not_sent(tmp_path):
     (tmp_path / "file").write_bytes(bytes(3 * MIB))
-    expected = b"".join(Tar.of(tmp_path, ["file"]).chunks())
-    chunks = Tar.of(tmp_path, ["file"]).chunks()
-    sent = next(chunks) + next(chunks)
-    (tmp_path / "file").write_bytes(bytes(3 * MIB) + b"and after")
-    assert sent + b"".join(chunks) == expected
+    expected = whole(tmp_path, ["file"])
+    with Tar.of(tmp_path, ["file"]) as tar:
+        chunks = tar.chunks()
+        sent = next(chunks) + next(chunks)
+        (tmp_path / "file").write_bytes(bytes(3 * MIB) + b"and after")
+        assert sent + b"".join(chunks) == expected
 
 
 @pytest.mark.parametrize("after", [b"b", b"behind", b"before and after"])
@@ -166,9 +191,9 @@ def test_a_rewritten_file_with_the_same_inode_ends_the_stream_with_an_error(tmp_
     file = tmp_path / "file"
     file.write_bytes(b"before")
     facts = file.stat()
-    chunks = Tar.of(tmp_path, ["file"]).chunks()
-    file.write_bytes(after)
-    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
-    assert file.stat().st_ino == facts.st_ino
-    with pytest.raises(InternalServerError, match="file changed"):
-        list(chunks)
+    with Tar.of(tmp_path, ["file"]) as tar:
+        file.write_bytes(after)
+        os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+        assert file.stat().st_ino == facts.st_ino
+        with pytest.raises(InternalServerError, match="file changed"):
+            list(tar.chunks())

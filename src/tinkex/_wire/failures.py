@@ -173,15 +173,10 @@ def _category(error: TinkerError, status: int) -> str:
     return error.category.value
 
 
-def failure_body(error: BaseException) -> dict[str, str]:
+def failure_body(error: TinkerError) -> dict[str, str]:
     """The result body of a failed operation. The request was accepted, so the answer is a 200 with this body."""
-    if isinstance(error, TinkerError):
-        category = RequestErrorCategory.User if error.user_error else error.category
-        return {"error": error.message, "category": category.value}
-    return {
-        "error": f"{type(error).__name__}: {error}",
-        "category": RequestErrorCategory.Server.value,
-    }
+    category = RequestErrorCategory.User if error.user_error else error.category
+    return {"error": error.message, "category": category.value}
 
 
 def failure_from_body(body: Mapping[str, Any], request_id: str | None) -> RequestFailedError:

@@ -18,12 +18,17 @@ from .values import Array, Example, SampleJob
 __all__ = [
     "LOSSES",
     "Loss",
+    "can_overflow",
     "check_base",
     "check_examples",
     "check_job",
     "check_loss",
     "check_same_base",
+    "check_settings",
+    "is_float32",
+    "lacks_memory",
     "not_finite",
+    "overflowing",
 ]
 
 
@@ -41,6 +46,7 @@ class Loss:
     whole_sequences: bool = False
 
 
+_LARGEST: Final = float(np.finfo(np.float32).max)
 _RL: Final = ("logprobs", "advantages")
 
 
@@ -104,6 +110,33 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
     return loss, settings
 
 
+def check_settings(name: str, config: Mapping[str, float | str]) -> None:
+    """Refuse settings that are not numbers of float32, in which losses are computed, or contradict each other.
+
+    Not part of `check_loss`: a pass that was accepted without this check must be repeatable.
+    """
+    if name not in LOSSES:  # a custom loss, or an unknown one, which its pass refuses
+        return
+    _, settings = check_loss(name, config)
+    for key, value in settings.items():
+        if not is_float32(value):
+            raise InvalidInputError(
+                f"must be a finite number of 32 bits, not {value}", field=f"loss_fn_config.{key}"
+            )
+    low, high = settings.get("clip_low_threshold"), settings.get("clip_high_threshold")
+    if low is not None and high is not None and low > high:
+        key = "clip_low_threshold" if "clip_low_threshold" in config else "clip_high_threshold"
+        raise InvalidInputError(
+            f"the lower threshold {low} is above the upper one, {high}",
+            field=f"loss_fn_config.{key}",
+        )
+
+
+def is_float32(value: float) -> bool:
+    """Whether a number is finite in float32."""
+    return abs(value) <= _LARGEST  # False for NaN
+
+
 def check_examples(
     examples: Sequence[Example], loss: Loss, *, vocab_size: int, context_length: int
 ) -> None:
@@ -160,12 +193,12 @@ def check_job(
             field="prompt",
         )
     _check_tokens(job.prompt_T, vocab_size, "prompt")
-    if job.logit_bias:
-        _check_tokens(
-            np.array([token for token, _ in job.logit_bias]),
-            vocab_size,
-            "sampling_params.logit_bias",
-        )
+    for token, _ in job.logit_bias:  # of any size, so not as an array
+        if not 0 <= token < vocab_size:
+            raise InvalidInputError(
+                f"token {token!s:.40} is outside the vocabulary of {vocab_size}",
+                field="sampling_params.logit_bias",
+            )
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(job, name) > vocab_size:
             raise InvalidInputError(f"must be at most the vocabulary of {vocab_size}", field=name)
@@ -209,6 +242,32 @@ def _check_tokens(tokens: Array, vocab_size: int, at: str) -> None:
         raise InvalidInputError(
             f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}", field=at
         )
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error of torch, or of Python, is for want of memory."""
+    # On the CPU, torch raises a plain RuntimeError.
+    typed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return typed or "you tried to allocate" in str(error)
+
+
+def can_overflow(job: SampleJob) -> bool:
+    """Whether the parameters of a request could make finite logits infinite."""
+    return bool(job.logit_bias) or job.repetition_penalty != 1
+
+
+def overflowing(job: SampleJob) -> RequestFailedError:
+    """The error of a request whose parameters make logits of the model infinite."""
+    chosen = {
+        "repetition_penalty": job.repetition_penalty != 1,
+        "logit_bias": bool(job.logit_bias),
+        "temperature": 0 < job.temperature < 1,
+    }
+    names = ", ".join(f"sampling_params.{name}" for name, used in chosen.items() if used)
+    return RequestFailedError(
+        f"{names}: the logits are finite without this, and overflow with it; choose less extreme values",
+        category=RequestErrorCategory.User,
+    )
 
 
 def not_finite(job: SampleJob, adapter: object) -> RequestFailedError:

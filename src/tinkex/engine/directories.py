@@ -37,6 +37,7 @@ __all__ = [
     "OPTIMIZER",
     "WEIGHTS",
     "Manifest",
+    "SourceGoneError",
     "checked_manifest",
     "checked_spec",
     "content_name",
@@ -98,19 +99,42 @@ def stored_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
+class SourceGoneError(Exception):
+    """The checkpoint that is being copied was deleted or replaced meanwhile."""
+
+
 def copy(source: Path, target: Path) -> None:
     """Copy a checkpoint. Checksums are not verified here: damage is found when the copy is read."""
-    with whole(target) as scratch:
-        shutil.copytree(source, scratch, dirs_exist_ok=True)
+    _copy_files(source, target, shutil.copy2)
 
 
 def link(source: Path, target: Path) -> None:
     """Copy a checkpoint with hard links where possible: files of a checkpoint never change."""
+    _copy_files(source, target, _link_or_copy)
+
+
+def _copy_files(source: Path, target: Path, put_file: Callable[[Path, Path], object]) -> None:
+    """Copy a checkpoint, which has no directories inside; raises `SourceGoneError` unless all files are of one version."""
     with whole(target) as scratch:
-        shutil.copytree(source, scratch, dirs_exist_ok=True, copy_function=_link_or_copy)
+        try:
+            version = _version(source)
+            for file in source.iterdir():
+                put_file(file, scratch / file.name)
+            if _version(source) == version:
+                return
+        except FileNotFoundError as error:
+            if Path(str(error.filename)).is_relative_to(scratch):
+                raise
+        raise SourceGoneError
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _version(directory: Path) -> tuple[int, int]:
+    # The inode number alone is not enough: file systems reuse the numbers of deleted directories.
+    facts = directory.stat()
+    return facts.st_ino, facts.st_mtime_ns
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -236,7 +260,15 @@ def reading(name: str) -> Iterator[None]:
         yield
     except TinkerError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,  # also of JSON
+        OverflowError,  # JSON has infinite numbers
+        KeyError,
+        TypeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise InvalidInputError(
             f"the file {name} is missing, damaged or of another kind", field="path"
         ) from error

@@ -35,6 +35,7 @@ __all__ = [
     "HOME",
     "IN_LINE",
     "EngineDiedError",
+    "EngineFailedError",
     "EngineLease",
     "EngineState",
     "EngineStatus",
@@ -65,6 +66,14 @@ class EngineDiedError(Exception):
     ) -> None:
         super().__init__(message)
         self.engine, self.life, self.cause_known = engine, life, cause_known
+
+
+class EngineFailedError(RuntimeError):
+    """An error in an engine that is not one of tinkex; `kind` is the name of its class, its traceback is a note."""
+
+    def __init__(self, message: str, kind: str = "RuntimeError") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class EngineStuckError(EngineDiedError):

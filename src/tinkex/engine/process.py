@@ -21,6 +21,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,10 @@ from .calls import (
     TakeSnapshot,
     Token,
 )
+from .checks import lacks_memory
 from .ending import be_killed_first, die_with
 from .group_memory import GroupMemory
+from .interface import EngineFailedError
 from .parcels import Depot, ParcelLostError
 from .progress import SAMPLING, UNTIMED, EngineProgress
 from .resident import return_memory
@@ -291,10 +294,17 @@ class Loop:
 
 def _portable(error: Exception) -> Exception:
     """An error that can be pickled: errors that callers distinguish stay as they are, others keep name and message."""
-    plain = isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"
-    if plain or isinstance(error, TinkerError | ParcelLostError):
+    if isinstance(error, TinkerError | ParcelLostError):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    found = "".join(traceback.format_exception(error))
+    if not (isinstance(error, OSError | MemoryError) and type(error).__module__ == "builtins"):
+        if lacks_memory(error):
+            error = MemoryError(str(error))
+        else:
+            kind = type(error).__name__
+            error = EngineFailedError(f"{kind}: {error}", kind)
+    error.add_note(f"In the engine:\n{found}")  # a pickle has no traceback
+    return error
 
 
 # -- the pipe ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tinkex.errors import InvalidInputError, RequestErrorCategory, RequestFailed
 
 from . import drawing
 from .batch_scheduler import BatchScheduler, Fork, Step
-from .checks import check_job, not_finite
+from .checks import can_overflow, check_job, lacks_memory, not_finite, overflowing
 from .continuations import Continuation, SamplingRequest
 from .decoder import decoder_for
 from .grammars import Effort, Grammars
@@ -198,6 +198,12 @@ class Sampler:
     def _draw(
         self, drawing_for: Sequence[Continuation], logits_BV: Tensor, events: list[SampleEvent]
     ) -> None:
+        # Drawing changes the logits: whether the model or the parameters of a request spoil them is only known before.
+        sound = {
+            row
+            for row, one in enumerate(drawing_for)
+            if can_overflow(one.request.job) and bool(logits_BV[row].isfinite().all())
+        }
         drawn = drawing.choose(
             logits_BV,
             [one.request.job for one in drawing_for],
@@ -208,7 +214,8 @@ class Sampler:
             if one.request.limit <= 0:
                 one.stop_reason = "length"
             elif not isfinite(drawn.logprobs[row]):
-                one.request.failure = not_finite(one.request.job, one.request.adapter)
+                job, adapter = one.request.job, one.request.adapter
+                one.request.failure = overflowing(job) if row in sound else not_finite(job, adapter)
             else:
                 self._append(one, drawn.tokens[row], drawn.logprobs[row], logits_BV[row], events)
                 one.kept_mass.append(drawn.kept_mass[row])
@@ -284,7 +291,7 @@ class Sampler:
             return
         self._scheduler.lift_limit()
         for one in unfinished:
-            failure = _too_long(longest) if _lacks_memory(error) else error
+            failure = _too_long(longest) if lacks_memory(error) else error
             events.append(SampleEvent(one.request.job_id, error=failure))
             self._scheduler.drop(one.request)
 
@@ -304,12 +311,6 @@ def _with_forks(
 def _device_is_lost(error: Exception) -> bool:
     """Whether the device is unusable until the process restarts."""
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
-
-
-def _lacks_memory(error: Exception) -> bool:
-    # On the CPU, torch raises a plain RuntimeError when memory runs out.
-    typed = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
-    return typed or "you tried to allocate" in str(error)
 
 
 def _too_long(length: int) -> RequestFailedError:

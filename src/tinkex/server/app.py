@@ -28,7 +28,6 @@ from tinkex._wire.operations import OPERATIONS, Body, Operation, ServicePart
 from tinkex.errors import (
     APIStatusError,
     HTTPResponse,
-    InternalServerError,
     NotFoundError,
     TinkerError,
 )
@@ -37,10 +36,10 @@ from tinkex.types import CheckpointType
 from . import imports, openapi, pages, reports, tokenizers
 from .bodies import Received
 from .byte_budget import Hold
+from .client_errors import client_error
 from .dashboard import static
 from .dashboard.api import CALLS, Dashboard, LocalCall
 from .decoding import JSON
-from .disk import as_client_error
 from .event_streams import counted
 from .futures import Promise
 from .guard import refusal
@@ -52,6 +51,7 @@ from .routes import HANDLERS, Call, base_url, owner_of
 from .service import Service
 from .serving import alias_routes
 from .serving.app import serving_routes
+from .tables import CheckpointRow
 from .tars import Tar
 from .tracing import Tracing
 
@@ -105,14 +105,6 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
             return _error_response(error, "metrics")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def import_adapter(request: Request) -> Response:
-        try:
-            owner = owner_of(service, request.headers)
-            taken = await imports.receive(service, owner, request)
-        except Exception as error:
-            return _error_response(error, "import")
-        return Response(orjson.dumps(taken), media_type="application/json")
-
     async def list_telemetry(request: Request) -> Response:
         try:
             owner = owner_of(service, request.headers)
@@ -156,7 +148,7 @@ def build_app(service: Service, leases: Leases | None = None) -> Starlette:
         Route("/archives/{run_id}/{kind}/{name}", _guarded(service, _archive)),
         Route("/files/{run_id}/{kind}/{name}/{file}", _guarded(service, _file)),
         Route("/traces/{session_id}", _guarded(service, _trace)),
-        Route(imports.PATH, import_adapter, methods=["POST"]),
+        Route(imports.PATH, _import(service), methods=["POST"]),
         Route(reports.PATH, list_telemetry),
         Route(tokenizers.FILES_PATH, _with_key(service, tokenizers.file)),
         Route(tokenizers.PATH, _with_key(service, tokenizers.listed)),
@@ -234,6 +226,25 @@ def _answering(service: Service, serve: Any) -> Any:
         except Exception as error:
             return _error_response(error, "aliases")
         return Response(json_codec.encode(result), media_type="application/json")
+
+    return endpoint
+
+
+def _import(service: Service) -> Any:
+    async def endpoint(request: Request) -> Response:
+        underway = service.quotas.requests
+        try:
+            owner = owner_of(service, request.headers)
+            underway.take(owner)
+        except TinkerError as error:
+            return _error_response(error, "import")
+        try:
+            taken = await imports.receive(service, owner, request)
+        except Exception as error:
+            return _error_response(error, "import")
+        finally:
+            underway.release(owner)
+        return Response(orjson.dumps(taken), media_type="application/json")
 
     return endpoint
 
@@ -362,13 +373,7 @@ def _route(
 def _error_response(error: BaseException, name: str) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    error = as_client_error(error)
-    if not isinstance(error, TinkerError):
-        logger.exception("%s failed", name, exc_info=error)
-        error = InternalServerError(
-            f"The service failed on {name}: {type(error).__name__}: {error}"[:500]
-        )
-    status, headers, body = response_from_error(error)
+    status, headers, body = response_from_error(client_error(error, name))
     return Response(json_codec.encode(body), status, headers=headers, media_type="application/json")
 
 
@@ -417,21 +422,44 @@ def _guarded(service: Service, serve: Any) -> Any:
     return endpoint
 
 
-async def _directory(service: Service, request: Request) -> Path:
+async def _linked(service: Service, request: Request) -> tuple[CheckpointRow, Path]:
     run_id, name = request.path_params["run_id"], request.path_params["name"]
     kind: CheckpointType = request.path_params["kind"]
     row = await service.database(service.database.store.checkpoint, run_id, kind, name)
     directory = service.checkpoints.place(run_id, kind, name)
     if row is None or service.checkpoints.has_expired(row) or not directory.is_dir():
         raise NotFoundError("The checkpoint no longer exists.")
-    return directory
+    return row, directory
+
+
+class _TarStream(StreamingResponse):
+    """A range of a tar; closes the tar when it ends, also if its client hangs up early."""
+
+    def __init__(self, tar: Tar, sent: range, status: int, headers: dict[str, str]) -> None:
+        super().__init__(tar.chunks(sent.start, sent.stop), status, headers, "application/x-tar")
+        self._tar = tar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._tar:
+            await super().__call__(scope, receive, send)
 
 
 async def _archive(service: Service, request: Request) -> Response:
     """A checkpoint as a tar, or the range of it that the client asks for."""
-    directory = await _directory(service, request)
-    names = sorted(file.name for file in directory.iterdir() if file.is_file())
-    tar = Tar.of(directory, names)
+    row, directory = await _linked(service, request)
+    names = await service.checkpoints.file_names(row)
+    tar = await service.files(Tar.of, directory, names)
+    try:
+        response = _part_of(tar, directory.name, request)
+    except BaseException:
+        tar.close()
+        raise
+    if not isinstance(response, _TarStream):
+        tar.close()
+    return response
+
+
+def _part_of(tar: Tar, name: str, request: Request) -> Response:
     tag = f'"{tar.tag}"'
     head_only = request.method == "HEAD"  # ranges apply to GET only
     part = None if head_only else asked_range(request.headers, tar.size, tag)
@@ -440,7 +468,7 @@ async def _archive(service: Service, request: Request) -> Response:
         "accept-ranges": "bytes",
         "etag": tag,
         "content-length": str(len(sent)),
-        "content-disposition": f'attachment; filename="{directory.name}.tar"',
+        "content-disposition": f'attachment; filename="{name}.tar"',
     }
     if not sent:
         return Response(status_code=416, headers={"content-range": f"bytes */{tar.size}"})
@@ -449,12 +477,11 @@ async def _archive(service: Service, request: Request) -> Response:
     status = 200 if part is None else 206
     if head_only:
         return Response(None, status, headers, "application/x-tar")
-    chunks = tar.chunks(sent.start, sent.stop)
-    return StreamingResponse(chunks, status, headers, "application/x-tar")
+    return _TarStream(tar, sent, status, headers)
 
 
 async def _file(service: Service, request: Request) -> Response:
-    directory = await _directory(service, request)
+    _, directory = await _linked(service, request)
     file = directory / validate_name(request.path_params["file"])
     if file.is_symlink() or not file.is_file():
         raise NotFoundError("There is no such file in the checkpoint.")

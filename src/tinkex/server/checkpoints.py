@@ -21,7 +21,7 @@ from .file_threads import FileThreads
 from .inputs import check_ttl
 from .names import validate_name
 from .quotas import Quota
-from .tables import AuditRow, CheckpointRow
+from .tables import AuditRow, CheckpointRow, RunRow
 
 __all__ = ["Checkpoints", "check_samplable", "checkpoint_of", "tinker_path"]
 
@@ -91,6 +91,30 @@ class Checkpoints:
         """Whether a checkpoint has expired; the next cleanup deletes it."""
         return row.expires_at is not None and row.expires_at <= self._expiry()
 
+    async def run_of(self, row: CheckpointRow) -> RunRow:
+        """The run of a checkpoint, which its owner may have deleted since the checkpoint was read."""
+        run = await self._db(self._store.run, row.run_id)
+        if run is None:
+            raise _gone(row)
+        return run
+
+    async def file_names(self, row: CheckpointRow) -> list[str]:
+        """The names of a checkpoint's files; its owner may delete it meanwhile."""
+        place = self.place(row.run_id, row.kind, row.name)
+        try:
+            return await self._files(lambda: sorted(file.name for file in place.iterdir()))
+        except FileNotFoundError:
+            raise _gone(row) from None
+
+    async def take(
+        self, row: CheckpointRow, put: Callable[[Path, Path], None], target: Path
+    ) -> None:
+        """Put the files of a checkpoint at `target`; its owner may delete or replace it meanwhile."""
+        try:
+            await self._files(put, self.place(row.run_id, row.kind, row.name), target)
+        except directories.SourceGoneError:
+            raise _gone(row) from None
+
     async def owned(self, owner: str, run_id: str, checkpoint_id: str) -> CheckpointRow:
         """A checkpoint of this owner, by the id used in REST paths."""
         kind, _, name = checkpoint_id.partition("/")
@@ -128,7 +152,7 @@ class Checkpoints:
         there = await self._db(self._store.checkpoint, run_id, kind, name)
         if there is not None and self.has_expired(there):
             # Delete the expired one now: the cleanup would otherwise delete the new one.
-            await self.delete(there, "checkpoint_expired")
+            await self.delete(there, expired=True)
             there = None
         again = there is not None and request_id is not None and there.request_id == request_id
         if there is not None and not (overwrite or again):
@@ -213,27 +237,30 @@ class Checkpoints:
     async def stop(self) -> None:
         await asyncio.gather(*self._changes, return_exceptions=True)
 
-    async def delete(self, row: CheckpointRow, event: str = "checkpoint_deleted") -> None:
+    async def delete(self, row: CheckpointRow, *, expired: bool = False) -> None:
         """Delete the row and files of a checkpoint, unless another one has replaced it.
+
+        An expired one is kept if its owner has extended its life meanwhile.
 
         The directory is renamed first: after a crash the startup cleanup removes it, and if the disk is too full to
         change the database, the space is freed all the same.
         """
         doomed = self.place(row.run_id, row.kind, row.name).with_name(f".{uuid.uuid4().hex}")
         try:
-            if await self._whole(self._take_off(row, doomed, event)):
+            if await self._whole(self._take_off(row, doomed, expired=expired)):
                 self._quota.release(row.owner, row.size_bytes)
         finally:
             await self._files.remove(doomed)
 
-    async def _take_off(self, row: CheckpointRow, doomed: Path, event: str) -> bool:
+    async def _take_off(self, row: CheckpointRow, doomed: Path, *, expired: bool) -> bool:
         """Rename the files and delete the row; the lock makes sure that no other checkpoint appears in between."""
         async with self._lock(row):
             there = await self._db(self._there, row)
-            if there is None or there.expires_at != row.expires_at:
+            if there is None or (expired and not self.has_expired(there)):
                 return False
             with suppress(FileNotFoundError):  # an earlier attempt crashed after the rename
                 await self._files(self.place(row.run_id, row.kind, row.name).replace, doomed)
+            event = "checkpoint_expired" if expired else "checkpoint_deleted"
             gone = await self._db(self._delete_row, row, event)
         self._changed(row.run_id)
         return gone
@@ -269,9 +296,7 @@ class Checkpoints:
     ) -> None:
         """Update the row of a checkpoint, but never of another that has the same name by now."""
         if self._there(row) is None:
-            raise NotFoundError(
-                f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
-            )
+            raise _gone(row)
         with self._noted(row, event, details):
             self._store.update_checkpoint(row.run_id, row.kind, row.name, **changes)
 
@@ -281,13 +306,7 @@ class Checkpoints:
         """Copy a checkpoint into another run."""
         check_ttl(ttl_seconds)
         target = await self.check_free(owner, run_id, row.kind, row.name, size_bytes=row.size_bytes)
-        source = self.place(row.run_id, row.kind, row.name)
-        try:
-            await self._files(directories.copy, source, target)
-        except FileNotFoundError:
-            raise NotFoundError(
-                f"The checkpoint {tinker_path(row)!r:.300} was deleted meanwhile."
-            ) from None
+        await self.take(row, directories.copy, target)
         return await self.add(
             run_id,
             row.kind,
@@ -302,7 +321,7 @@ class Checkpoints:
         """Delete expired checkpoints and return how many."""
         expired = await self._db(self._store.expired_checkpoints, self._expiry())
         for row in expired:
-            await self.delete(row, "checkpoint_expired")
+            await self.delete(row, expired=True)
         return len(expired)
 
     def clear_scratch(self) -> None:
@@ -331,6 +350,12 @@ class Checkpoints:
 
 def tinker_path(row: CheckpointRow) -> str:
     return ParsedCheckpointTinkerPath.of(row.run_id, row.kind, row.name).tinker_path
+
+
+def _gone(row: CheckpointRow) -> NotFoundError:
+    return NotFoundError(
+        f"The checkpoint {tinker_path(row)!r:.300} was deleted or replaced meanwhile."
+    )
 
 
 def check_samplable(row: CheckpointRow, field: str) -> None:

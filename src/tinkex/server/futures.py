@@ -24,8 +24,8 @@ from tinkex._wire.operations import Operation, operation
 from tinkex.errors import GoneError, InternalServerError, InvalidInputError, NotFoundError
 from tinkex.types import ForwardBackwardOutput, SampleResponse
 
+from .client_errors import client_error
 from .damage import Lost
-from .disk import as_client_error
 from .journal import BodyPosition, Journal, Kind, Record
 from .quotas import KeyLimits, Quotas
 from .results import encode_result
@@ -324,7 +324,8 @@ class Promises:
             self._keep(promise, payload, binary=binary, change=change)
 
     def fail(self, promise: Promise, error: BaseException, change: int | None = None) -> None:
-        body = failure_body(as_client_error(error))
+        told = client_error(error, promise.operation.name, promise.request_id)
+        body = failure_body(told)
         self._keep(promise, json_codec.encode(body), failed=True, change=change)
 
     def _keep(

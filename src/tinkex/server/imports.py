@@ -2,10 +2,12 @@
 
 The protocol has no operation for this, so it is a path of our own, open only to clients on the same machine. The
 uploaded files are not kept: the engine loads them, which checks that they fit the base model, and saves them again.
+The adapters of one key are imported one after another, each in a turn of an engine that its key has a share of.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import secrets
 import shutil
@@ -81,8 +83,11 @@ async def receive(
         with _reserved(service, owner, request, limit) as size:
             archive, files = scratch / "archive.tar", scratch / "files"
             await _store(service.files, request, archive, size)
-            await service.files(unpack, archive, files, limit=size)
-            await _rewritten(service, asked, files, scratch)
+            turn = service.import_turns.setdefault(owner, asyncio.Lock())
+            async with turn:
+                await service.files(unpack, archive, files, limit=size)
+                async with service.models.turn(owner, scratch.name):
+                    await _rewritten(service, asked, files, scratch)
         return await _listed(service, owner, asked, scratch)
     finally:
         await service.files.remove(scratch)
@@ -219,14 +224,14 @@ async def _rewritten(service: Service, asked: _Asked, files: Path, scratch: Path
     async def work() -> None:
         await engine.catalog.model(asked.base_model, "base_model")
         await engine.trainer.restore_model(model_id, asked.base_model, files, optimizer=optimizer)
-        try:
-            for kind in asked.kinds:
-                training = kind == "training"
-                await engine.trainer.save_state(model_id, scratch / kind, optimizer=training)
-        finally:
-            await engine.trainer.unload_model(model_id)
+        for kind in asked.kinds:
+            training = kind == "training"
+            await engine.trainer.save_state(model_id, scratch / kind, optimizer=training)
 
-    await engine.persist(work)
+    try:
+        await engine.persist(work)
+    finally:  # also if nothing was loaded: with the turn, the model has got a place on an engine
+        await engine.trainer.unload_model(model_id)
 
 
 async def _listed(service: Service, owner: str, asked: _Asked, scratch: Path) -> dict[str, Any]:

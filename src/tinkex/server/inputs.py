@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import orjson
 
+from tinkex.engine.checks import is_float32
 from tinkex.engine.values import (
     MAX_RANK,
     AdamStep,
@@ -227,6 +228,7 @@ def sample_job(
             "topk_prompt_logprobs gives the likeliest tokens of each position",
             field="prompt_alt_tokens_k",
         )
+    _check_shaping(params)
     stop_tokens, stop_texts = _stops(params.stop)
     targets = request.target_prompt_logprobs
     return SampleJob(
@@ -253,6 +255,22 @@ def sample_job(
         constraint=_constraint(params),
         kept_mass=bool(params.kept_mass),
     )
+
+
+def _check_shaping(params: SamplingParams) -> None:
+    """Refuse parameters that are not finite as float32, the type of logits, and would spoil those of any model."""
+    for token, bias in (params.logit_bias or {}).items():
+        if not is_float32(bias):
+            raise InvalidInputError(
+                f"the bias {bias} of token {token!s:.40} is not a finite number of 32 bits",
+                field="sampling_params.logit_bias",
+            )
+    penalty = params.repetition_penalty
+    if penalty is not None and not (is_float32(penalty) and is_float32(1 / penalty)):
+        raise InvalidInputError(
+            f"{penalty} or its inverse is not a finite number of 32 bits",
+            field="sampling_params.repetition_penalty",
+        )
 
 
 def _constraint(params: SamplingParams) -> Constraint | None:

@@ -121,9 +121,8 @@ class ModelWork:
             self._engine.catalog.check(request.base_model, "base_model")
             lora_spec(request.lora_config, 0)
             return request.base_model
-        checkpoint, _ = await self._trainable(owner, request.path)
-        run = await self._db(self._store.run, checkpoint.run_id)
-        assert run is not None
+        checkpoint = await self._trainable(owner, request.path)
+        run = await self._checkpoints.run_of(checkpoint)
         if request.base_model is not None and request.base_model != run.base_model:
             raise InvalidInputError(
                 f"the checkpoint is of {run.base_model}, not of {request.base_model!r:.200}",
@@ -132,12 +131,12 @@ class ModelWork:
         self._engine.catalog.check(run.base_model, "path")
         return run.base_model
 
-    async def _trainable(self, owner: str, path: str) -> tuple[CheckpointRow, Path]:
+    async def _trainable(self, owner: str, path: str) -> CheckpointRow:
         if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "training":
             raise InvalidInputError(
                 f"{path!r:.300} is not a training checkpoint (…/weights/…)", field="path"
             )
-        return await self._checkpoints.readable(owner, path)
+        return (await self._checkpoints.readable(owner, path))[0]
 
     # -- snapshots and restoring ----------------------------------------------------------------
 
@@ -237,9 +236,8 @@ class ModelWork:
         # A replay needs the weights, and the checkpoint may be replaced or deleted by then.
         kept = self._loaded(model, promise)
         if not kept.is_dir():
-            checkpoint, directory = await self._trainable(reader_of(promise), request.path)
-            run = await self._db(self._store.run, checkpoint.run_id)
-            assert run is not None
+            checkpoint = await self._trainable(reader_of(promise), request.path)
+            run = await self._checkpoints.run_of(checkpoint)
             if run.base_model != model.base_model:
                 raise InvalidInputError(
                     f"the checkpoint is of {run.base_model}, the model of {model.base_model}",
@@ -251,13 +249,13 @@ class ModelWork:
                     f"the checkpoint is of rank {loaded.rank}, the model of {model.lora.rank}",
                     field="path",
                 )
-            await self._files(directories.copy, directory, kept)
+            await self._checkpoints.take(checkpoint, directories.copy, kept)
         if model.lora is None:
             # Also if the copy exists already: the service may have restarted after it was made.
-            source = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
-            run = await self._db(self._store.run, source)
-            assert run is not None
-            model.lora = lora_of(run.lora)
+            source_id = ParsedCheckpointTinkerPath.from_tinker_path(request.path).training_run_id
+            source = await self._db(self._store.run, source_id)
+            assert source is not None
+            model.lora = lora_of(source.lora)
         await self._engine.catalog.model(model.base_model, "path")
         model.lease = await self._trainer.restore_model(
             model.model_id, model.base_model, kept, optimizer=request.optimizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
@@ -22,6 +23,7 @@ from tinkex.errors import (
 )
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 
+from .client_errors import client_error
 from .damage import Lost
 from .database import Database
 from .file_threads import FileThreads
@@ -50,6 +52,16 @@ __all__ = ["Models"]
 
 #: Bytes of waiting requests that stay decoded in memory; others are read from the journal when it is their turn.
 KEPT_BYTES: Final = 256 << 20
+
+
+@dataclass(eq=False)
+class _Other:
+    """Work on an engine that is not a request of a model."""
+
+    owner: str
+    since: float
+    #: Its turn, and the seconds that it is expected to use.
+    begun: asyncio.Future[tuple[Turn, float]]
 
 
 class Models:
@@ -91,6 +103,9 @@ class Models:
         #: When models were last sent a request, until it is in the database.
         self._asked_at: dict[str, datetime] = {}
         self._shares = Shares()
+        #: Other work that waits or runs, by the id of the model that it loads, and the seconds that it last used.
+        self._others: dict[str, _Other] = {}
+        self._others_last = 0.0
         self._kept_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -223,11 +238,15 @@ class Models:
     def _enqueue(self, model: Model, promise: Promise) -> None:
         since = self._waiting.get(model, 0.0) if len(model.line) else self._clock()
         model.line.offer(promise.seq_id, promise, settles=not promise.operation.in_parts)
-        busy = {other.owner for other in (*self._waiting, *self.running)}
-        if model.owner not in busy:
-            self._shares.arrive(model.owner, busy)
+        self._arrive(model.owner)
         self._waiting[model] = since
         self._schedule()
+
+    def _arrive(self, owner: str) -> None:
+        busy = {model.owner for model in (*self._waiting, *self.running)}
+        busy |= {other.owner for other in self._others.values()}
+        if owner not in busy:
+            self._shares.arrive(owner, busy)
 
     async def find(self, model_id: str, owner: str) -> Model:
         model = self._models.get(model_id)
@@ -261,29 +280,58 @@ class Models:
         if self._engine.stopping:
             return
         now = self._clock()
-        ready = {
+        ready: dict[str, tuple[Model | _Other, float]] = {
             model.model_id: (model, since)
             for model, since in self._waiting.items()
             if model not in self.running and model.line.ready(now)
         }
+        for model_id, other in self._others.items():
+            if not other.begun.done():
+                ready[model_id] = (other, other.since)
         while ready:
             spots = self._engine.trainer.spots(list(ready))
             chosen = self._shares.choose(
-                Candidate(model.model_id, model.owner, since, spot)
-                for (model, since), spot in zip(ready.values(), spots, strict=True)
+                Candidate(model_id, work.owner, since, spot)
+                for (model_id, (work, since)), spot in zip(ready.items(), spots, strict=True)
                 if spot is not None
             )
             if chosen is None:
                 break
-            model, _ = ready.pop(chosen.model_id)
-            promise = model.line.take(now)
+            work, _ = ready.pop(chosen.model_id)
+            if isinstance(work, _Other):
+                turn = self._engine.trainer.take_turn(chosen.model_id, chosen.spot)
+                self._shares.begin(work.owner, self._others_last)
+                work.begun.set_result((turn, self._others_last))
+                continue
+            promise = work.line.take(now)
             assert promise is not None
-            self.running.add(model)
-            turn = self._engine.trainer.take_turn(model.model_id, chosen.spot)
-            expected = model.usual_seconds.get(promise.operation.name, 0.0)
-            self._shares.begin(model.owner, expected)
-            self._start_task(self._serve(model, promise, turn, expected))
+            self.running.add(work)
+            turn = self._engine.trainer.take_turn(work.model_id, chosen.spot)
+            expected = work.usual_seconds.get(promise.operation.name, 0.0)
+            self._shares.begin(work.owner, expected)
+            self._start_task(self._serve(work, promise, turn, expected))
         self._wake_for_gaps(now)
+
+    @asynccontextmanager
+    async def turn(self, owner: str, model_id: str) -> AsyncIterator[None]:
+        """Wait for a turn of an engine like a request of a model, for other work that loads a model of this id.
+
+        What it uses counts towards the shares of its owner.
+        """
+        self._arrive(owner)
+        begun = asyncio.get_running_loop().create_future()
+        other = self._others[model_id] = _Other(owner, self._clock(), begun)
+        try:
+            self._schedule()
+            await begun
+            yield
+        finally:
+            del self._others[model_id]
+            if begun.done() and not begun.cancelled():
+                turn, expected = begun.result()
+                self._others_last = used = turn.end()
+                self._shares.end(other.owner, expected, used)
+            self._schedule()
 
     def _start_task(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -339,9 +387,10 @@ class Models:
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            told = client_error(error, promise.operation.name, promise.request_id)
             if promise.operation.makes_model and not model.past.changes:
-                model.ending = Ending(f"The model was never made: {error}")
-            self._promises.fail(promise, error)
+                model.ending = Ending(f"The model was never made: {told}")
+            self._promises.fail(promise, told)
         else:
             self._applied(model, promise, value)
 
@@ -404,6 +453,8 @@ class Models:
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for other in self._others.values():
+            other.begun.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -29,6 +29,7 @@ from tinkex._wire.media_types import PROTOBUF
 from tinkex._wire.operations import OPERATIONS, Operation, ServicePart
 from tinkex._wire.pass_parts import ALL_OR_NOTHING, PASS_HEADER, PassPart
 from tinkex.engine.base_models import built_in
+from tinkex.engine.checks import check_settings
 from tinkex.engine.interface import EngineStatus
 from tinkex.errors import (
     APIStatusError,
@@ -41,6 +42,7 @@ from tinkex.types._tokenizer_files import tokenizer_digest
 
 from . import tokenizers
 from .checkpoints import checkpoint_of, tinker_path
+from .client_errors import client_error
 from .dashboard import logged
 from .decoding import JSON
 from .event_streams import EventStream
@@ -355,11 +357,13 @@ async def _submitted(
     return _promised(promise)
 
 
-def _check_examples(call: Call) -> None:
+def _check_pass(call: Call) -> None:
     request, limit = call.request, call.service.settings.max_examples
     forward = isinstance(request, types.ForwardRequest)
     field = "forward_input" if forward else "forward_backward_input"
-    count = len(getattr(request, field).data)
+    inputs: types.ForwardBackwardInput = getattr(request, field)
+    check_settings(inputs.loss_fn, inputs.loss_fn_config or {})
+    count = len(inputs.data)
     if count > limit:
         raise InvalidInputError(
             f"must be at most {limit} examples, got {count}; the limit is the service's setting max_examples",
@@ -369,13 +373,13 @@ def _check_examples(call: Call) -> None:
 
 @_handles
 async def forward(call: Call) -> types.UntypedAPIFuture:
-    _check_examples(call)
+    _check_pass(call)
     return await _submitted(call)
 
 
 @_handles
 async def forward_backward(call: Call) -> Response:
-    _check_examples(call)
+    _check_pass(call)
     part = None
     if isinstance(call.request, types.ForwardBackwardRequest):  # a forward pass has no gradients
         part = PassPart.of(call.headers)
@@ -451,10 +455,9 @@ async def copy_weights(call: Call) -> types.CopyWeightsResponse:
 
 @_handles
 async def weights_info(call: Call) -> types.WeightsInfoResponse:
-    row, _ = await call.service.checkpoints.readable(call.owner, call.request.tinker_path)
-    database = call.service.database
-    run = await database(database.store.run, row.run_id)
-    assert run is not None
+    checkpoints = call.service.checkpoints
+    row, _ = await checkpoints.readable(call.owner, call.request.tinker_path)
+    run = await checkpoints.run_of(row)
     lora = lora_of(run.lora)
     return types.WeightsInfoResponse(
         base_model=run.base_model,
@@ -536,7 +539,8 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
                 + b"\n\n"
             )
     except Exception as error:  # the status has been sent already
-        yield b"event: error\ndata: " + json_codec.encode(failure_body(error)) + b"\n\n"
+        told = failure_body(client_error(error, "stream_sample"))
+        yield b"event: error\ndata: " + json_codec.encode(told) + b"\n\n"
 
 
 # -- futures -----------------------------------------------------------------------------------------
@@ -828,13 +832,13 @@ async def get_checkpoint_archive_url(call: Call) -> Response:
 
 @_handles
 async def get_external_weights_urls(call: Call) -> types.ExternalWeightsUrlsResponse:
-    row, directory = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
+    row, _ = await call.service.checkpoints.readable(call.owner, _checkpoint_path(call))
     if row.kind != "external":
         raise InvalidInputError(
             f"{tinker_path(row)} holds no external weights; save_weights_external writes them",
             field="checkpoint_id",
         )
-    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    names = await call.service.checkpoints.file_names(row)
     signed = {name: _signed(call, f"/files/{_place(row)}/{quote(name)}") for name in names}
     expires = min((until for _, until in signed.values()), default=call.now())
     return types.ExternalWeightsUrlsResponse(

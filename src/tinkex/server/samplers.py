@@ -194,17 +194,16 @@ class Samplers:
     ) -> SamplerRow:
         """Put the weights of a new sampler into place and return its row."""
         if model_path is not None:
-            checkpoint, source = await self._checkpoints.readable(owner, model_path)
+            checkpoint, _ = await self._checkpoints.readable(owner, model_path)
             check_samplable(checkpoint, "model_path")
-            run = await self._db(self._store.run, checkpoint.run_id)
-            assert run is not None
+            run = await self._checkpoints.run_of(checkpoint)
             if base_model is not None and base_model != run.base_model:
                 raise InvalidInputError(
                     f"the base model of the checkpoint is {run.base_model}, not {base_model!r:.200}",
                     field="base_model",
                 )
             await self._engine.catalog.model(run.base_model, "model_path")
-            await self._files(directories.link, source, self.place(sampler_id))
+            await self._checkpoints.take(checkpoint, directories.link, self.place(sampler_id))
             path = tinker_path(checkpoint)
             return SamplerRow(sampler_id, session_id, owner, run.base_model, path, self._now())
         if base_model is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
+from weakref import WeakValueDictionary
 
 from tinkex._wire.operations import ServicePart
 from tinkex.config import read_env
@@ -423,6 +424,8 @@ class Service:
             told_retention=settings.told_retention,
             abandoned_after=settings.abandoned_after,
         )
+        #: By key: held while one of its adapters is imported.
+        self.import_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.signer: Signer | None = None
         self.started_at = 0.0
         self.stopping = asyncio.Event()
@@ -557,8 +560,7 @@ class Service:
         done = await self.database(store.checkpoint, run_id, source.kind, source.name)
         if done is not None:
             return tinker_path(done)  # a retry of the same request
-        run = await self.database(store.run, source.run_id)
-        assert run is not None
+        run = await self.checkpoints.run_of(source)
         metadata = run.user_metadata if run.owner == owner else None
         copied = replace(
             run,

@@ -91,8 +91,9 @@ class Supervisor:
         self._starts = 0
         #: Seconds between two attempts to start it grow up to this.
         self._longest_pause = longest_pause
-        #: Why it could not be started the last time.
+        #: Why it could not be started the last time: for clients, and as the log has it.
         self.trouble = ""
+        self._logged = ""
         self.stopping = False
         self.catalog = Catalog(self._add_base_model, on_demand=on_demand)
         self._line = Line()
@@ -175,7 +176,7 @@ class Supervisor:
     def _tell(self, error: Exception, pause: float) -> None:
         """Log why the engine does not start; what an engine or the system answers needs no traceback."""
         known = isinstance(error, TinkerError | OSError | RuntimeError)
-        if not known or str(error) != self.trouble:
+        if not known or str(error) != self._logged:
             logger.error(
                 "%s does not start; trying again in %.0f s: %s",
                 self.name,
@@ -183,7 +184,13 @@ class Supervisor:
                 error,
                 exc_info=None if known else error,
             )
-        self.trouble = str(error)
+        self._logged = str(error)
+        written_for_clients = isinstance(error, TinkerError | EngineDiedError)
+        self.trouble = (
+            self._logged
+            if written_for_clients
+            else f"It does not start ({type(error).__name__}); the service's log says why."
+        )
         self._tried.set()
 
     @property

@@ -1,15 +1,21 @@
-"""Checkpoint files as a tar stream that can start at any byte."""
+"""Checkpoint files as a tar stream that can start at any byte.
+
+The files are opened before the first byte is sent, so a stream that has begun ends whole even if its checkpoint is
+deleted or replaced.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import stat
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from tinkex.errors import InternalServerError, InvalidInputError, NotFoundError
 
@@ -22,26 +28,27 @@ _CHUNK: Final = 1 << 20
 class _Content:
     """The content of one file in the tar: exactly as many bytes as the header announces."""
 
-    file: Path
+    name: str
+    file: io.FileIO
     facts: os.stat_result
 
     def __len__(self) -> int:
         return self.facts.st_size
 
     def read(self, start: int, stop: int) -> Iterator[bytes]:
-        with self.file.open("rb") as file:
-            # Saving a checkpoint again replaces its files: never mix bytes of the two versions.
-            if _identity(os.fstat(file.fileno())) != _identity(self.facts):
-                raise self._changed()
-            file.seek(start)
-            while start < stop and (chunk := file.read(min(stop - start, _CHUNK))):
-                start += len(chunk)
-                yield chunk
+        # Files of a checkpoint never change: never mix bytes of two versions if one does.
+        if _identity(os.fstat(self.file.fileno())) != _identity(self.facts):
+            raise _changed(self.name)
+        self.file.seek(start)
+        while start < stop and (chunk := self.file.read(min(stop - start, _CHUNK))):
+            start += len(chunk)
+            yield chunk
         if start < stop:
-            raise self._changed()
+            raise _changed(self.name)
 
-    def _changed(self) -> InternalServerError:
-        return InternalServerError(f"{self.file.name} changed while it was being sent.")
+
+def _changed(name: str) -> InternalServerError:
+    return InternalServerError(f"{name} changed while it was being sent.")
 
 
 def _identity(facts: os.stat_result) -> tuple[int, ...]:
@@ -55,21 +62,36 @@ _END_OF_TAR: Final = bytes(2 * tarfile.BLOCKSIZE)
 
 @dataclass(frozen=True)
 class Tar:
-    """A tar of files in one directory, readable from any offset; unchanged files give the same bytes."""
+    """A tar of files in one directory, readable from any offset; unchanged files give the same bytes.
+
+    It holds the files open until it is closed.
+    """
 
     _parts: Sequence[bytes | _Content]
     #: The entity tag: it changes whenever the bytes may have changed.
     tag: str
+    _files: ExitStack
 
     @classmethod
     def of(cls, directory: Path, names: Sequence[str]) -> Tar:
         """A tar of the named files. Raises for a missing or unsuitable file, before a response starts."""
-        parts = [part for name in names for part in _entry(directory, name)]
+        with ExitStack() as opened:
+            parts = [part for name in names for part in _entry(directory, name, opened)]
+            files = opened.pop_all()
         digest = hashlib.sha256()
         for part in parts:
             # The header rounds the modification time to seconds; the tag uses nanoseconds.
             digest.update(part if isinstance(part, bytes) else b"%d" % part.facts.st_mtime_ns)
-        return cls((*parts, _END_OF_TAR), digest.hexdigest()[:32])
+        return cls((*parts, _END_OF_TAR), digest.hexdigest()[:32], files)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def size(self) -> int:
@@ -89,11 +111,17 @@ class Tar:
                 yield from part.read(first, last)
 
 
-def _entry(directory: Path, name: str) -> tuple[bytes, _Content, bytes]:
-    """The header, content and padding of one file."""
+def _entry(directory: Path, name: str, opened: ExitStack) -> tuple[bytes, _Content, bytes]:
+    """The header, content and padding of one file, which is opened."""
     if name in {"", ".", ".."} or any(character in name for character in "/\\\0"):
         raise InvalidInputError(f"{name!r:.200} is not a plain file name", field="names")
     facts = stat_regular(directory, name)
+    try:
+        file = opened.enter_context(io.FileIO(directory / name))
+    except FileNotFoundError:
+        raise _missing(name) from None
+    if _identity(os.fstat(file.fileno())) != _identity(facts):  # replaced since
+        raise _changed(name)
     info = tarfile.TarInfo(name)  # a regular file of user and group 0
     info.mode = 0o644
     info.size = facts.st_size
@@ -102,7 +130,11 @@ def _entry(directory: Path, name: str) -> tuple[bytes, _Content, bytes]:
     # machine's locale.
     header = info.tobuf(tarfile.PAX_FORMAT, encoding="utf-8")
     padding = bytes(-facts.st_size % tarfile.BLOCKSIZE)
-    return header, _Content(directory / name, facts), padding
+    return header, _Content(name, file, facts), padding
+
+
+def _missing(name: str) -> NotFoundError:
+    return NotFoundError(f"The checkpoint has no file {name!r:.200}.")
 
 
 def stat_regular(directory: Path, name: str) -> os.stat_result:
@@ -110,7 +142,7 @@ def stat_regular(directory: Path, name: str) -> os.stat_result:
     try:
         facts = (directory / name).lstat()
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"The checkpoint has no file {name!r:.200}.") from None
+        raise _missing(name) from None
     if not stat.S_ISREG(facts.st_mode):
         raise InvalidInputError(f"{name!r:.200} is not a regular file", field="names")
     return facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import ConflictError, TinkerError
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["delete_run", "deleted_meanwhile"]
 
+#: How often the checkpoints of a run are listed, because one may be written or replaced while others are deleted.
+_TRIES: Final = 10
+
 
 async def delete_run(service: Service, run: RunRow, *, keep_checkpoints: bool) -> dict[str, Any]:
     """Delete a run whose session has ended; return what was deleted.
@@ -20,22 +23,14 @@ async def delete_run(service: Service, run: RunRow, *, keep_checkpoints: bool) -
     With `keep_checkpoints` only metrics and samples are deleted: a checkpoint needs the row of its run.
     """
     await _check_ended(service, run)
-    database = service.database
-    checkpoints = await database(database.store.checkpoints_of_run, run.run_id)
-    if not keep_checkpoints:
-        for checkpoint in checkpoints:
-            await service.checkpoints.delete(checkpoint)
+    # The row before the metrics: if it cannot be deleted, they must not be lost.
+    deleted = 0 if keep_checkpoints else await _delete_with_checkpoints(service, run)
     await service.captured.flush()
     freed = await service.run_metrics.delete(run.owner, run.run_id)
-    if not keep_checkpoints:
-        entry = AuditRow(service.settings.now(), run.owner, "runs", "run_deleted", {}, run.run_id)
-        await database(_delete_row, service, run, entry)
-        # Again: a report that was on its way may have been written since.
-        freed += await service.run_metrics.delete(run.owner, run.run_id)
     return {
         "run": run.run_id,
         "metric_bytes": freed,
-        "checkpoints": 0 if keep_checkpoints else len(checkpoints),
+        "checkpoints": deleted,
         "kept": keep_checkpoints,
     }
 
@@ -64,8 +59,27 @@ async def _check_ended(service: Service, run: RunRow) -> None:
     )
 
 
-def _delete_row(service: Service, run: RunRow, entry: AuditRow) -> None:
+async def _delete_with_checkpoints(service: Service, run: RunRow) -> int:
+    """Delete the row of a run and its checkpoints; return how many there were."""
+    database, deleted = service.database, 0
+    for _ in range(_TRIES):
+        for checkpoint in await database(database.store.checkpoints_of_run, run.run_id):
+            await service.checkpoints.delete(checkpoint)
+            deleted += 1
+        entry = AuditRow(service.settings.now(), run.owner, "runs", "run_deleted", {}, run.run_id)
+        if await database(_delete_row, service, run, entry):
+            return deleted
+    raise ConflictError(
+        "Checkpoints of this run are still being written. Try again later.", retry_after=1.0
+    )
+
+
+def _delete_row(service: Service, run: RunRow, entry: AuditRow) -> bool:
+    """Delete the row of a run, unless a checkpoint still needs it."""
     store = service.database.store
     with store.one_transaction():
+        if store.checkpoints_of_run(run.run_id):
+            return False
         store.delete_run(run.run_id)
         store.add_audit(entry)
+    return True

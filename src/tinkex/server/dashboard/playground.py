@@ -17,6 +17,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.types import ModelInput, SampleRequest, SamplingParams
 from tinkex.types._base import RequestModel
 
+from ..client_errors import client_error
 from ..serving.chat import chat_prompt
 from ..serving.models import ServedModel
 from ..serving.vocabulary import TextDecoder, Vocabulary
@@ -119,7 +120,7 @@ async def _events(
             },
         )
     except Exception as error:  # the status has been sent, so the error is an event of the stream
-        yield _event("error", failure_body(error))
+        yield _event("error", failure_body(client_error(error, "play_prompt")))
     finally:
         drawing.cancel()
         with suppress(asyncio.CancelledError, Exception):

@@ -9,12 +9,11 @@ from typing import Any, Final, Literal
 from tinkex._wire.failures import response_from_error
 from tinkex.errors import (
     DecodeError,
-    InternalServerError,
     InvalidInputError,
     NotFoundError,
     TinkerError,
 )
-from tinkex.server.disk import as_client_error
+from tinkex.server.client_errors import client_error
 
 __all__ = ["Dialect", "failure", "parameter"]
 
@@ -43,9 +42,8 @@ _ANTHROPIC: Final[Mapping[int, str]] = {
 
 def failure(error: BaseException, dialect: Dialect) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Status, headers and body of an error."""
-    error = as_client_error(error)
-    if not isinstance(error, TinkerError):
-        error = InternalServerError(f"The service failed: {type(error).__name__}: {error}"[:500])
+    request_id = f"req_{secrets.token_hex(12)}"
+    error = client_error(error, "the request", request_id)
     status, headers, _ = response_from_error(error)
     if isinstance(error, DecodeError | InvalidInputError):
         status = 400
@@ -55,7 +53,6 @@ def failure(error: BaseException, dialect: Dialect) -> tuple[int, dict[str, str]
         body = {"message": message, "type": kind, "param": parameter(error), "code": code}
         return status, headers, {"error": body}
     kind = _ANTHROPIC.get(status, "api_error")
-    request_id = f"req_{secrets.token_hex(12)}"
     answer = {
         "type": "error",
         "error": {"type": kind, "message": message},

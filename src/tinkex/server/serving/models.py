@@ -106,10 +106,7 @@ class ServedModels:
         except InvalidInputError as error:
             raise NotFoundError(f"There is no model {path!r:.200}: {error}") from error
         check_samplable(row, "model")
-        database = self._service.database
-        run = await database(database.store.run, row.run_id)
-        assert run is not None
-        return run.base_model
+        return (await self._service.checkpoints.run_of(row)).base_model
 
     async def listed(self, owner: str) -> list[Mapping[str, Any]]:
         """All names that `/v1/models` shows: base models and the owner's aliases."""
