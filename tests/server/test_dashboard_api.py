@@ -23,7 +23,6 @@ from tinkex.server.dashboard.samples import (
     SHOWN_TOKENS,
 )
 from tinkex.server.serving.vocabulary import Vocabulary
-from tinkex.server.threads import in_new_thread
 from tinkex.testing import service
 from tinkex.types import LogRequest
 
@@ -485,12 +484,6 @@ def test_deleted_run_is_gone_with_its_metrics_samples_and_checkpoints(alone):
 
 def test_a_report_that_comes_while_its_run_is_deleted_leaves_nothing(tmp_path, monkeypatch):
     """Before, the directory of the run was there again, and no row that its owner could delete."""
-    removing, go_on, remove = threading.Event(), threading.Event(), store._removed
-
-    def slow(directory):
-        removing.set()
-        assert go_on.wait(60)
-        return remove(directory)
 
     async def scenario():
         async with housed(tmp_path) as (made, client):
@@ -503,18 +496,20 @@ def test_a_report_that_comes_while_its_run_is_deleted_leaves_nothing(tmp_path, m
             url = f"http://localhost/local/runs/{model}"
             while (await client.get(url)).json()["state"]["kind"] != "ended":
                 pass
-            monkeypatch.setattr(store, "_removed", slow)
-            late = asyncio.Event()
-            monkeypatch.setattr(made.captured, "leave_to_client", lambda _: late.set())
-            deleting = asyncio.ensure_future(client.delete(url))
-            await in_new_thread(removing.wait)
+            checked, deleted = asyncio.Event(), asyncio.Event()
+
+            async def wait_for_deletion(*_):
+                checked.set()
+                await deleted.wait()
+
+            monkeypatch.setattr(made.run_metrics, "make_room", wait_for_deletion)
             reporting = asyncio.ensure_future(
                 client.post(f"training_runs/{model}/log", json=report)
             )
-            await late.wait()  # its row was there, and now its writes are in line
-            go_on.set()
-            assert (await deleting).status_code == 200
-            assert (await reporting).status_code in {200, 404}
+            await checked.wait()  # its row was there, and nothing is written yet
+            assert (await client.delete(url)).status_code == 200
+            deleted.set()
+            assert (await reporting).status_code == 404
             files = made.run_metrics.directory("local", model)
             assert not list(files.parent.iterdir())
             with pytest.raises(NotFoundError):

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 
 import pytest
 
@@ -16,6 +15,7 @@ from tinkex.engine import base_models
 from tinkex.engine.grammars import Effort, Grammars, allowed_tokens
 from tinkex.engine.values import Constraint
 from tinkex.errors import InternalServerError, InvalidInputError
+from tinkex.server import grammar_trials
 from tinkex.server.grammar_trials import GrammarTrials, Schema
 
 #: Half a kilobyte that llguidance compiles for longer than anyone has waited.
@@ -134,7 +134,7 @@ def test_schema_that_is_no_json_is_refused_by_name(tiny):
 
 
 def test_process_that_does_not_start_is_not_the_users_fault(monkeypatch, tiny):
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(grammar_trials, "PYTHON", [shutil.which("false")])
 
     async def work(trials):
         with pytest.raises(InternalServerError, match="ended with status 1"):

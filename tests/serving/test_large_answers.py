@@ -56,8 +56,8 @@ class Counting(ThreadPoolExecutor):
 def test_large_answers_are_written_in_a_thread(tmp_path, asked, in_thread):
     async def scenario() -> None:
         async with housed(tmp_path) as (made, client):
-            made.bodies._threads.shutdown()
-            made.bodies._threads = threads = Counting(1)
+            made.bodies.in_thread.close()
+            made.bodies.in_thread._threads = threads = Counting(1)
             body = {"model": TINY, "prompt": "x", "seed": 1, **asked}
             answer = await client.post(f"http://localhost{TEXT}", json=body)
             assert answer.status_code == 200, answer.text

@@ -539,7 +539,7 @@ async def _events(chunks: AsyncIterator[types.SampleStreamChunk]) -> AsyncIterat
                 + b"\n\n"
             )
     except Exception as error:  # the status has been sent already
-        told = failure_body(client_error(error, "stream_sample"))
+        told = failure_body(client_error(error, "the stream of a sample"))
         yield b"event: error\ndata: " + json_codec.encode(told) + b"\n\n"
 
 
