@@ -82,10 +82,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._received = 0  # bytes of the body in this period
         self._dropped = 0
-        self._taking_since = (
-            self.since
-        )  # the start of a period in which the peer did not have the whole answer
-        self._taken_before = 0
+        # Since the start of this period the peer has not had the whole answer.
+        self._taking_since, self._taken_before = self.since, 0
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
